@@ -1,0 +1,94 @@
+"""Boxes in a volume: cropping, padding and the way back, as pure functions of shapes."""
+
+from dataclasses import dataclass
+from typing import Tuple
+
+import numpy as np
+
+Shape3 = Tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of voxels. `start` may be negative and the box may reach past the volume: what is outside reads as zero."""
+
+    start: Shape3
+    """First voxel along X, Y, Z."""
+    size: Shape3
+    """Voxels along X, Y, Z; all positive."""
+
+    def __post_init__(self):
+        if len(self.start) != 3 or len(self.size) != 3 or min(self.size) < 1:
+            raise ValueError(f"Region size must be three positive numbers, got start={self.start}, size={self.size}")
+
+    @property
+    def stop(self) -> Shape3:
+        """One past the last voxel along X, Y, Z."""
+        return tuple(a + n for a, n in zip(self.start, self.size))
+
+    def slices(self, shape: Shape3) -> Tuple[slice, slice, slice]:
+        """The part of this box that lies inside a volume of `shape`."""
+        return tuple(
+            slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in zip(self.start, self.stop, shape)
+        )
+
+    def padding(self, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
+        """Zeros to add before and after `slices(shape)` along each axis to fill this box."""
+        inside = self.slices(shape)
+        return tuple(
+            (part.start - a, b - part.stop) if part.stop > part.start else (0, b - a)
+            for part, a, b in zip(inside, self.start, self.stop)
+        )
+
+
+def round_up(shape: Shape3, multiple: int) -> Shape3:
+    """The smallest shape that holds `shape` and is divisible by `multiple` along every axis."""
+    return tuple(-(-n // multiple) * multiple for n in shape)
+
+
+def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
+    """A region of `size` around the middle of `inner`, kept inside a volume of `shape` where it fits.
+
+    Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on both sides.
+    """
+    start = []
+    for a, n, want, limit in zip(inner.start, inner.size, size, shape):
+        if want >= limit:
+            start.append(-((want - limit) // 2))
+        else:
+            start.append(min(max(a - (want - n) // 2, 0), limit - want))
+    return Region(tuple(start), tuple(size))
+
+
+def whole(shape: Shape3, multiple: int = 1) -> Region:
+    """The whole volume, padded on both sides to a multiple along every axis."""
+    return centred(Region((0, 0, 0), tuple(shape)), round_up(shape, multiple), shape)
+
+
+def bounding_box(mask: np.ndarray) -> Region:
+    """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole volume."""
+    start, size = [], []
+    for axis in range(3):
+        hit = np.flatnonzero(mask.any(axis=tuple(a for a in range(3) if a != axis)))
+        if hit.size == 0:
+            return Region((0, 0, 0), tuple(mask.shape))
+        start.append(int(hit[0]))
+        size.append(int(hit[-1] - hit[0] + 1))
+    return Region(tuple(start), tuple(size))
+
+
+def crop(volume: np.ndarray, region: Region) -> np.ndarray:
+    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside the volume are zero. A view where nothing is padded."""
+    padding = region.padding(volume.shape[:3])
+    part = volume[region.slices(volume.shape[:3])]
+    if not any(n for pair in padding for n in pair):
+        return part
+    return np.pad(part, list(padding) + [(0, 0)] * (volume.ndim - 3))
+
+
+def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
+    """The way back from `crop`: a zero volume of `shape` with `part` in its place; padding is dropped."""
+    full = np.zeros(tuple(shape) + part.shape[3:], part.dtype)
+    inside = tuple(slice(before, n - after) for (before, after), n in zip(region.padding(shape), region.size))
+    full[region.slices(shape)] = part[inside]
+    return full

@@ -1,0 +1,75 @@
+"""The parts of a U-Net as plain functions on Keras tensors. Layer names are those of the layer plan."""
+
+import tensorflow as tf
+
+from models.config import UNetConfig
+from models.norm import NormActivation
+
+layers = tf.keras.layers
+
+
+def policy(config: UNetConfig) -> str:
+    """Keras' name for "compute in `config.dtype`, keep weights in float32"."""
+    return "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"
+
+
+def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bias: bool = False):
+    """A convolution that keeps the grid; bias-free where a norm follows and would cancel it."""
+    return layers.Conv3D(
+        channels,
+        kernel,
+        padding="same",
+        use_bias=bias,
+        kernel_initializer="he_normal",
+        dtype=policy(config),
+        name=name,
+    )(x)
+
+
+def block(x, config: UNetConfig, name: str, widths):
+    """Two 3x3x3 convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
+    entry, bias = x, config.norm == "none"
+    x = convolution(x, config, f"{name}_conv1", widths[0], 3, bias)
+    x = NormActivation(config.norm, dtype=policy(config), name=f"{name}_act1")(x)
+    x = convolution(x, config, f"{name}_conv2", widths[1], 3, bias)
+    if not config.residual:
+        return NormActivation(config.norm, dtype=policy(config), name=f"{name}_act2")(x)
+    x = NormActivation(config.norm, activate=False, dtype=policy(config), name=f"{name}_norm2")(x)
+    shortcut = convolution(entry, config, f"{name}_shortcut", widths[1], 1)
+    x = layers.Add(dtype=policy(config), name=f"{name}_add")([x, shortcut])
+    return layers.ReLU(dtype=policy(config), name=f"{name}_act2")(x)
+
+
+def down(x, config: UNetConfig, name: str):
+    """Halve the grid: the maximum of each 2x2x2 voxels."""
+    return layers.MaxPool3D(2, dtype=policy(config), name=f"{name}_pool")(x)
+
+
+def up(x, config: UNetConfig, name: str, width: int):
+    """Double the grid. Bias-free: the next norm takes a constant out again, and its gradient is a pass over the map."""
+    if config.up == "transposed":
+        return layers.Conv3DTranspose(
+            width,
+            2,
+            strides=2,
+            use_bias=False,
+            kernel_initializer="he_normal",
+            dtype=policy(config),
+            name=f"{name}_up",
+        )(x)
+    # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
+    x = convolution(x, config, f"{name}_up_conv", width, 1)
+    return layers.UpSampling3D(2, dtype=policy(config), name=f"{name}_up")(x)
+
+
+def join(skip, x, config: UNetConfig, name: str):
+    """The skip connection: encoder maps first, then the up-sampled ones."""
+    return layers.Concatenate(dtype=policy(config), name=f"{name}_concat")([skip, x])
+
+
+def head(x, config: UNetConfig, name: str):
+    """One logit per output and voxel, in the compute dtype: the loss casts them to float32.
+
+    Casting the head's *input* instead would hold a float32 copy of the widest map of the network.
+    """
+    return convolution(x, config, name, config.outputs, 1, bias=True)

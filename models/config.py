@@ -1,0 +1,78 @@
+"""What the network is, as one frozen record. No TensorFlow: the estimator and the command line read it too."""
+
+from dataclasses import dataclass
+from typing import Tuple
+
+NETWORKS = ("unet3d", "cicek2016")
+NORMS = ("instance", "batch", "none")
+UPS = ("transposed", "upsampling")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for batch norm."""
+
+    channels: int = 4
+    """Image channels: 4 for BraTS (FLAIR, T1w, T1gd, T2w), 1 for FLAIR alone."""
+    outputs: int = 3
+    """Output maps, each with its own sigmoid: 3 for the nested regions WT, TC, ET."""
+    filters: int = 16
+    """Feature maps of the first convolution; level l has filters * 2**l."""
+    depth: int = 5
+    """Levels of resolution, the bottom included; the input is halved depth - 1 times."""
+    network: str = "unet3d"
+    """ "unet3d": both convolutions of a level are equally wide. "cicek2016": the wider original (Cicek et al. 2016),
+    whose second convolution doubles the maps (32-64, 64-128, 128-256, 256-512 for filters 32, depth 4)."""
+    norm: str = "instance"
+    """Instance by default: with one whole volume a step, batch statistics are that volume's own anyway, and only
+    per-sample statistics make an accumulated batch equal to a full one."""
+    up: str = "transposed"
+    """ "transposed": a 2x2x2 transposed convolution. "upsampling": nearest neighbour, then a 1x1x1 convolution."""
+    residual: bool = False
+    """Add each block's input (through a 1x1x1 convolution) to its second convolution before the activation."""
+    deep_supervision: bool = False
+    """One more head on every decoder level below the finest, for the loss only."""
+    dtype: str = "float32"
+    """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
+
+    def __post_init__(self):
+        for name in ("channels", "outputs", "filters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
+        if not 2 <= self.depth <= 8:
+            raise ValueError(f"depth must be between 2 and 8, got {self.depth}; 5 is the paper's")
+        for name, allowed in (("network", NETWORKS), ("norm", NORMS), ("up", UPS), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
+
+    @property
+    def divisor(self) -> int:
+        """Every side of the input must be a multiple of this: 2**(depth - 1)."""
+        return 2 ** (self.depth - 1)
+
+    def encoder_widths(self, level: int) -> Tuple[int, int]:
+        """Feature maps after the first and the second convolution of an encoder level (the bottom is depth - 1)."""
+        first = self.filters * 2**level
+        return (first, first * 2) if self.network == "cicek2016" else (first, first)
+
+    def decoder_widths(self, level: int) -> Tuple[int, int]:
+        """Feature maps after the two convolutions of a decoder level: the level's skip width."""
+        width = self.encoder_widths(level)[1]
+        return (width, width)
+
+    def up_width(self, level: int) -> int:
+        """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept in Cicek's."""
+        below = self.encoder_widths(level + 1)[1]
+        return below if self.network == "cicek2016" else below // 2
+
+    def check_shape(self, shape: Tuple[int, int, int]) -> None:
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), saying which nearby shapes fit."""
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(f"input_shape must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
+        if any(n % self.divisor for n in shape):
+            up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
+            down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
+            raise ValueError(
+                f"input_shape {tuple(shape)} must be divisible by {self.divisor}; pad to {up} or crop to {down}"
+            )

@@ -1,0 +1,151 @@
+"""The network on paper: every layer's name, shape, dtype, parameters and work, in the order it runs. No TensorFlow.
+
+This is all that the memory estimator sees; a test holds it against the built Keras model layer by layer.
+"""
+
+from dataclasses import dataclass
+from typing import List, Tuple
+
+from models.config import UNetConfig
+
+Shape3 = Tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LayerOp:
+    """One layer of the network."""
+
+    name: str
+    """The Keras layer's name, such as "encoder0_conv1"."""
+    kind: str
+    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat", "add" or "head"."""
+    inputs: Tuple[str, ...]
+    """Names of the layers whose outputs it reads."""
+    level: int
+    """Resolution level of its output, 0 is the finest."""
+    shape: Tuple[int, int, int, int]
+    """Of its output for one sample: (X, Y, Z, C)."""
+    dtype: str
+    """Of its output."""
+    kernel: int = 0
+    """Side of the convolution kernel in voxels; 0 where there is none."""
+    in_channels: int = 0
+    """Channels of a convolution's input."""
+    trainable: int = 0
+    """Trainable parameters."""
+    frozen: int = 0
+    """Parameters that training moves but does not differentiate (batch norm's moving statistics)."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of its output for one sample."""
+        x, y, z, c = self.shape
+        return x * y * z * c
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of its forward pass for one sample, a multiply-add counted as 2.
+
+        Counted for convolutions alone: all else is limited by memory traffic. A transposed convolution of stride 2
+        and kernel 2 writes each output voxel once, so it costs one kernel tap per output voxel.
+        """
+        if self.kind in ("conv", "head"):
+            return 2 * self.kernel**3 * self.in_channels * self.elements
+        return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
+
+
+def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
+    """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape` (X, Y, Z).
+
+    Raises ValueError when the shape does not divide.
+    """
+    config.check_shape(shape)
+    plan = _Plan(config, shape)
+    x = plan.add("image", "input", (), 0, config.channels)
+    skips = []
+    for level in range(config.depth):
+        if level:
+            x = plan.add(f"encoder{level}_pool", "pool", (x,), level, x.shape[3])
+        x = plan.block(f"encoder{level}", x, level, config.encoder_widths(level))
+        skips.append(x)
+    deep_heads = []
+    for level in reversed(range(config.depth - 1)):
+        up = _up(plan, x, level)
+        channels = skips[level].shape[3] + up.shape[3]
+        x = plan.add(f"decoder{level}_concat", "concat", (skips[level], up), level, channels)
+        x = plan.block(f"decoder{level}", x, level, config.decoder_widths(level))
+        if config.deep_supervision and level:
+            deep_heads.append((level, x))
+    plan.convolution("head", "head", x, 0, config.outputs, kernel=1, bias=True)
+    for level, source in deep_heads:
+        plan.convolution(f"head{level}", "head", source, level, config.outputs, kernel=1, bias=True)
+    return tuple(plan.ops)
+
+
+def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
+    """Floating-point operations of one training step's convolutions, a multiply-add counted as 2.
+
+    Forward, filter gradient and input gradient cost the same; what reads the image itself has no input gradient.
+    Recomputation under a memory policy is not counted: it is the same useful work in more time.
+    """
+    plan = layer_plan(config, shape)
+    image = plan[0].name
+    return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
+
+
+# --- Private helpers ---
+
+
+class _Plan:
+    """Collects the layers; knows the shape of each level."""
+
+    def __init__(self, config: UNetConfig, shape: Shape3):
+        self.config = config
+        self.shape = shape
+        self.ops: List[LayerOp] = []
+
+    def add(self, name: str, kind: str, inputs: Tuple[LayerOp, ...], level: int, channels: int, **more: int) -> LayerOp:
+        grid = tuple(n // 2**level for n in self.shape)
+        op = LayerOp(
+            name, kind, tuple(op.name for op in inputs), level, (*grid, channels), self.config.dtype, **more
+        )
+        self.ops.append(op)
+        return op
+
+    def convolution(
+        self, name: str, kind: str, x: LayerOp, level: int, channels: int, *, kernel: int, bias: bool
+    ) -> LayerOp:
+        fan_in = x.shape[3]
+        weights = kernel**3 * fan_in * channels + (channels if bias else 0)
+        return self.add(name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
+
+    def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
+        """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
+        bias = self.config.norm == "none"
+        x = self.convolution(f"{name}_conv1", "conv", entry, level, widths[0], kernel=3, bias=bias)
+        x = self.norm(f"{name}_act1", "norm_act", x)
+        x = self.convolution(f"{name}_conv2", "conv", x, level, widths[1], kernel=3, bias=bias)
+        if not self.config.residual:
+            return self.norm(f"{name}_act2", "norm_act", x)
+        x = self.norm(f"{name}_norm2", "norm", x)
+        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, bias=False)
+        x = self.add(f"{name}_add", "add", (x, shortcut), level, widths[1])
+        return self.add(f"{name}_act2", "act", (x,), level, widths[1])
+
+    def norm(self, name: str, kind: str, x: LayerOp) -> LayerOp:
+        """Scale and shift train; batch norm's moving mean and variance do not."""
+        channels = x.shape[3]
+        trainable = 0 if self.config.norm == "none" else 2 * channels
+        frozen = 2 * channels if self.config.norm == "batch" else 0
+        return self.add(name, kind, (x,), x.level, channels, trainable=trainable, frozen=frozen)
+
+
+def _up(plan: _Plan, x: LayerOp, level: int) -> LayerOp:
+    """Double the resolution on the way into decoder `level`."""
+    width = plan.config.up_width(level)
+    name = f"decoder{level}_up"
+    if plan.config.up == "transposed":
+        weights = 8 * x.shape[3] * width
+        return plan.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
+    x = plan.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1, bias=False)
+    return plan.add(name, "upsample", (x,), level, width)

@@ -1,0 +1,39 @@
+"""The 3D U-Net: down on the left, up on the right, skips across, as in the paper's figure."""
+
+from typing import Optional, Tuple
+
+import tensorflow as tf
+
+from models.blocks import block, down, head, join, up
+from models.config import UNetConfig
+
+
+def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> tf.keras.Model:
+    """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and Cicek et al. 2016.
+
+    Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
+    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the `batch_size` where it
+    is known: instance norm then runs at the speed of batch norm. Raises ValueError when the shape does not divide.
+    """
+    config.check_shape(shape)
+    image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
+
+    skips = []
+    for level in range(config.depth):
+        if level:
+            x = down(x, config, f"encoder{level}")
+        x = block(x, config, f"encoder{level}", config.encoder_widths(level))
+        skips.append(x)
+
+    coarse = []
+    for level in reversed(range(config.depth - 1)):
+        x = up(x, config, f"decoder{level}", config.up_width(level))
+        x = join(skips[level], x, config, f"decoder{level}")
+        x = block(x, config, f"decoder{level}", config.decoder_widths(level))
+        if config.deep_supervision and level:
+            coarse.append((level, x))
+
+    logits = head(x, config, "head")
+    if config.deep_supervision:
+        logits = [logits] + [head(source, config, f"head{level}") for level, source in coarse]
+    return tf.keras.Model(image, logits, name=config.network)
