@@ -1,0 +1,176 @@
+"""The one place that sets up this process for TensorFlow: environment, engine, threads. Before TensorFlow is imported.
+
+    host = read_host()
+    plan = thread_plan(host)
+    apply(plan, engine="auto")
+    tf = import_tensorflow(engine="auto")
+
+Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock-no-onednn" without oneDNN as well,
+"auto" is "itex" where it is installed and "stock" elsewhere.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Tuple
+
+from cpu3d.errors import InputError
+from cpu3d.host.thread_plan import ThreadPlan
+from cpu3d.host.topology import Host
+
+ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
+
+_PLUGIN_FOLDER = "tensorflow-plugins"
+"""In site-packages. TensorFlow loads every library in it when it is imported, asked or not: ITEX lives there."""
+
+
+def apply(plan: ThreadPlan, engine: str = "auto") -> None:
+    """Set the environment of this process and its children by `plan`; what the user has set himself stays.
+
+    The engine is a choice of this call, so oneDNN follows it and not the environment.
+    Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
+    """
+    _check_engine(engine)
+    if "tensorflow" in sys.modules:
+        raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
+    for name, value in plan.environment.items():
+        os.environ.setdefault(name, value)
+    if engine != "auto":
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
+    if _tensorflow_version() < (2, 16):
+        # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
+        os.environ.pop("TF_USE_LEGACY_KERAS", None)
+
+
+def import_tensorflow(engine: str = "auto") -> Any:
+    """Import TensorFlow on `engine` with the threads of the environment, and return the module.
+
+    Called again, it checks that the engine is the one asked for and returns the same module.
+    Raises InputError when the engine is not installed, when a thread variable is no number, or when tf.keras is
+    not Keras 2; RuntimeError when TensorFlow is already running on another engine.
+    """
+    _check_engine(engine)
+    if engine == "itex" and _version("intel-extension-for-tensorflow") is None:
+        raise InputError(
+            "engine must be installed, got itex without intel-extension-for-tensorflow; run `./run.sh setup` with "
+            "Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
+        )
+    fresh = "tensorflow" not in sys.modules
+    with _hidden_plugins() if engine.startswith("stock") else contextlib.nullcontext():
+        import tensorflow as tf
+    if engine != "auto" and (engine == "itex") != _itex_is_loaded():
+        raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
+    _check_keras(tf)
+    if fresh:
+        tf.config.threading.set_intra_op_parallelism_threads(_threads("TF_NUM_INTRAOP_THREADS"))
+        tf.config.threading.set_inter_op_parallelism_threads(_threads("TF_NUM_INTEROP_THREADS"))
+    return tf
+
+
+def engine_name(tf: Any) -> str:
+    """The engine that really runs, such as "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0".
+
+    From evidence, not from the wish: the libraries mapped into this process, and TensorFlow's own answer on oneDNN.
+    """
+    from tensorflow.python.util import _pywrap_util_port
+
+    parts = [f"TensorFlow {tf.__version__}", "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"]
+    if _itex_is_loaded():
+        parts.append(f"ITEX {_version('intel-extension-for-tensorflow')}")
+    return ", ".join(parts)
+
+
+def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
+    """Lines to print before the work starts: the host, the engine (as `engine_name` tells it), the threads."""
+    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
+    limit = "" if host.cgroup_limit_bytes is None else f", limit {_gib(host.cgroup_limit_bytes)}"
+    bfloat16 = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
+    return [
+        f"host: {host.cpu_model}, {_count(host.cores, 'core')} on {_count(host.sockets, 'socket')} and "
+        f"{_count(host.numa_nodes, 'NUMA node')}, {_count(host.logical_cpus, 'CPU')}{quota}, {bfloat16}",
+        f"memory: {_gib(host.memory_bytes)}{limit}, {_gib(host.free_bytes)} free",
+        f"engine: {engine}",
+        "threads: "
+        + ", ".join(
+            f"{name}={os.environ.get(name, value)}" for name, value in plan.environment.items() if _tunes(name)
+        ),
+    ]
+
+
+# --- Private helpers ---
+
+
+def _check_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
+
+
+def _version(distribution: str) -> Optional[str]:
+    """The installed version of a distribution, None where it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tensorflow_version() -> Tuple[int, int]:
+    """(major, minor) of the installed TensorFlow; a version far ahead where its distribution has another name."""
+    found = re.match(r"(\d+)\.(\d+)", _version("tensorflow") or _version("tensorflow-cpu") or "")
+    return (int(found[1]), int(found[2])) if found else (99, 0)
+
+
+@contextlib.contextmanager
+def _hidden_plugins() -> Iterator[None]:
+    """Let TensorFlow find no plug-in folder while it is imported: there is no switch that keeps it from loading ITEX.
+
+    Its __init__ asks `os.path.exists` for the folder in each site-packages; for that one name the answer is no.
+    """
+    exists = os.path.exists
+    os.path.exists = lambda path: os.path.basename(path) != _PLUGIN_FOLDER and exists(path)
+    try:
+        yield
+    finally:
+        os.path.exists = exists
+
+
+def _itex_is_loaded() -> bool:
+    """Whether ITEX's library is mapped into this process. It exists for Linux alone, which has /proc."""
+    maps = Path("/proc/self/maps")
+    return maps.is_file() and "libitex_cpu" in maps.read_text(encoding="utf-8", errors="replace")
+
+
+def _check_keras(tf: Any) -> None:
+    """tf.keras is lazy: TF_USE_LEGACY_KERAS chooses the package behind it when it is first touched, here."""
+    try:
+        package = tf.keras.layers.Layer.__module__.partition(".")[0]
+        found = f"{package} {sys.modules[package].__version__}"
+    except ImportError as error:
+        package, found = "none", str(error)
+    if package != "tf_keras" and not found.startswith("keras 2."):
+        raise InputError(
+            f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; unset TF_USE_LEGACY_KERAS and "
+            f"install tf_keras of TensorFlow's version, or run `./run.sh setup`"
+        )
+
+
+def _threads(name: str) -> int:
+    """A thread variable of the environment; 0, which leaves it to TensorFlow, where it is not set."""
+    value = os.environ.get(name, "0")
+    if not value.isdigit():
+        raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it to let the host decide")
+    return int(value)
+
+
+def _tunes(name: str) -> bool:
+    return name.startswith(("TF_NUM_", "OMP_", "KMP_"))
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Set up and run the project: finds a Python, picks the engine, makes .venv, passes everything else on.
+# Threads and switches are not set here but in cpu3d/host/apply.py.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+venv="$root/.venv"
+stamp="$venv/installed"   # written last: without it the environment is half-made
+log="$venv/install.log"
+
+help() {
+  cat <<'HELP'
+Train a 3D U-Net on whole volumes.
+
+  ./run.sh                      set up on the first call, then run the demo
+  ./run.sh setup [--latest]     make .venv and install the pinned packages, nothing else
+  ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
+  ./run.sh demo [--smoke]       phantom volumes, training, scores, report; --smoke is a small form
+  ./run.sh estimate ...         memory and time of a training run: python -m memory_estimator ...
+  ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
+  ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
+
+Example:
+  ./run.sh prepare --dataset ~/Task01_BrainTumour --store ~/brats-store
+  ./run.sh train --store ~/brats-store --run ~/runs/first
+
+Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
+TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case.
+PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
+HELP
+}
+
+say() { printf '%s\n' "$*"; }
+die() { printf 'run.sh: %s\n' "$@" >&2; exit 1; }
+
+# --- Finding a Python ---
+
+# What a Python says of itself: version, whether it can make environments, platform, the CPU flags that matter.
+probe='
+import platform, struct, sys, sysconfig
+try:
+    import ensurepip, venv
+    tools = "venv"
+except ImportError:
+    tools = "bare"
+try:
+    flags = open("/proc/cpuinfo").read().split()
+except OSError:
+    flags = ["avx2"]  # cannot tell
+usable = platform.python_implementation() == "CPython" and struct.calcsize("P") == 8
+print("%d.%d" % sys.version_info[:2] if usable else "0.0", tools, sysconfig.get_platform(),
+      "avx2" if "avx2" in flags else "avx" if "avx" in flags else "none")
+'
+
+# find_python VERSION...: sets python, version, platform, cpu to the first of these versions that can make an environment;
+# bare collects those that cannot. Fails where there is none.
+find_python() {
+  local wanted name answer tools
+  bare=""
+  for wanted in "$@"; do
+    for name in "python$wanted" python3 python; do
+      [ -z "${PYTHON:-}" ] || name="$PYTHON"
+      answer="$("$name" -c "$probe" 2>/dev/null)" || continue
+      read -r version tools platform cpu <<<"$answer"
+      [ "$version" = "$wanted" ] || continue
+      if [ "$tools" = venv ]; then python="$name"; return 0; fi
+      case " $bare " in *" $wanted "*) ;; *) bare="$bare $wanted" ;; esac
+    done
+  done
+  return 1
+}
+
+# no_python OLDEST: says what to install, and ends.
+no_python() {
+  local first="${bare# }"
+  first="${first%% *}"
+  [ -z "$first" ] || die "Python must come with venv and ensurepip, got Python $first without; install them, then run this again:" \
+    "  Debian, Ubuntu: sudo apt install python$first-venv"
+  [ -z "${PYTHON:-}" ] || die "PYTHON must be a 64-bit CPython $1 to 3.13 that runs, got $PYTHON; unset it or name another"
+  die "a 64-bit CPython $1 to 3.13 must be installed, found none; install one (3.11 gives the fastest engine), then run this again:" \
+    "  Debian, Ubuntu: sudo apt install python3 python3-venv" \
+    "  Fedora, RHEL:   sudo dnf install python3.11" \
+    "  anywhere:       https://www.python.org/downloads or https://docs.conda.io"
+}
+
+# Sets python, version and requirements.
+choose() {
+  local has_avx2=yes
+  if [ "$engine" = latest ]; then
+    find_python 3.12 3.13 3.11 3.10 || no_python 3.10
+  else
+    find_python 3.11 3.10 3.9 3.12 3.13 || no_python 3.9
+  fi
+  [ "$cpu" = avx2 ] || has_avx2=no
+  case "$platform" in
+    linux-x86_64) [ "$cpu" != none ] || die "the CPU must have AVX, which TensorFlow is built for, and has none; use another host" ;;
+    *) has_avx2=no ;;
+  esac
+  requirements="requirements-latest.txt"
+  case "$engine/$has_avx2/$version" in fast/yes/3.9 | fast/yes/3.10 | fast/yes/3.11) requirements=requirements.txt ;; esac
+  if [ "$requirements/$version" = requirements-latest.txt/3.9 ]; then # TensorFlow 2.21 has no wheel for 3.9
+    find_python 3.12 3.13 3.11 3.10 || no_python 3.10
+  fi
+}
+
+cost_of_latest() {
+  say "Engine: TensorFlow 2.21. A training step takes about 1.4x as long as with TensorFlow 2.15 + ITEX (3.0 s against 2.1 s at 128^3, bfloat16)."
+  if [ "$engine" = latest ]; then
+    say "For the faster engine: ./run.sh setup"
+  elif [ "$platform" = linux-x86_64 ] && [ "$cpu" = avx2 ]; then
+    say "For the faster engine: install Python 3.11 with venv (Debian, Ubuntu: sudo apt install python3.11-venv), then ./run.sh setup"
+    [ -z "$bare" ] || say "(found, but without venv and so not used: Python$bare)"
+  else
+    say "The faster engine exists for Linux on x86-64 CPUs with AVX2."
+  fi
+}
+
+# --- The environment ---
+
+checksum() { cksum <"$root/$1"; }
+
+# What the stamp must say: made from this very file with this Python.
+expected_stamp() { say "$requirements $version $(checksum "$requirements")"; }
+
+# The environment as it is, whichever engine was chosen for it: whole, and its requirements file unchanged since.
+is_ready() {
+  [ -f "$stamp" ] && "$venv/bin/python" -c "" 2>/dev/null || return 1
+  read -r requirements version _ <"$stamp"
+  [ -f "$root/$requirements" ] && [ "$(cat "$stamp")" = "$(expected_stamp)" ]
+}
+
+setup() {
+  choose
+  if [ -f "$stamp" ] && "$venv/bin/python" -c "" 2>/dev/null && [ "$(cat "$stamp")" = "$(expected_stamp)" ]; then
+    say "Ready: .venv has Python $version and $requirements."
+    return
+  fi
+  say "Using $python (Python $version) and $requirements."
+  [ "$requirements" = requirements.txt ] || cost_of_latest
+  # One for the same engine and Python that was cut short, or whose requirements changed, is completed. Any other is
+  # made anew: pip would leave the packages of the other engine beside the new ones.
+  [ ! -f "$stamp" ] || mv "$stamp" "$stamp.partial"
+  if ! grep -qs "^$requirements $version " "$stamp.partial" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || die "$python could not make $venv; the lines above say why"
+  fi
+  expected_stamp >"$stamp.partial"
+  install
+  mv "$stamp.partial" "$stamp"
+  say "Ready: .venv has Python $version and $requirements."
+}
+
+install() {
+  local pid status=0 start=$SECONDS
+  say "Installing into .venv, about 700 MB of downloads on the first call, 2.5 GB on disk; details in .venv/install.log"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$requirements" >"$log" 2>&1 &
+  pid=$!
+  trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command goes on from here\n" >&2; exit 130' INT TERM
+  while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
+    printf '\r  %3d packages, %4d s ' "$(grep -c '^Collecting' "$log" || true)" "$((SECONDS - start))"
+    sleep 1
+  done
+  wait "$pid" || status=$?
+  trap - INT TERM
+  [ ! -t 1 ] || printf '\n'
+  [ "$status" = 0 ] && return
+  tail -n 15 "$log" >&2
+  die "installing $requirements failed; the lines above are the end of $log" \
+    "without a network or behind a proxy, see https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server; ./run.sh setup tries again"
+}
+
+# run MODULE ARGUMENT...: the module from this folder, whatever the caller's folder holds (SAFEPATH: Python 3.11 on).
+run() {
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$@"
+}
+
+# --- What to do ---
+
+engine=fast
+command="${1:-demo}"
+[ $# -eq 0 ] || shift
+case "$command" in
+  help | -h | --help) help; exit ;;
+  setup)
+    case "${1:-}" in
+      "") ;;
+      --latest) engine=latest ;;
+      -h | --help) help; exit ;;
+      *) printf 'run.sh: setup takes --latest or nothing, got %s\n' "$1" >&2; exit 2 ;;
+    esac
+    setup
+    exit
+    ;;
+esac
+
+if ! is_ready; then
+  if [ "${requirements:-}" = requirements-latest.txt ]; then engine=latest; fi # as it was chosen before
+  setup
+fi
+case "$command" in
+  test)
+    cd "$root"
+    if [ "${1:-}" = --all ]; then shift; set -- -m "" "$@"; fi
+    run pytest "$@"
+    ;;
+  estimate) run memory_estimator "$@" ;;
+  *) run cpu3d "$command" "$@" ;;
+esac

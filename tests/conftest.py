@@ -1,0 +1,36 @@
+"""What all tests share. The host's plan is applied before any test module imports TensorFlow."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu3d.host.apply import apply
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.topology import read_host
+
+if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
+    apply(thread_plan(read_host()))
+
+REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def real_cases() -> Path:
+    """The folder of real cases beside the checkout; the test is skipped where there is none."""
+    if not REAL_DATA.is_dir():
+        pytest.skip(f"needs the real cases in {REAL_DATA}")
+    return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def phantom_store(tmp_path_factory):
+    """A store of six small phantoms: four to train, one to validate, one to test. Read only."""
+    from cpu3d.data.phantom import write_phantom
+    from cpu3d.data.prepare import prepare
+    from cpu3d.data.store import open_store
+
+    folder = tmp_path_factory.mktemp("phantom")
+    write_phantom(folder / "raw", cases=6, shape=(40, 48, 36), seed=5, workers=1)
+    prepare(folder / "raw", folder / "store", workers=1)
+    return open_store(folder / "store")

@@ -1,0 +1,159 @@
+"""Each test that imports TensorFlow does so in a process of its own: an engine is chosen once per process."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu3d.errors import InputError
+from cpu3d.host.apply import apply, describe, import_tensorflow
+from cpu3d.host.thread_plan import ThreadPlan, thread_plan
+from cpu3d.host.topology import Host, read_host
+
+ROOT = Path(__file__).resolve().parents[3]
+TENSORFLOW = importlib.metadata.version("tensorflow")
+HAS_ITEX = importlib.util.find_spec("intel_extension_for_tensorflow") is not None
+
+SCRIPT = """
+import json, os, sys
+from cpu3d.errors import InputError
+from cpu3d.host import apply as host_apply
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.topology import read_host
+exists = os.path.exists
+host_apply.apply(thread_plan(read_host()), sys.argv[1])
+try:
+    tf = host_apply.import_tensorflow(sys.argv[1])
+except InputError as error:
+    print(json.dumps({"error": str(error)}))
+    sys.exit()
+try:
+    other = host_apply.import_tensorflow("stock" if "ITEX" in host_apply.engine_name(tf) else "itex")
+    second = "imported"
+except (InputError, RuntimeError) as error:
+    second = str(error)
+threading = tf.config.threading
+print(json.dumps({
+    "name": host_apply.engine_name(tf),
+    "itex_mapped": "libitex_cpu" in open("/proc/self/maps").read(),
+    "keras": tf.keras.layers.Layer.__module__,
+    "threads": [threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()],
+    "again_is_same": host_apply.import_tensorflow(sys.argv[1]) is tf,
+    "second": second,
+    "exists_restored": os.path.exists is exists,
+}))
+"""
+
+
+def run_engine(engine, **environment):
+    """What a fresh process, which has nothing of this one's settings, finds on `engine`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, engine],
+        env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+needs_itex = pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
+
+
+@needs_itex
+def test_itex_is_loaded_and_named_with_its_threads():
+    found = run_engine("itex")
+    assert found["itex_mapped"]
+    assert found["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
+    assert found["threads"] == [read_host().usable_cores, 1]
+    assert found["again_is_same"]
+    assert "stock on" in found["second"]
+
+
+@pytest.mark.parametrize(("engine", "onednn"), [("stock", "oneDNN"), ("stock-no-onednn", "no oneDNN")])
+def test_stock_engines_load_no_itex_although_it_is_installed(engine, onednn):
+    found = run_engine(engine, TF_ENABLE_ONEDNN_OPTS="0" if engine == "stock" else "1")
+    assert not found["itex_mapped"]
+    assert found["name"] == f"TensorFlow {TENSORFLOW}, {onednn}"
+    assert found["keras"].startswith(("tf_keras.", "keras.src.engine."))
+    assert found["exists_restored"]
+
+
+def test_what_the_user_set_wins():
+    found = run_engine("auto", TF_NUM_INTRAOP_THREADS="3", TF_NUM_INTEROP_THREADS="2", TF_ENABLE_ONEDNN_OPTS="0")
+    assert found["threads"] == [3, 2]
+    assert "no oneDNN" in found["name"]
+
+
+@pytest.mark.skipif(not TENSORFLOW.startswith("2.15"), reason="later TensorFlow has Keras 3 beside Keras 2")
+def test_asking_for_legacy_keras_does_no_harm_where_keras_is_2_anyway():
+    assert run_engine("auto", TF_USE_LEGACY_KERAS="1")["keras"].startswith("keras.src.engine.")
+
+
+@pytest.mark.skipif(TENSORFLOW.startswith("2.15"), reason="TensorFlow 2.15 has no Keras 3")
+def test_keras_3_is_refused():
+    assert "tf.keras must be Keras 2, got keras 3." in run_engine("auto", TF_USE_LEGACY_KERAS="0")["error"]
+
+
+def test_a_thread_count_that_is_no_number_is_refused():
+    assert "TF_NUM_INTRAOP_THREADS must be a whole number" in run_engine("stock", TF_NUM_INTRAOP_THREADS="all")["error"]
+
+
+@pytest.mark.skipif(HAS_ITEX, reason="ITEX is installed")
+def test_itex_is_refused_where_it_is_not_installed():
+    assert "engine must be installed, got itex" in run_engine("itex")["error"]
+
+
+@pytest.fixture
+def without_tensorflow(monkeypatch):
+    """This process as it is before TensorFlow is imported; its environment is put back afterwards."""
+    for name in [name for name in sys.modules if name == "tensorflow"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_apply_sets_what_is_unset_and_leaves_the_rest(without_tensorflow):
+    os.environ.pop("KMP_BLOCKTIME", None)
+    os.environ["OMP_NUM_THREADS"] = "5"
+    apply(ThreadPlan(4, 1, 4, {"KMP_BLOCKTIME": "1", "OMP_NUM_THREADS": "4"}))
+    assert (os.environ["KMP_BLOCKTIME"], os.environ["OMP_NUM_THREADS"]) == ("1", "5")
+
+
+@pytest.mark.parametrize(("engine", "onednn"), [("auto", "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
+def test_onednn_follows_a_chosen_engine_and_not_the_environment(without_tensorflow, engine, onednn):
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "7"
+    apply(ThreadPlan(1, 1, 1, {"TF_ENABLE_ONEDNN_OPTS": "1"}), engine)
+    assert os.environ["TF_ENABLE_ONEDNN_OPTS"] == onednn
+
+
+def test_apply_after_tensorflow_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", object())
+    with pytest.raises(RuntimeError, match="before TensorFlow is imported"):
+        apply(ThreadPlan(1, 1, 1, {}))
+
+
+@pytest.mark.parametrize("function", [lambda: apply(ThreadPlan(1, 1, 1, {}), "mkl"), lambda: import_tensorflow("mkl")])
+def test_an_unknown_engine_is_refused_with_the_choice(function):
+    with pytest.raises(InputError, match="engine must be one of auto, itex, stock, stock-no-onednn, got mkl"):
+        function()
+
+
+def test_the_description_says_what_the_process_may_use(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    host = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("amx_bf16",))
+    assert describe(host, thread_plan(host), "TensorFlow 2.15.1, oneDNN")[:3] == [
+        "host: Xeon, 56 cores on 2 sockets and 2 NUMA nodes, 112 CPUs, quota 7 CPUs, fast bfloat16",
+        "memory: 1024.0 GiB, limit 64.0 GiB, 60.0 GiB free",
+        "engine: TensorFlow 2.15.1, oneDNN",
+    ]
+    assert "OMP_NUM_THREADS=3" in describe(host, thread_plan(host), "")[3]

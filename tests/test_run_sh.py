@@ -1,0 +1,338 @@
+"""run.sh with made Pythons on a made PATH: which it takes, what it installs, what it says. No network."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="run.sh needs bash")
+
+STUB = """#!/bin/bash
+# A Python that says what its test wants: to the probe "{answer}", and it writes down everything else.
+case "$1 $2" in
+  "-c "*) [ -z "$2" ] || echo "{answer}" ;;
+  "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "made by {name}" >"$3/pyvenv.cfg" ;;
+  "-m pip")
+    [ "$3" = install ] || exit 0
+    echo "pip ${{@: -1}}" >>"$JOURNAL"
+    if [ -n "${{STUB_PIP_HANGS:-}}" ]; then sleep 30; fi
+    if [ -n "${{STUB_PIP_FAILS:-}}" ]; then echo "ERROR: no matching distribution"; exit 1; fi ;;
+  *) echo "{name} $* [$PWD] [$PYTHONPATH]" >>"$JOURNAL"; exit "${{STUB_EXIT:-0}}" ;;
+esac
+"""
+
+
+class Sandbox(NamedTuple):
+    root: Path
+    """A copy of run.sh and the requirements, in a folder with a space in its name."""
+    bin: Path
+    """The whole PATH."""
+    journal: Path
+
+    def python(self, name, version, tools="venv", platform="linux-x86_64", cpu="avx2"):
+        """Put a Python on the PATH."""
+        stub = self.bin / name
+        stub.write_text(STUB.format(name=name, answer=f"{version} {tools} {platform} {cpu}"))
+        stub.chmod(0o755)
+
+    def run(self, *arguments, cwd=None, **environment):
+        """Run ./run.sh; its result, with `said` for all that it printed."""
+        done = subprocess.run(
+            [str(self.root / "run.sh"), *arguments],
+            cwd=cwd or self.root,
+            env=self.environment(**environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def environment(self, **more):
+        return {"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **more}
+
+    def calls(self):
+        """What the Pythons were asked to do since the last call of this."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        self.journal.write_text("")
+        return lines
+
+    def installed(self):
+        """ "requirements.txt 3.11", as the environment's stamp says."""
+        return " ".join((self.root / ".venv/installed").read_text().split()[:2])
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    root, bin_folder = tmp_path / "a checkout", tmp_path / "bin"
+    root.mkdir()
+    bin_folder.mkdir()
+    for name in ("run.sh", "requirements.txt", "requirements-latest.txt"):
+        shutil.copy(ROOT / name, root / name)
+    for tool in ("bash", "env", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mv", "rm", "sleep", "tail"):
+        (bin_folder / tool).symlink_to(shutil.which(tool))
+    return Sandbox(root, bin_folder, tmp_path / "journal")
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        (["3.9"], "requirements.txt 3.9"),
+        (["3.9", "3.10", "3.11", "3.12", "3.13"], "requirements.txt 3.11"),
+        (["3.10", "3.12"], "requirements.txt 3.10"),
+        (["3.12", "3.13"], "requirements-latest.txt 3.12"),
+        (["3.13", "3.8"], "requirements-latest.txt 3.13"),
+    ],
+)
+def test_the_python_with_the_fastest_engine_is_taken(sandbox, versions, chosen):
+    for version in versions:
+        sandbox.python(f"python{version}", version)
+    code, said = sandbox.run("setup")
+    assert code == 0, said
+    assert sandbox.installed() == chosen
+    assert sandbox.calls() == [f"pip {sandbox.root}/{chosen.split()[0]}"]
+    assert ("about 1.4x as long" in said) == ("latest" in chosen)
+    assert ("install Python 3.11" in said) == ("latest" in chosen)
+
+
+@pytest.mark.parametrize("name", ["python3", "python"])
+def test_a_python_without_a_version_in_its_name_is_asked_for_it(sandbox, name):
+    sandbox.python(name, "3.10")
+    assert sandbox.run("setup")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.10"
+
+
+@pytest.mark.parametrize(
+    ("platform", "cpu"), [("linux-aarch64", "none"), ("macosx-14.0-arm64", "none"), ("linux-x86_64", "avx")]
+)
+def test_a_host_without_an_itex_wheel_gets_the_second_engine(sandbox, platform, cpu):
+    sandbox.python("python3.11", "3.11", platform=platform, cpu=cpu)
+    code, said = sandbox.run("setup")
+    assert code == 0
+    assert sandbox.installed() == "requirements-latest.txt 3.11"
+    assert "exists for Linux on x86-64 CPUs with AVX2" in said
+
+
+def test_python_39_where_no_engine_has_a_wheel_is_an_error(sandbox):
+    sandbox.python("python3.9", "3.9", platform="linux-aarch64")
+    code, said = sandbox.run("setup")
+    assert (code, "CPython 3.10 to 3.13 must be installed" in said) == (1, True)
+
+
+def test_a_cpu_without_avx_is_an_error(sandbox):
+    sandbox.python("python3.11", "3.11", cpu="none")
+    code, said = sandbox.run("setup")
+    assert (code, "must have AVX" in said) == (1, True)
+
+
+def test_latest_takes_the_second_engine_and_a_plain_setup_goes_back(sandbox):
+    sandbox.python("python3.11", "3.11")
+    assert sandbox.run("setup", "--latest")[0] == 0
+    assert sandbox.installed() == "requirements-latest.txt 3.11"
+    (sandbox.root / ".venv/left-over").touch()
+    assert sandbox.run("setup")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.11"
+    assert not (sandbox.root / ".venv/left-over").exists()
+
+
+def test_no_python_at_all_says_what_to_install(sandbox):
+    code, said = sandbox.run()
+    assert code == 1
+    assert "CPython 3.9 to 3.13 must be installed, found none" in said
+    assert "sudo apt install python3 python3-venv" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("python2", "2.7"), ("python3", "3.8"), ("python3", "3.14"), ("python3.11", "0.0")]
+)
+def test_a_python_that_will_not_do_counts_as_none(sandbox, name, version):
+    sandbox.python(name, version)
+    code, said = sandbox.run("setup")
+    assert (code, "found none" in said) == (1, True)
+
+
+def test_a_python_without_venv_says_which_package_brings_it(sandbox):
+    sandbox.python("python3", "3.11", tools="bare")
+    code, said = sandbox.run("setup")
+    assert (code, "sudo apt install python3.11-venv" in said) == (1, True)
+    assert not (sandbox.root / ".venv").exists()
+
+
+def test_a_slower_python_is_taken_before_one_without_venv_and_says_so(sandbox):
+    sandbox.python("python3.11", "3.11", tools="bare")
+    sandbox.python("python3.12", "3.12")
+    code, said = sandbox.run("setup")
+    assert code == 0
+    assert "found, but without venv and so not used: Python 3.11" in said
+
+
+def test_the_python_variable_wins(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("mine", "3.12")
+    assert sandbox.run("setup", PYTHON=str(sandbox.bin / "mine"))[0] == 0
+    assert sandbox.installed() == "requirements-latest.txt 3.12"
+
+
+def test_a_python_variable_that_names_no_python_is_an_error(sandbox):
+    sandbox.python("python3.11", "3.11")
+    code, said = sandbox.run("setup", PYTHON="/nowhere/python")
+    assert (code, "got /nowhere/python" in said) == (1, True)
+
+
+def test_without_arguments_it_sets_up_and_runs_the_demo(sandbox):
+    sandbox.python("python3.11", "3.11")
+    code, said = sandbox.run()
+    assert code == 0, said
+    assert [line.split(" [")[0] for line in sandbox.calls()] == [
+        f"pip {sandbox.root}/requirements.txt",
+        "python3.11 -m cpu3d demo",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        (["demo", "--smoke"], "-m cpu3d demo --smoke"),
+        (["prepare", "--dataset", "a b", "--store", "s"], "-m cpu3d prepare --dataset a b --store s"),
+        (["estimate", "--shape", "8"], "-m memory_estimator --shape 8"),
+        (["test"], "-m pytest"),
+        (["test", "-k", "store"], "-m pytest -k store"),
+        (["test", "--all", "-x"], "-m pytest -m  -x"),
+    ],
+)
+def test_words_go_where_they_belong(sandbox, arguments, call):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    sandbox.calls()
+    assert sandbox.run(*arguments)[0] == 0
+    assert [line.split(" [")[0] for line in sandbox.calls()] == [f"python3.11 {call}"]
+
+
+def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sandbox, tmp_path):
+    sandbox.python("python3.11", "3.11")
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    assert sandbox.run("train", "--store", "store", cwd=elsewhere)[0] == 0
+    assert sandbox.calls()[-1] == f"python3.11 -m cpu3d train --store store [{elsewhere}] [{sandbox.root}]"
+    assert sandbox.run("test", cwd=elsewhere)[0] == 0
+    assert sandbox.calls()[-1] == f"python3.11 -m pytest [{sandbox.root}] [{sandbox.root}]"
+
+
+def test_the_exit_code_is_the_subcommands(sandbox):
+    sandbox.python("python3.11", "3.11")
+    assert sandbox.run("no-such-thing", STUB_EXIT="2")[0] == 2
+
+
+def test_a_second_run_installs_nothing(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    sandbox.calls()
+    assert sandbox.run("setup") == (0, "Ready: .venv has Python 3.11 and requirements.txt.\n")
+    assert sandbox.run("train") == (0, "")
+    assert not [line for line in sandbox.calls() if line.startswith("pip")]
+
+
+def test_a_finished_environment_needs_no_other_python(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    (sandbox.bin / "python3.11").unlink()
+    assert sandbox.run("train") == (0, "")
+
+
+def test_changed_requirements_are_installed_again(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    with (sandbox.root / "requirements.txt").open("a") as file:
+        file.write("# changed\n")
+    sandbox.calls()
+    assert sandbox.run("train")[0] == 0
+    assert [line.split()[0] for line in sandbox.calls()] == ["pip", "python3.11"]
+
+
+def test_changed_requirements_keep_the_engine_that_was_chosen(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup", "--latest")
+    with (sandbox.root / "requirements-latest.txt").open("a") as file:
+        file.write("# changed\n")
+    assert sandbox.run("train")[0] == 0
+    assert sandbox.installed() == "requirements-latest.txt 3.11"
+
+
+def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):
+    sandbox.python("python3.11", "3.11")
+    code, said = sandbox.run("train", STUB_PIP_FAILS="1")
+    assert code == 1
+    assert "ERROR: no matching distribution" in said
+    assert "installing requirements.txt failed" in said
+    assert not (sandbox.root / ".venv/installed").exists()
+    assert not [line for line in sandbox.calls() if "cpu3d" in line]
+    assert sandbox.run("train")[0] == 0
+
+
+def test_an_interrupted_installation_is_completed_by_the_next_run(sandbox):
+    sandbox.python("python3.11", "3.11")
+    process = subprocess.Popen(
+        [str(sandbox.root / "run.sh"), "setup"],
+        env=sandbox.environment(STUB_PIP_HANGS="1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (sandbox.journal.exists() and sandbox.journal.read_text()):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "interrupted" in process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    (sandbox.root / ".venv/downloaded").touch()
+    assert sandbox.run("setup")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.11"
+    assert (sandbox.root / ".venv/downloaded").exists()
+
+
+def test_an_environment_of_unknown_making_is_made_anew(sandbox):
+    sandbox.python("python3.11", "3.11")
+    (sandbox.root / ".venv/lib").mkdir(parents=True)
+    (sandbox.root / ".venv/lib/half").touch()
+    assert sandbox.run("setup")[0] == 0
+    assert not (sandbox.root / ".venv/lib/half").exists()
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    (sandbox.root / ".venv/bin/python").unlink()
+    assert sandbox.run("train")[0] == 0
+    assert (sandbox.root / ".venv/bin/python").exists()
+
+
+@pytest.mark.parametrize("word", ["help", "-h", "--help"])
+def test_help_needs_nothing(sandbox, word):
+    code, said = sandbox.run(word)
+    assert code == 0
+    assert "./run.sh prepare --dataset" in said
+    assert not (sandbox.root / ".venv").exists()
+
+
+def test_setup_refuses_what_it_does_not_know(sandbox):
+    code, said = sandbox.run("setup", "--fast")
+    assert (code, "got --fast" in said) == (2, True)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a Python that run.sh does not take")
+def test_the_probe_is_answered_by_a_real_python(sandbox):
+    """The one question that the stubs answer from a script, put to this very Python."""
+    probe = (ROOT / "run.sh").read_text().split("probe='")[1].split("'\n")[0]
+    answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert answer[0] == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert answer[1] in ("venv", "bare")
+    assert len(answer) == 4
