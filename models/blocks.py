@@ -1,5 +1,7 @@
 """The parts of a U-Net as plain functions on Keras tensors. Layer names are those of the layer plan."""
 
+import zlib
+
 import tensorflow as tf
 
 from models.config import UNetConfig
@@ -13,6 +15,11 @@ def policy(config: UNetConfig) -> str:
     return "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"
 
 
+def initial_kernel(config: UNetConfig, name: str):
+    """He's normal, from a seed of the network's seed and the layer's name: no layer depends on what was built before."""
+    return tf.keras.initializers.HeNormal(seed=zlib.crc32(f"{config.seed}/{name}".encode()) & 0x7FFFFFFF)
+
+
 def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bias: bool = False):
     """A convolution that keeps the grid; bias-free where a norm follows and would cancel it."""
     return layers.Conv3D(
@@ -20,7 +27,7 @@ def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bi
         kernel,
         padding="same",
         use_bias=bias,
-        kernel_initializer="he_normal",
+        kernel_initializer=initial_kernel(config, name),
         dtype=policy(config),
         name=name,
     )(x)
@@ -53,7 +60,7 @@ def up(x, config: UNetConfig, name: str, width: int):
             2,
             strides=2,
             use_bias=False,
-            kernel_initializer="he_normal",
+            kernel_initializer=initial_kernel(config, f"{name}_up"),
             dtype=policy(config),
             name=f"{name}_up",
         )(x)

@@ -33,6 +33,8 @@ class UNetConfig:
     """Add each block's input (through a 1x1x1 convolution) to its second convolution before the activation."""
     deep_supervision: bool = False
     """One more head on every decoder level below the finest, for the loss only."""
+    seed: int = 0
+    """Of the initial weights."""
     dtype: str = "float32"
     """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
 

@@ -75,3 +75,13 @@ def test_a_saved_config_rebuilds_the_norm_layer():
     layer = NormActivation("instance", activate=False, dtype="mixed_bfloat16", name="n")
     again = NormActivation.from_config(layer.get_config())
     assert (again.norm, again.activate, again.compute_dtype) == ("instance", False, "bfloat16")
+
+
+def test_initial_weights_depend_on_the_seed_and_the_layer_alone():
+    first, again, other = (
+        build_unet3d(UNetConfig(filters=2, depth=2, seed=seed), (4, 4, 4), 1).get_weights() for seed in (1, 1, 2)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(first, again))
+    assert not np.array_equal(first[0], other[0])
+    deeper = build_unet3d(UNetConfig(filters=2, depth=3, seed=1), (4, 4, 4), 1)
+    np.testing.assert_array_equal(deeper.get_layer("encoder0_conv2").get_weights()[0], first[3])

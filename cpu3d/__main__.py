@@ -1,0 +1,70 @@
+"""python -m cpu3d SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
+
+import argparse
+import importlib
+import os
+import sys
+from typing import List, Optional
+
+from cpu3d.errors import InputError
+
+COMMANDS = {
+    "demo": "cpu3d.demo",
+    "phantom": "cpu3d.data.phantom",
+    "prepare": "cpu3d.data.prepare",
+    "train": "cpu3d.train",
+    "evaluate": "cpu3d.evaluate",
+    "predict": "cpu3d.predict",
+    "report": "cpu3d.report",
+    "bench": "cpu3d.bench.command",
+}
+
+OVERVIEW = {
+    "demo": "make phantoms, train on them, score, report: everything once, in minutes",
+    "phantom": "write a data set of made-up brains with tumours",
+    "prepare": "read a BraTS or Decathlon data set into a store",
+    "train": "train a 3D U-Net on whole volumes, or continue",
+    "evaluate": "score untouched cases on their full grids",
+    "predict": "segment new cases, in their own grids",
+    "report": "write one report.html of a run",
+    "bench": "time the training step, compare engines",
+}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    name = argv[0] if argv and argv[0] in COMMANDS else None
+    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes.")
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for command, help_line in OVERVIEW.items():
+        module = importlib.import_module(COMMANDS[command]) if command == name else None
+        sub = subparsers.add_parser(
+            command,
+            help=help_line,
+            description=module.__doc__ if module else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module:
+            module.add_arguments(sub)
+    args = parser.parse_args(argv)
+    try:
+        return importlib.import_module(COMMANDS[args.command]).run(args)
+    except InputError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        print(f"interrupted: {error or 'the same command continues where it can'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Measure the training step: `bench step` times one, `bench engines` compares them (the paper's Fig. 2).
+
+    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
+    ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
+    ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
+
+A measurement wants a quiet machine. Every one runs in a fresh process.
+"""
+
+import argparse
+
+from cpu3d.bench import engines, step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
+    for name, module in (("step", step), ("engines", engines)):
+        sub = kinds.add_parser(
+            name,
+            help=module.__doc__.splitlines()[0],
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(bench_run=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.bench_run(args)

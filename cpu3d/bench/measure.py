@@ -1,0 +1,120 @@
+"""The real training step on made-up data, timed in this process. Started fresh by `bench step`, once a measurement.
+
+    python -m cpu3d.bench.measure '{"shape": [64, 64, 64], ...}'     prints one JSON line
+"""
+
+import json
+import statistics
+import sys
+import time
+from typing import Any, Dict, Optional
+
+import numpy as np
+
+from cpu3d.config import RunConfig
+from cpu3d.host.apply import apply, engine_name, import_tensorflow
+from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.topology import read_host
+from cpu3d.versions import versions
+from models.config import UNetConfig
+from models.layer_plan import training_flops
+
+WARM_UP_STEPS = 2
+"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third."""
+
+MATMUL_SIDES = (1024, 2048, 4096)
+"""Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
+
+
+def measure(request: Dict[str, Any]) -> Dict[str, Any]:
+    """Time `steps` training steps and the host's matrix product, in the dtype and on the engine of `request`.
+
+    The peak of the matrix product is the best of all products before and after the steps: a share of it is then never
+    flattered by a slow moment of the host.
+    """
+    host = read_host()
+    threads = thread_plan(host)
+    apply(threads, request["engine"])
+    tf = import_tensorflow(request["engine"])
+    from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
+
+    unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
+    learner = Learner(RunConfig(grid=grid, unet=unet, batch=batch, optimizer=request["optimizer"]))
+    rng = np.random.default_rng(0)
+    image = tf.cast(rng.standard_normal((batch, *grid, unet.channels), np.float32), unet.dtype)
+    target = tf.constant(rng.integers(0, 10, (batch, *grid, unet.outputs), np.uint8) == 9)
+    target = tf.cast(target, tf.uint8)
+
+    peaks, seconds = [_matmul_gflops(tf, unet.dtype)], []
+    for step in range(WARM_UP_STEPS + request["steps"]):
+        if step == WARM_UP_STEPS:
+            _forget_peak(tf)
+        begin = time.perf_counter()
+        loss, _ = learner.step(image, target, 1e-4)
+        loss = float(loss)
+        seconds.append(time.perf_counter() - begin)
+    allocator_peak, process_peak = allocator_peak_bytes(), peak_rss_bytes()
+    peaks.append(_matmul_gflops(tf, unet.dtype))
+
+    timed = seconds[WARM_UP_STEPS:]
+    step_s = statistics.median(timed)
+    gflops = training_flops(unet, grid, batch) / step_s / 1e9
+    return {
+        **request,
+        "engine": request["engine"],
+        "engine_name": engine_name(tf),
+        "step_s": step_s,
+        "step_s_min": min(timed),
+        "step_s_max": max(timed),
+        "first_step_s": seconds[0],
+        "volume_s": step_s / batch,
+        "gflops": gflops,
+        "matmul_gflops": max(peaks),
+        "matmul_peak_share": gflops / max(peaks),
+        "allocator_peak_bytes": allocator_peak,
+        "process_peak_bytes": process_peak,
+        "parameters": parameter_count(learner.model),
+        "loss": loss,
+        "threads": dict(threads.environment),
+        "host": {"cpu": host.cpu_model, "cores": host.cores, "memory_bytes": host.memory_bytes, "isa": list(host.isa)},
+        "versions": versions(),
+    }
+
+
+# --- Private helpers ---
+
+
+def _matmul_gflops(tf: Any, dtype: str) -> float:
+    """The best rate of a square matrix product in `dtype`, over a few sizes; stops growing where a product is slow."""
+    best = 0.0
+    for side in MATMUL_SIDES:
+        matrix = tf.cast(tf.random.stateless_normal((side, side), (1, 2)), dtype)
+        product = tf.function(lambda m: tf.matmul(m, m))
+        product(matrix)
+        seconds = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            product(matrix)[0, 0].numpy()
+            seconds.append(time.perf_counter() - begin)
+            if sum(seconds) > 2:
+                break
+        best = max(best, 2 * side**3 / min(seconds) / 1e9)
+        if min(seconds) > 0.5:
+            break
+    return best
+
+
+def _forget_peak(tf: Any) -> None:
+    try:
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    except (ValueError, tf.errors.OpError):
+        pass  # an engine without oneDNN keeps no statistics, and reports none
+
+
+def main(text: Optional[str] = None) -> None:
+    print(json.dumps(measure(json.loads(text or sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Time the real training step in a fresh process, alone or in turn with a peer.
+
+    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
+
+The step is the trainer's own: network, loss, gradients, optimizer. A peer is any command whose last line of output is
+JSON with "step_s"; it runs in turn with ours, and the ratio is taken round by round.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from cpu3d.bench.record import append_record
+from cpu3d.config import OPTIMIZERS
+from cpu3d.errors import InputError
+from cpu3d.host.apply import ENGINES
+from cpu3d.host.topology import read_host
+from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+from models.layer_plan import layer_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_step_options(parser)
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: bfloat16 where it is fast")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, ITEX where it is installed")
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="run in turn with ours; repeatable")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often, in turn (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured: shared by all kinds of bench."""
+    parser.add_argument("--shape", type=int, nargs=3, default=(128, 128, 128), metavar=("X", "Y", "Z"))
+    parser.add_argument("--channels", type=int, default=4, metavar="C", help="image channels (default: 4)")
+    parser.add_argument("--classes", type=int, default=3, metavar="K", help="output regions (default: 3)")
+    parser.add_argument("--filters", type=int, default=16, metavar="F", help="default: 16")
+    parser.add_argument("--depth", type=int, default=5, metavar="L", help="default: 5")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--network", choices=NETWORKS, default="unet3d")
+    parser.add_argument("--norm", choices=NORMS, default="instance")
+    parser.add_argument("--up", choices=UPS, default="transposed")
+    parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--deep-supervision", action="store_true")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rounds < 1:
+        raise InputError(f"rounds must be at least 1, got {args.rounds}; give a positive number")
+    request = step_request(args, dtype=args.dtype, engine=args.engine)
+    ours: List[Dict[str, Any]] = []
+    peers: List[List[Dict[str, Any]]] = [[] for _ in args.peer]
+    for _ in range(args.rounds):
+        ours.append(measure_in_fresh_process(request))
+        for results, command in zip(peers, args.peer):
+            results.append(_peer(command))
+    result = _middle(ours)
+    result["rounds"] = [one["step_s"] for one in ours]
+    result["peers"] = [_against(command, results, ours) for command, results in zip(args.peer, peers)]
+    if args.record:
+        append_record(args.record, "step", result)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        Console().print(_table(result))
+    return 0
+
+
+def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[str, Any]:
+    """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
+    if dtype == "auto":
+        dtype = "bfloat16" if read_host().fast_bfloat16 else "float32"
+    for name in ("batch", "steps"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
+    try:
+        unet = UNetConfig(
+            channels=args.channels,
+            outputs=args.classes,
+            filters=args.filters,
+            depth=args.depth,
+            network=args.network,
+            norm=args.norm,
+            up=args.up,
+            residual=args.residual,
+            deep_supervision=args.deep_supervision,
+            dtype=dtype,
+        )
+        layer_plan(unet, tuple(args.shape))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return {
+        "shape": list(args.shape),
+        "batch": args.batch,
+        "unet": dataclasses.asdict(unet),
+        "optimizer": args.optimizer,
+        "steps": args.steps,
+        "engine": engine,
+    }
+
+
+def measure_in_fresh_process(request: Dict[str, Any]) -> Dict[str, Any]:
+    """Run `bench.measure` on `request` in a new process: nothing allocated or compiled before counts."""
+    command = [sys.executable, "-m", "cpu3d.bench.measure", json.dumps(request)]
+    return _last_json_line(command, "the measured step")
+
+
+# --- Private helpers ---
+
+
+def _peer(command: str) -> Dict[str, Any]:
+    result = _last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
+    if "step_s" not in result:
+        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
+    return result
+
+
+def _last_json_line(command: List[str], who: str, cwd: Optional[Path] = ROOT) -> Dict[str, Any]:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        told = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        # A negative code is a signal: -9 is what the kernel's out-of-memory killer sends.
+        raise InputError(f"{who} must end with a line of JSON, exited with {done.returncode} saying: {told}") from None
+
+
+def _middle(results: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """The result with the (lower) median step time, whole: its figures belong together."""
+    return dict(sorted(results, key=lambda one: one["step_s"])[(len(results) - 1) // 2])
+
+
+def _against(command: str, results: List[Dict[str, Any]], ours: List[Dict[str, Any]]) -> Dict[str, Any]:
+    ratios = [theirs["step_s"] / mine["step_s"] for theirs, mine in zip(results, ours)]
+    return {
+        "peer": results[0].get("peer", shlex.split(command)[0]),
+        "options": " ".join(part for part in shlex.split(command) if "/" not in part),
+        "step_s": statistics.median(theirs["step_s"] for theirs in results),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "process_peak_bytes": results[0].get("peak_rss_bytes"),
+    }
+
+
+def _table(result: Dict[str, Any]) -> Table:
+    unet = result["unet"]
+    shape = " x ".join(map(str, result["shape"]))
+    title = f"Training step, {shape} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']}"
+    table = Table(title=title, show_header=False, title_justify="left")
+    gib = lambda n: "not counted by this engine" if n is None else f"{n / 2**30:.2f} GiB"  # noqa: E731
+    for name, value in (
+        ("engine", result["engine_name"]),
+        ("dtype", unet["dtype"]),
+        ("step", f"{result['step_s']:.2f} s ({result['step_s_min']:.2f} to {result['step_s_max']:.2f})"),
+        ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
+        ("allocator peak", gib(result["allocator_peak_bytes"])),
+        ("process peak", gib(result["process_peak_bytes"])),
+    ):
+        table.add_row(name, value)
+    for peer in result["peers"]:
+        spread = f"({peer['ratio_min']:.2f} to {peer['ratio_max']:.2f})"
+        table.add_row(f"{peer['peer']}", f"{peer['step_s']:.2f} s, {peer['ratio']:.2f} times ours {spread}: {peer['options']}")
+    return table

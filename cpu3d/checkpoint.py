@@ -1,0 +1,46 @@
+"""A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, Dict, Tuple
+
+import numpy as np
+
+from cpu3d.atomic import atomic_write
+from cpu3d.errors import InputError
+
+SCHEMA = 1
+
+_STATE = "state.json"
+
+
+def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, Any]) -> int:
+    """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
+
+    Returns the size in bytes. Raises OSError when the disk is full, with the old file untouched.
+    """
+    text = np.frombuffer(json.dumps({"schema": SCHEMA, **state}, allow_nan=False).encode(), np.uint8)
+    with atomic_write(path) as file:
+        np.savez(file, **{_STATE: text}, **arrays)
+    return Path(path).stat().st_size
+
+
+def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
+    """The arrays and the state of `save_checkpoint`. Every byte is checked against its CRC.
+
+    Raises InputError when the file is missing, damaged, or of another version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+            arrays = {name: content[name] for name in content.files}
+        state = json.loads(arrays.pop(_STATE).tobytes())
+        schema = state.pop("schema")
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
+        raise InputError(f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it to start over") from None
+    if schema != SCHEMA:
+        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
+    return arrays, state

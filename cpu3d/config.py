@@ -1,0 +1,139 @@
+"""What a training run is, as frozen records that are saved with it. No TensorFlow."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+from cpu3d.atomic import write_json
+from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.extent import EXTENTS
+from cpu3d.errors import InputError
+from cpu3d.schedule import SCHEDULES
+from models.config import UNetConfig
+
+SCHEMA = 1
+"""Version of the run folder's layout. A run of another version is refused, never guessed at."""
+
+OPTIMIZERS = ("adam", "sgd")
+
+FREE = ("store", "epochs", "patience", "validate_every", "save_minutes")
+"""Settings that may change when a run is continued; all others would make it another run."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
+
+    store: str = ""
+    """Folder of the store."""
+    store_channels: Tuple[str, ...] = ()
+    """All image channels of the store: what an image to predict on must have."""
+    label_names: Dict[int, str] = field(default_factory=dict)
+    """Label code -> name of the store: what predictions are written in."""
+    region_codes: Dict[str, Tuple[int, ...]] = field(default_factory=dict)
+    """Region -> label codes of the store."""
+    split_hash: str = ""
+    """Of the store the run was started on: a run never moves to another split."""
+    channels: Tuple[str, ...] = ()
+    """Image channels used, by name; () means all of the store's."""
+    regions: Tuple[str, ...] = ()
+    """Regions learnt, by name, one output each; () means all of the store's."""
+    extent: str = "brain"
+    """ "brain": the box around the brain, the same size for all cases. "full": the whole grid, padded."""
+    grid: Tuple[int, int, int] = (0, 0, 0)
+    """Voxels X, Y, Z that the network sees; worked out from the store and the extent."""
+    unet: UNetConfig = field(default_factory=UNetConfig)
+    """The network; its channels, outputs and dtype follow from the store and the host."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    batch: int = 1
+    """Volumes a step."""
+    epochs: int = 100
+    """Passes over the training cases."""
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    """At the end of the warm-up. 1e-3 took one real glioma to Dice 0.95 in 50 steps."""
+    warmup_steps: int = 10
+    schedule: str = "cosine"
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, used for validation and prediction; 0 is off."""
+    validate_every: int = 1
+    """Epochs between validations on the whole held-out volumes."""
+    patience: int = 0
+    """Stop after this many validations without a better mean Dice; 0 never stops."""
+    save_minutes: float = 10.0
+    """Longest time between checkpoints; there is one after every validation as well."""
+    seed: int = 0
+    """Of the initial weights, the order and the augmentation. The split has the store's own."""
+    engine: str = "auto"
+    """ "itex", "stock", "stock-no-onednn", or "auto": ITEX where it is installed."""
+
+    def __post_init__(self):
+        for name in ("batch", "epochs", "validate_every"):
+            _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
+        for name in ("patience", "warmup_steps", "save_minutes"):
+            _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
+        _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
+        for name, allowed in (("extent", EXTENTS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            _require(getattr(self, name) in allowed, name, f"be one of {', '.join(allowed)}", getattr(self, name))
+
+
+def save_config(config: RunConfig, run: Path) -> None:
+    """Write `run`/config.json, atomically."""
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+
+
+def load_config(run: Path) -> RunConfig:
+    """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another version."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        schema = content.pop("schema")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"run config {path} must be JSON with a schema, got {error!r}; restore it") from None
+    if schema != SCHEMA:
+        raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
+    try:
+        return config_from_json(content)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
+
+
+def config_from_json(content: Dict[str, Any]) -> RunConfig:
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    fields["label_names"] = {int(code): name for code, name in content["label_names"].items()}
+    fields["region_codes"] = {name: tuple(codes) for name, codes in content["region_codes"].items()}
+    return RunConfig(**{**fields, "unet": UNetConfig(**fields["unet"]), "augment": AugmentConfig(**fields["augment"])})
+
+
+def differences(old: RunConfig, new: RunConfig) -> List[str]:
+    """Settings that keep a run of `old` from being continued as `new`, each with both values."""
+    left, right = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    return [
+        f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
+        "leave it out, or train into another folder"
+        for name in {**left, **right}
+        if name not in FREE and left.get(name) != right.get(name)
+    ]
+
+
+# --- Private helpers ---
+
+
+def _require(holds: bool, name: str, rule: str, value: Any, advice: Optional[str] = None) -> None:
+    if not holds:
+        raise InputError(f"{name} must {rule}, got {value}; {advice or 'see `train --help`'}")
+
+
+def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    flat = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

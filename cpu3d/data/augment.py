@@ -1,0 +1,122 @@
+"""Augmentation in two halves: draw the parameters as plain numbers, then apply them in the TensorFlow graph.
+
+Flips mirror image and label. Intensity scales and shifts each channel's normalised values, which costs nothing: both
+fold into the normalisation. Rotation and scaling, off by default, resample the volume twice, once a plane.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Tuple
+
+from cpu3d.data.sampling import random_units
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How far augmentation goes. All zero (and no flips) turns it off."""
+
+    flip: bool = True
+    """Mirror along X, Y and Z, each with probability 1/2."""
+    gain: float = 0.1
+    """Multiply each channel by 1 + U(-gain, gain), in normalised units."""
+    offset: float = 0.1
+    """Add U(-offset, offset) to each channel, in standard deviations."""
+    rotation_deg: float = 0.0
+    """Turn about Z and about X by U(-rotation, rotation) each, in degrees. Costs two resamplings of the volume."""
+    scaling: float = 0.0
+    """Zoom X and Y by one factor 1 + U(-scaling, scaling), and Z by another. Shares the resamplings of rotation."""
+
+    def __post_init__(self):
+        for name, limit in (("gain", 1), ("offset", 10), ("rotation_deg", 45), ("scaling", 0.5)):
+            value = getattr(self, name)
+            if not 0 <= value < limit:
+                raise ValueError(f"augment {name} must be in [0, {limit}), got {value}; 0 turns it off")
+
+    @property
+    def resamples(self) -> bool:
+        """Whether the volume is resampled: the part of augmentation that costs time."""
+        return bool(self.rotation_deg or self.scaling)
+
+
+NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
+
+
+@dataclass(frozen=True)
+class AugmentParams:
+    """What was drawn for one sample: all that `apply` needs."""
+
+    flips: Tuple[bool, bool, bool]
+    gain: Tuple[float, ...]
+    offset: Tuple[float, ...]
+    plane_xy: Tuple[float, ...]
+    """Inverse map of the turn about Z and the zoom of X and Y: (m00, m01, m10, m11), output offset -> input offset."""
+    plane_yz: Tuple[float, ...]
+    """The same for the turn about X and the zoom of Z."""
+
+
+def sample_params(config: AugmentConfig, *, seed: int, position: int, channels: int) -> AugmentParams:
+    """Draw the parameters of the sample at `position`: the same numbers on every machine."""
+    units = random_units(seed, position, 0x61756721)
+
+    def draw(limit: float) -> float:
+        return (2 * next(units) - 1) * limit
+
+    # Every number is drawn whether it is used or not, so that one option does not shift the others' streams.
+    flips = tuple(next(units) < 0.5 and config.flip for _ in range(3))
+    about_z, about_x = (math.radians(draw(config.rotation_deg)) for _ in range(2))
+    zoom_xy, zoom_z = (1 + draw(config.scaling) for _ in range(2))
+    gain = tuple(1 + draw(config.gain) for _ in range(channels))
+    offset = tuple(draw(config.offset) for _ in range(channels))
+    return AugmentParams(flips, gain, offset, _inverse(about_z, zoom_xy, zoom_xy), _inverse(about_x, 1.0, zoom_z))
+
+
+def flip(volume, flips):
+    """Mirror a tensor (X, Y, Z, ...) along the axes whose entry in the boolean tensor `flips` (3,) is true."""
+    import tensorflow as tf
+
+    axes = tf.boolean_mask(tf.range(3), flips)
+    return tf.cond(tf.size(axes) > 0, lambda: tf.reverse(volume, axes), lambda: volume)
+
+
+def resample(volume, plane_xy, plane_yz, *, linear: bool):
+    """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
+
+    `plane_xy` and `plane_yz` are float tensors (4,) as in AugmentParams. Linear interpolation for images, the nearest
+    voxel for labels; what comes from outside is zero. Two 2D passes of TensorFlow's own kernel instead of one 3D gather.
+    """
+    import tensorflow as tf
+
+    size_x, size_y, size_z, channels = tf.unstack(tf.shape(volume))
+    slab = tf.reshape(volume, (1, size_x, size_y, size_z * channels))
+    slab = _transform_plane(slab, plane_xy, linear)
+    turned = tf.reshape(slab, (size_x, size_y, size_z, channels))
+    return _transform_plane(turned, plane_yz, linear)
+
+
+# --- Private helpers ---
+
+
+def _inverse(angle_rad: float, zoom_first: float, zoom_second: float) -> Tuple[float, float, float, float]:
+    """Rows of the 2x2 matrix from output to input: undo the zoom after the turn."""
+    cos, sin = math.cos(angle_rad), math.sin(angle_rad)
+    return (cos / zoom_first, sin / zoom_first, -sin / zoom_second, cos / zoom_second)
+
+
+def _transform_plane(images, plane, linear: bool):
+    """Apply a 2x2 inverse map about the centre of every image (N, H, W, C)."""
+    import tensorflow as tf
+
+    height, width = tf.shape(images)[1], tf.shape(images)[2]
+    centre_row, centre_column = (tf.cast(n - 1, tf.float32) / 2 for n in (height, width))
+    m00, m01, m10, m11 = tf.unstack(plane)
+    # The kernel's transform maps an output (column, row) to an input one: x' = a0 x + a1 y + a2, y' = b0 x + b1 y + b2.
+    to_column = (m11, m10, centre_column - m11 * centre_column - m10 * centre_row)
+    to_row = (m01, m00, centre_row - m01 * centre_column - m00 * centre_row)
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=images,
+        transforms=tf.stack([*to_column, *to_row, 0.0, 0.0])[None],
+        output_shape=tf.stack([height, width]),
+        interpolation="BILINEAR" if linear else "NEAREST",
+        fill_mode="CONSTANT",
+        fill_value=0.0,
+    )

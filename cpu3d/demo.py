@@ -1,0 +1,49 @@
+"""Everything once, from nothing to a report: phantoms, store, training on whole volumes, scores, a prediction.
+
+    ./run.sh demo              whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores
+    ./run.sh demo --smoke      the same steps on small volumes, in about a minute, to see that they work
+
+Every step is the command that it prints. A demo that was cut off continues where it stopped.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import List
+
+CASES = 12
+SHAPE = (240, 240, 155)
+SMOKE_SHAPE = (64, 72, 48)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder to write (default: demo)")
+    parser.add_argument("--smoke", action="store_true", help="small volumes and a small network")
+
+
+def run(args: argparse.Namespace) -> int:
+    from cpu3d.__main__ import main
+
+    for command in commands(args.out / "smoke" if args.smoke else args.out, args.smoke):
+        print(f"\n$ ./run.sh {shlex.join(command)}", file=sys.stderr, flush=True)
+        code = main(command)
+        if code:
+            return code
+    return 0
+
+
+def commands(out: Path, smoke: bool) -> List[List[str]]:
+    """The demo, a command line each."""
+    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / "run")
+    shape = [str(n) for n in (SMOKE_SHAPE if smoke else SHAPE)]
+    small = ["--filters", "4", "--depth", "3", "--epochs", "4"] if smoke else []
+    new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
+    return [
+        ["phantom", "--out", data, "--cases", str(CASES), "--shape", *shape, "--seed", "0"],
+        ["prepare", "--dataset", data, "--store", store, "--split", "8", "2", "2"],
+        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *small],
+        ["evaluate", "--run", run_folder],
+        ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / "predictions")],
+        ["report", "--run", run_folder],
+    ]

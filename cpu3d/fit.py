@@ -1,0 +1,319 @@
+"""The training loop: steps, validations and checkpoints of one run, in the order they happen."""
+
+import contextlib
+import signal
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional
+
+import numpy as np
+import psutil
+import tensorflow as tf
+
+from cpu3d.checkpoint import load_checkpoint, save_checkpoint
+from cpu3d.config import RunConfig
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.sampling import sample_at
+from cpu3d.data.source import volume_dataset
+from cpu3d.data.store import Store
+from cpu3d.errors import InputError
+from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.topology import Host
+from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
+from cpu3d.losses import dice_cross_entropy, hard_dice_counts
+from cpu3d.run_log import append_event, forget_after
+from cpu3d.schedule import learning_rate
+from cpu3d.training_bar import TrainingBar
+from cpu3d.versions import versions
+from models.layer_plan import training_flops
+
+
+class Fit:
+    """One run in its folder, from its last checkpoint, or from the start where it has none."""
+
+    def __init__(self, store: Store, folder: Path, config: RunConfig):
+        self.store, self.folder, self.config = store, Path(folder), config
+        self.train_cases = store.cases("train")
+        self.val_cases = store.cases("val")
+        self.steps_per_epoch = len(self.train_cases) // config.batch
+        self.steps = config.epochs * self.steps_per_epoch
+        self.learner = Learner(config)
+        self.step = 0
+        self.best: Optional[float] = None
+        self.stale_validations = 0
+        self.trained_s = 0.0
+        """Wall time of earlier attempts and of this one, up to the last checkpoint."""
+        self.waited_s = self.stepped_s = 0.0
+        self._last = self.folder / "checkpoints" / "last.npz"
+        self._best = self.folder / "checkpoints" / "best.npz"
+        if self._last.is_file():
+            self._restore()
+
+    def plan(self) -> List[str]:
+        """What is about to happen, a line each."""
+        config, manifest = self.config, self.store.manifest
+        unet, flops = config.unet, training_flops(config.unet, config.grid, config.batch)
+        done = f", continued after step {self.step}" if self.step else ""
+        lines = [
+            f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}: "
+            + ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items()),
+            f"volumes: {' x '.join(map(str, config.grid))} ({config.extent}), {', '.join(config.channels)} -> "
+            f"{', '.join(config.regions)}",
+            f"network: {unet.network}, {unet.depth} levels from {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
+            f"{parameter_count(self.learner.model):,} parameters, {flops / 1e9:,.0f} GFLOP a step",
+            f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}{done}",
+        ]
+        if config.augment.resamples:
+            lines.append(f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs")
+        if not self.val_cases:
+            lines.append("no validation cases in this split: the last weights count as the best")
+        return lines
+
+    def log_start(self, host: Host, engine: str, threads: Mapping[str, str]) -> None:
+        """Log where and with what this attempt runs."""
+        self._log(
+            "start",
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            host={"cpu": host.cpu_model, "cores": host.cores, "memory_bytes": host.memory_bytes, "isa": list(host.isa)},
+            versions=versions(),
+            engine=engine,
+            threads=dict(threads),
+            store=str(self.store.folder),
+            split_hash=self.config.split_hash,
+            grid=list(self.config.grid),
+            parameters=parameter_count(self.learner.model),
+            precision=self.config.unet.dtype,
+        )
+
+    def run(self) -> None:
+        """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
+        begin, done_before = time.monotonic(), self.trained_s
+        reason = "finished"
+        with _stop_flag() as stop, TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch) as bar:
+            writer = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
+            batches = iter(self._dataset(self.step, self.steps))
+            saved = time.monotonic()
+            while self.step < self.steps and reason == "finished":
+                event = self._train_step(batches)
+                bar.step(event)
+                self._summarise(writer, {k: event[k] for k in ("loss", "learning_rate", "step_s", "wait_s")}, "train")
+                self._summarise(writer, event["dice"], "train/dice")
+                last = self.step == self.steps
+                if self.step % (self.steps_per_epoch * self.config.validate_every) == 0 or last:
+                    if self.val_cases:
+                        event = self._validate(bar)
+                        self._summarise(writer, {"loss": event["loss"], **event["dice"]}, "validation")
+                        if self.config.patience and self.stale_validations >= self.config.patience:
+                            reason = "early stop"
+                    due = bool(self.val_cases) or last
+                else:
+                    due = False
+                if stop:
+                    reason = "interrupted"
+                if due or stop or reason != "finished" or time.monotonic() - saved > 60 * self.config.save_minutes:
+                    self.trained_s = done_before + time.monotonic() - begin
+                    self._save()
+                    saved = time.monotonic()
+            writer.close()
+        self.trained_s = done_before + time.monotonic() - begin
+        self._log(
+            "end",
+            reason=reason,
+            seconds=self.trained_s,
+            peak_rss_bytes=peak_rss_bytes(),
+            allocator_peak_bytes=allocator_peak_bytes(),
+            wait_share=self.wait_share,
+        )
+        if reason == "interrupted":
+            raise KeyboardInterrupt(f"saved after step {self.step}; the same command continues")
+
+    @property
+    def wait_share(self) -> float:
+        """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
+        return self.waited_s / self.stepped_s if self.stepped_s else 0.0
+
+    # --- Steps ---
+
+    def _train_step(self, batches: Iterator) -> Dict[str, Any]:
+        config = self.config
+        rate = learning_rate(
+            self.step,
+            peak=config.learning_rate,
+            steps=self.steps,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+        )
+        begin = time.perf_counter()
+        image, target = next(batches)
+        waited_s = time.perf_counter() - begin
+        loss, dice = self.learner.step(image, target, rate)
+        loss, dice = float(loss), dice.numpy().mean(0)
+        step_s = time.perf_counter() - begin
+        self.waited_s += waited_s
+        self.stepped_s += step_s
+        names = self._case_ids(self.step)
+        if not np.isfinite(loss):
+            raise InputError(
+                f"loss must be finite, got {loss} at step {self.step + 1} on {', '.join(names)}; "
+                f"lower --learning-rate; {self._last.name} holds the weights of step {self._saved_step()}"
+            )
+        epoch = self.step // self.steps_per_epoch
+        self.step += 1
+        return self._log(
+            "step",
+            epoch=epoch,
+            case_id=" ".join(names),
+            loss=loss,
+            dice=dict(zip(config.regions, map(float, dice))),
+            learning_rate=rate,
+            step_s=step_s,
+            wait_s=waited_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+        )
+
+    def _validate(self, bar: TrainingBar) -> Dict[str, Any]:
+        """Hard Dice on whole held-out volumes; keeps the weights when their mean is the best so far."""
+        begin = time.perf_counter()
+        losses, scores = [], []
+        self.learner.swap_average()
+        for image, target in self._dataset(0, len(self.val_cases), split="val"):
+            loss, counts = _score(target, self.learner.logits(image))
+            losses.append(float(loss))
+            overlap, predicted, true = np.moveaxis(counts.numpy()[0], -1, 0)
+            total = predicted + true
+            # A region absent from both scores 1: nothing was missed and nothing was made up.
+            scores.append(np.where(total == 0, 1.0, 2 * overlap / np.maximum(total, 1)))
+        self.learner.swap_average()
+        dice = np.mean(scores, 0)
+        better = self.best is None or dice.mean() > self.best
+        self.stale_validations = 0 if better else self.stale_validations + 1
+        if better:
+            self.best = float(dice.mean())
+            self._save_best()
+        event = self._log(
+            "validation",
+            epoch=self.step // self.steps_per_epoch,
+            loss=float(np.mean(losses)),
+            dice=dict(zip(self.config.regions, map(float, dice))),
+            mean_dice=float(dice.mean()),
+            seconds=time.perf_counter() - begin,
+            best=bool(better),
+            cases=len(self.val_cases),
+        )
+        bar.validation(event)
+        return event
+
+    # --- Checkpoints ---
+
+    def _save(self) -> None:
+        begin = time.perf_counter()
+        if not self.val_cases:
+            self._save_best()
+        size = save_checkpoint(self._last, self.learner.arrays(), self._state())
+        self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+
+    def _save_best(self) -> None:
+        save_checkpoint(self._best, self.learner.weights(), self._state())
+
+    def _state(self) -> Dict[str, Any]:
+        return {
+            "step": self.step,
+            "best": self.best,
+            "stale_validations": self.stale_validations,
+            "trained_s": self.trained_s,
+            "split_hash": self.config.split_hash,
+            "seed": self.config.seed,
+        }
+
+    def _restore(self) -> None:
+        arrays, state = load_checkpoint(self._last)
+        self.learner.restore(arrays)
+        self.step, self.best = state["step"], state["best"]
+        self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
+        forget_after(self.folder, self.step)
+
+    def _saved_step(self) -> int:
+        return load_checkpoint(self._last)[1]["step"] if self._last.is_file() else 0
+
+    # --- Data and log ---
+
+    def _dataset(self, start: int, stop: int, split: str = "train") -> tf.data.Dataset:
+        """Batches from step `start` to step `stop` of a split, validation cases in order and as they are."""
+        config, training = self.config, split == "train"
+        batch = config.batch if training else 1
+        return volume_dataset(
+            self.store,
+            split=split,
+            start=start * batch,
+            stop=stop * batch,
+            shuffle=training,
+            seed=config.seed,
+            batch=batch,
+            extent=config.extent,
+            grid=config.grid,
+            channels=config.channels,
+            regions=config.regions,
+            augment=config.augment if training else NO_AUGMENT,
+            dtype=config.unet.dtype,
+        )
+
+    def _case_ids(self, step: int) -> List[str]:
+        positions = range(step * self.config.batch, (step + 1) * self.config.batch)
+        count, seed = len(self.train_cases), self.config.seed
+        return [self.train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
+
+    def _resampling_cost_s(self) -> float:
+        """Seconds a volume that rotation and scaling add, measured on the first case."""
+
+        def seconds(augment: AugmentConfig) -> float:
+            dataset = volume_dataset(
+                self.store,
+                stop=2,
+                extent=self.config.extent,
+                grid=self.config.grid,
+                augment=augment,
+                dtype=self.config.unet.dtype,
+            )
+            begin = time.perf_counter()
+            for _ in dataset:
+                pass
+            return (time.perf_counter() - begin) / 2
+
+        return max(seconds(self.config.augment) - seconds(NO_AUGMENT), 0.0)
+
+    def _log(self, event: str, **content: Any) -> Dict[str, Any]:
+        line = {"event": event, "step": self.step, **content}
+        append_event(self.folder, line)
+        return line
+
+    def _summarise(self, writer: Any, values: Mapping[str, float], group: str) -> None:
+        with writer.as_default(step=self.step):
+            for name, value in values.items():
+                tf.summary.scalar(f"{group}/{name}", value)
+
+
+# --- Private helpers ---
+
+
+@tf.function
+def _score(target, logits):
+    return dice_cross_entropy(target, logits)[0], hard_dice_counts(target, logits)
+
+
+@contextlib.contextmanager
+def _stop_flag() -> Iterator[List[int]]:
+    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first; the second one raises."""
+    stop: List[int] = []
+
+    def note(number, frame):
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

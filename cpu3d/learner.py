@@ -1,0 +1,112 @@
+"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this."""
+
+from typing import Dict, Optional, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.errors import InputError
+from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
+from models.unet3d import build_unet3d
+
+
+class Learner:
+    """What a run learns with. Everything a restart needs is in `arrays()`."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.model = build_unet3d(config.unet, config.grid, config.batch)
+        self.optimizer = _optimizer(config)
+        self.optimizer.build(self.model.trainable_variables)
+        self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
+        self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._step = tf.function(self._train)
+        self._predict = tf.function(self._infer)
+
+    def step(self, image, target, learning_rate: float) -> Tuple[tf.Tensor, tf.Tensor]:
+        """One optimizer step on image (batch, X, Y, Z, C) and target (batch, X, Y, Z, R) uint8.
+
+        Returns the loss (scalar) and the soft Dice (batch, R), both before the update.
+        """
+        self.optimizer.learning_rate.assign(learning_rate)
+        return self._step(image, target)
+
+    def logits(self, image) -> tf.Tensor:
+        """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
+        return self._predict(image)
+
+    def arrays(self) -> Dict[str, np.ndarray]:
+        """Every variable by a stable name: the network's, the optimizer's, the averaged ones."""
+        return {name: variable.numpy() for name, variable in self._variables().items()}
+
+    def restore(self, arrays: Dict[str, np.ndarray]) -> None:
+        """The way back from `arrays()`. Raises InputError when names or shapes are another network's."""
+        variables = self._variables()
+        if set(arrays) != set(variables):
+            odd = sorted(set(arrays) ^ set(variables))
+            raise InputError(f"checkpoint must hold this network's {len(variables)} variables, got others at {odd[:3]}")
+        for name, variable in variables.items():
+            if arrays[name].shape != tuple(variable.shape):
+                raise InputError(f"checkpoint {name} must have shape {tuple(variable.shape)}, got {arrays[name].shape}")
+            variable.assign(arrays[name])
+
+    def weights(self) -> Dict[str, np.ndarray]:
+        """The network's weights alone, averaged where the run averages: what prediction needs."""
+        averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
+        return {
+            f"model/{index:03d}": averaged.get(id(v), v).numpy() for index, v in enumerate(self.model.weights)
+        }
+
+    def swap_average(self) -> None:
+        """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""
+        for variable, mean in zip(self.model.trainable_variables, self._average):
+            current = variable.numpy()
+            variable.assign(mean)
+            mean.assign(current)
+
+    def _variables(self) -> Dict[str, tf.Variable]:
+        groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
+        named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
+        return {**named, "updates": self._updates}
+
+    def _train(self, image, target):
+        with tf.GradientTape() as tape:
+            logits = self.model(image, training=True)
+            many = isinstance(logits, (list, tuple))
+            loss, dice = (deep_supervision_loss if many else dice_cross_entropy)(target, logits)
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+        self._updates.assign_add(1)
+        # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
+        updates = tf.cast(self._updates, tf.float32)
+        for mean, variable in zip(self._average, self.model.trainable_variables):
+            decay = tf.minimum(self.config.ema, 1 - 1 / updates)
+            mean.assign(decay * mean + (1 - decay) * variable)
+        return loss, dice
+
+    def _infer(self, image):
+        logits = self.model(image, training=False)
+        return logits[0] if isinstance(logits, (list, tuple)) else logits
+
+
+def parameter_count(model: tf.keras.Model) -> int:
+    """Trainable parameters."""
+    return int(sum(np.prod(v.shape) for v in model.trainable_variables))
+
+
+def allocator_peak_bytes() -> Optional[int]:
+    """TensorFlow's own count of its largest heap, in bytes; None where the allocator keeps none (oneDNN off)."""
+    try:
+        return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    except (ValueError, KeyError, tf.errors.OpError):
+        return None
+
+
+# --- Private helpers ---
+
+
+def _optimizer(config: RunConfig):
+    if config.optimizer == "sgd":
+        return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
+    return tf.keras.optimizers.Adam(config.learning_rate)

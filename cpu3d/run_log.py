@@ -1,0 +1,34 @@
+"""A run's log.jsonl: one event a line, appended as it happens."""
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+from cpu3d.atomic import atomic_write
+
+
+def append_event(run: Path, event: Dict[str, Any]) -> None:
+    """Add one line. A crash in between can tear the last line, which `read_events` skips."""
+    with (Path(run) / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def read_events(run: Path) -> List[Dict[str, Any]]:
+    """All whole lines; [] for a run that has none yet."""
+    path = Path(run) / "log.jsonl"
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Drop what a killed run logged past its last checkpoint: those steps are about to be done again."""
+    kept = [event for event in read_events(run) if event["step"] <= step]
+    with atomic_write(Path(run) / "log.jsonl", "w") as file:
+        file.writelines(json.dumps(event) + "\n" for event in kept)

@@ -1,0 +1,120 @@
+"""Train a 3D U-Net on the whole volumes of a store.
+
+    ./run.sh train --store store --run runs/first
+    ./run.sh train --store store --run runs/flair --recipe paper-flair --epochs 25
+
+The same command again continues a run that was cut off; a longer --epochs extends a finished one.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from rich.console import Console
+
+from cpu3d.config import RunConfig, differences, load_config, save_config
+from cpu3d.data.extent import grid_size
+from cpu3d.data.store import Store, open_store
+from cpu3d.errors import InputError
+from cpu3d.host.apply import apply, describe, engine_name, import_tensorflow
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.topology import Host, read_host
+from cpu3d.recipes import RECIPES
+from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", required=True, metavar="DIR", help="store that `prepare` has written")
+    parser.add_argument("--run", required=True, metavar="DIR", help="folder for the run; continued where it exists")
+    add_training_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    train(Path(args.store), Path(args.run), settings=chosen_settings(args), recipe=args.recipe)
+    return 0
+
+
+def train(
+    store_folder: Path, run_folder: Path, *, settings: Optional[Dict[str, Any]] = None, recipe: Optional[str] = None
+) -> RunConfig:
+    """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
+
+    Leaves config.json, log.jsonl, checkpoints/{last,best}.npz and tensorboard/ in the run folder. SIGINT and SIGTERM
+    finish the step, save, and raise KeyboardInterrupt. Raises InputError for bad settings before anything is written.
+    """
+    store, host = open_store(store_folder), read_host()
+    config = resolve(store, run_folder, host, settings or {}, recipe)
+    threads = thread_plan(host)
+    apply(threads, config.engine)
+    engine = engine_name(import_tensorflow(config.engine))
+
+    from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
+
+    (run_folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    save_config(config, run_folder)
+    fit = Fit(store, run_folder, config)
+    for line in (*describe(host, threads, engine), *fit.plan()):
+        _console.print(line, highlight=False, soft_wrap=True)
+    fit.log_start(host, engine, threads.environment)
+    fit.run()
+    return config
+
+
+def resolve(
+    store: Store, run_folder: Path, host: Host, settings: Dict[str, Any], recipe: Optional[str]
+) -> RunConfig:
+    """The whole configuration of a run: recipe or saved run, then the chosen settings, then what store and host decide.
+
+    Raises InputError when the settings do not suit the store, or when a saved run cannot continue under them.
+    """
+    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
+    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats"]()
+    try:
+        config = with_settings(start, settings)
+        config = _for_store(config, store)
+        if saved is None or "dtype" in settings:
+            dtype = settings.get("dtype", "auto")
+            dtype = ("bfloat16" if host.fast_bfloat16 else "float32") if dtype == "auto" else dtype
+            config = dataclasses.replace(config, unet=dataclasses.replace(config.unet, dtype=dtype))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if saved is not None:
+        problems = differences(saved, config)
+        if problems:
+            raise InputError(*problems)
+    return config
+
+
+# --- Private helpers ---
+
+_console = Console(stderr=True)
+
+
+def _for_store(config: RunConfig, store: Store) -> RunConfig:
+    """Fill in what follows from the store: names, grid, the network's channels and outputs."""
+    manifest = store.manifest
+    if not manifest.split["train"]:
+        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
+    channels = config.channels or manifest.channels
+    regions = config.regions or tuple(manifest.regions)
+    for what, wanted, there in (("channels", channels, manifest.channels), ("regions", regions, manifest.regions)):
+        unknown = [name for name in wanted if name not in there]
+        if unknown:
+            raise InputError(f"{what} must be among {', '.join(there)}, got {', '.join(unknown)}; choose from those")
+    cases = len(manifest.split["train"])
+    if config.batch > cases:
+        raise InputError(f"batch must be at most the {cases} training cases, got {config.batch}; lower it")
+    unet = dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed)
+    return dataclasses.replace(
+        config,
+        store=str(store.folder.resolve()),
+        store_channels=manifest.channels,
+        label_names=manifest.labels,
+        region_codes=manifest.regions,
+        split_hash=manifest.split_hash,
+        channels=tuple(channels),
+        regions=tuple(regions),
+        grid=grid_size(store, extent=config.extent, multiple=unet.divisor),
+        unet=unet,
+    )

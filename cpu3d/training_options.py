@@ -1,0 +1,84 @@
+"""The command line of a training run: options that override a recipe's settings, and nothing that is not a setting."""
+
+import argparse
+import dataclasses
+from typing import Any, Dict, Optional
+
+from cpu3d.config import OPTIMIZERS, RunConfig
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.extent import EXTENTS
+from cpu3d.host.apply import ENGINES
+from cpu3d.recipes import RECIPES
+from cpu3d.schedule import SCHEDULES
+from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+
+RUN_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
+UNET_FIELDS = {field.name for field in dataclasses.fields(UNetConfig)} - {"channels", "outputs", "seed"}
+AUGMENT_FIELDS = {field.name for field in dataclasses.fields(AugmentConfig)}
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
+    parser.add_argument("--recipe", choices=sorted(RECIPES), help="named settings to start from (default: brats)")
+    data = _group(parser, "data")
+    data("--extent", choices=EXTENTS, help="the brain's box, or the full grid (default: brain; lossless either way)")
+    data("--channels", nargs="+", metavar="NAME", help="image channels to use, such as FLAIR (default: all)")
+    data("--regions", nargs="+", metavar="NAME", help="regions to learn, such as WT (default: all)")
+    network = _group(parser, "network")
+    network("--network", choices=NETWORKS, help="the paper's, or the wider original (default: unet3d)")
+    network("--filters", type=int, metavar="F", help="feature maps of the first convolution (default: 16)")
+    network("--depth", type=int, metavar="L", help="levels of resolution (default: 5)")
+    network("--norm", choices=NORMS, help="default: instance")
+    network("--up", choices=UPS, help="how the decoder doubles the grid (default: transposed)")
+    network("--residual", action="store_true", help="residual blocks")
+    network("--deep-supervision", action="store_true", help="a loss at every decoder level")
+    network("--dtype", choices=("auto", *DTYPES), help="compute dtype (default: bfloat16 where the CPU has it)")
+    training = _group(parser, "training")
+    training("--epochs", type=int, metavar="N", help="passes over the training cases (default: 100)")
+    training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
+    training("--optimizer", choices=OPTIMIZERS, help="default: adam")
+    training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.001)")
+    training("--schedule", choices=SCHEDULES, help="decay of the learning rate (default: cosine)")
+    training("--warmup-steps", type=int, metavar="N", help="default: 10")
+    training("--ema", type=float, metavar="D", help="decay of averaged weights, such as 0.99 (default: 0, off)")
+    training("--validate-every", type=int, metavar="N", help="epochs between validations (default: 1)")
+    training("--patience", type=int, metavar="N", help="stop after N validations without gain (default: 0, never)")
+    training("--save-minutes", type=float, metavar="M", help="longest time between checkpoints (default: 10)")
+    training("--seed", type=int, metavar="S", help="of weights, order and augmentation (default: 0)")
+    training("--engine", choices=ENGINES, help="default: auto, ITEX where it is installed")
+    augment = _group(parser, "augmentation")
+    augment("--no-augment", action="store_true", help="none at all")
+    augment("--rotation-deg", type=float, metavar="A", help="small rotations up to A degrees (default: 0; costs time)")
+    augment("--scaling", type=float, metavar="S", help="zoom by up to 1 +- S (default: 0; costs time)")
+
+
+def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
+    """The settings that were given on the command line, by the names of RunConfig, UNetConfig and AugmentConfig."""
+    known = RUN_FIELDS | UNET_FIELDS | AUGMENT_FIELDS | {"no_augment"}
+    return {name: value for name, value in vars(args).items() if name in known and name not in ("run", "store")}
+
+
+def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
+    """`config` with the chosen settings in their places. Raises ValueError or InputError for values out of range."""
+    settings = dict(settings)
+    augment = NO_AUGMENT if settings.pop("no_augment", False) else config.augment
+    augment = dataclasses.replace(augment, **_among(settings, AUGMENT_FIELDS))
+    unet = dataclasses.replace(config.unet, **{k: v for k, v in _among(settings, UNET_FIELDS).items() if v != "auto"})
+    own = {k: tuple(v) if isinstance(v, list) else v for k, v in _among(settings, RUN_FIELDS - {"unet"}).items()}
+    return dataclasses.replace(config, **own, unet=unet, augment=augment)
+
+
+# --- Private helpers ---
+
+
+def _group(parser: argparse.ArgumentParser, title: str):
+    group = parser.add_argument_group(title)
+
+    def add(*names: str, help: Optional[str] = None, **more: Any) -> None:  # noqa: A002
+        group.add_argument(*names, default=argparse.SUPPRESS, help=help, **more)
+
+    return add
+
+
+def _among(settings: Dict[str, Any], names: set) -> Dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}

@@ -1,0 +1,81 @@
+"""Augmentation: parameters are numbers, applying them is geometry."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, flip, resample, sample_params
+
+IDENTITY = tf.constant([1.0, 0, 0, 1])
+
+
+def test_parameters_depend_on_seed_and_position_alone():
+    config = AugmentConfig(rotation_deg=10, scaling=0.1)
+    drawn = [sample_params(config, seed=1, position=p, channels=4) for p in range(50)]
+    assert drawn == [sample_params(config, seed=1, position=p, channels=4) for p in range(50)]
+    assert len(set(drawn)) == 50
+    assert {params.flips for params in drawn} == {(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)}
+    assert all(0.9 <= gain <= 1.1 for params in drawn for gain in params.gain)
+
+
+def test_one_option_does_not_move_the_others():
+    plain = sample_params(AugmentConfig(), seed=1, position=5, channels=2)
+    turned = sample_params(AugmentConfig(rotation_deg=5, scaling=0.2), seed=1, position=5, channels=2)
+    assert (plain.flips, plain.gain, plain.offset) == (turned.flips, turned.gain, turned.offset)
+
+
+def test_nothing_asked_for_is_the_identity():
+    params = sample_params(NO_AUGMENT, seed=1, position=5, channels=2)
+    assert params.flips == (False, False, False)
+    assert params.gain == (1, 1)
+    assert params.offset == (0, 0)
+    assert params.plane_xy == params.plane_yz == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("flips", [(False, False, False), (True, False, False), (False, True, True)])
+def test_flip_mirrors_the_named_axes(flips):
+    volume = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    expected = volume[tuple(slice(None, None, -1 if mirrored else 1) for mirrored in flips)]
+    np.testing.assert_array_equal(flip(tf.constant(volume), tf.constant(flips)), expected)
+
+
+def test_the_identity_resamples_to_itself():
+    volume = np.random.default_rng(0).normal(size=(5, 6, 7, 2)).astype("f4")
+    np.testing.assert_allclose(resample(volume, IDENTITY, IDENTITY, linear=True), volume, atol=1e-5)
+
+
+def test_a_quarter_turn_in_each_plane_is_numpy_s():
+    # A quarter turn needs no interpolation on a cube, so it can be held against an exact rotation.
+    volume = np.random.default_rng(0).integers(0, 200, (6, 6, 6, 1)).astype(np.uint8)
+    quarter = tf.constant([0.0, 1, -1, 0])
+    in_xy = resample(volume, quarter, IDENTITY, linear=False).numpy()
+    in_yz = resample(volume, IDENTITY, quarter, linear=False).numpy()
+    assert any(np.array_equal(in_xy, np.rot90(volume, k, (0, 1))) for k in (1, 3))
+    assert any(np.array_equal(in_yz, np.rot90(volume, k, (1, 2))) for k in (1, 3))
+
+
+def test_zooming_by_two_keeps_the_centre_and_doubles_a_block():
+    volume = np.zeros((8, 8, 8, 1), np.float32)
+    volume[3:5, 3:5, 3:5] = 1
+    half = tf.constant([0.5, 0, 0, 0.5])
+    zoomed = resample(volume, half, IDENTITY, linear=False).numpy()
+    assert zoomed.sum() == 4 * 4 * 2
+    assert zoomed[2:6, 2:6, 3:5].all()
+
+
+def test_image_and_label_turn_together():
+    label = np.zeros((20, 20, 20, 1), np.float32)
+    label[5:12, 6:13, 7:14] = 1
+    params = sample_params(AugmentConfig(rotation_deg=15, scaling=0.1), seed=4, position=2, channels=1)
+    planes = [tf.constant(plane) for plane in (params.plane_xy, params.plane_yz)]
+    image = resample(label, *planes, linear=True).numpy() > 0.5
+    nearest = resample(label, *planes, linear=False).numpy() > 0.5
+    assert not np.array_equal(nearest, label > 0.5)
+    overlap = 2 * (image & nearest).sum() / (image.sum() + nearest.sum())
+    assert overlap > 0.95
+
+
+@pytest.mark.parametrize("wrong", [{"gain": 1.0}, {"offset": -1}, {"rotation_deg": 90}, {"scaling": 0.9}])
+def test_a_strength_out_of_range_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"augment {next(iter(wrong))} must be in"):
+        AugmentConfig(**wrong)

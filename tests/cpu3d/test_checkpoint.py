@@ -1,0 +1,61 @@
+"""A checkpoint comes back as it was, or not at all."""
+
+import errno
+
+import numpy as np
+import pytest
+
+from cpu3d import atomic
+from cpu3d.checkpoint import load_checkpoint, save_checkpoint
+from cpu3d.errors import InputError
+
+ARRAYS = {"model/000": np.arange(6, dtype="f4").reshape(2, 3), "updates": np.array(7)}
+
+
+def test_arrays_and_state_come_back(tmp_path):
+    size = save_checkpoint(tmp_path / "last.npz", ARRAYS, {"step": 3, "best": None})
+    arrays, state = load_checkpoint(tmp_path / "last.npz")
+    assert state == {"step": 3, "best": None}
+    assert set(arrays) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].dtype == array.dtype
+    assert size == (tmp_path / "last.npz").stat().st_size
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
+    path = tmp_path / "last.npz"
+    save_checkpoint(path, {"model/000": np.ones(1000, "f4")}, {"step": 3})
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    path.write_bytes({"cut": content[:-50], "flip": content, "empty": b""}[damage])
+    with pytest.raises(InputError, match="last.npz must be whole"):
+        load_checkpoint(path)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "last.npz"
+    save_checkpoint(path, ARRAYS, {"step": 3})
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, ARRAYS, {"step": 4})
+    monkeypatch.undo()
+    assert load_checkpoint(path)[1]["step"] == 3
+    assert [file.name for file in tmp_path.iterdir()] == ["last.npz"]
+
+
+def test_another_version_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "last.npz", ARRAYS, {"schema": 99})
+    with pytest.raises(InputError, match="must have schema 1, got 99"):
+        load_checkpoint(tmp_path / "last.npz")
+
+
+def test_a_missing_one_is_refused(tmp_path):
+    with pytest.raises(InputError, match="must exist, found none"):
+        load_checkpoint(tmp_path / "best.npz")

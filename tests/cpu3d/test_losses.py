@@ -1,0 +1,60 @@
+"""The loss against sums done by hand."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.losses import deep_supervision_loss, dice_cross_entropy, hard_dice_counts, soft_dice
+
+
+def volume(values, shape=(1, 2, 2, 1, 1)):
+    return tf.reshape(tf.constant(values, tf.float32), shape)
+
+
+def test_soft_dice_of_four_voxels():
+    # overlap 0.5 + 1 = 1.5, sizes 0.5 + 1 + 0.5 = 2 and 2: (2 * 1.5 + 1) / (2 + 2 + 1)
+    dice = soft_dice(volume([1, 1, 0, 0]), volume([0.5, 1, 0.5, 0]))
+    np.testing.assert_allclose(dice, [[0.8]], rtol=1e-6)
+
+
+def test_an_absent_region_scores_one_when_nothing_is_predicted_and_less_for_every_voxel_that_is():
+    nothing = volume([0, 0, 0, 0])
+    assert soft_dice(nothing, nothing).numpy() == 1
+    np.testing.assert_allclose(soft_dice(nothing, volume([1, 1, 1, 0])), [[1 / 4]])
+
+
+def test_logits_of_zero_cost_log_two_and_half_of_dice():
+    loss, dice = dice_cross_entropy(volume([1, 0, 0, 0]), volume([0, 0, 0, 0]))
+    by_hand = (2 * 0.5 + 1) / (4 * 0.5 + 1 + 1)
+    np.testing.assert_allclose(dice, [[by_hand]], rtol=1e-6)
+    np.testing.assert_allclose(loss, 1 - by_hand + np.log(2), rtol=1e-6)
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_samples():
+    rng = np.random.default_rng(0)
+    target = tf.constant(rng.integers(0, 2, (3, 4, 4, 4, 2)), tf.uint8)
+    logits = tf.constant(rng.normal(size=(3, 4, 4, 4, 2)), tf.float32)
+    together, _ = dice_cross_entropy(target, logits)
+    alone = [dice_cross_entropy(target[i : i + 1], logits[i : i + 1])[0] for i in range(3)]
+    np.testing.assert_allclose(together, np.mean(alone), rtol=1e-6)
+
+
+def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
+    rng = np.random.default_rng(1)
+    target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
+    logits = [tf.constant(rng.normal(size=(1, n, n, n, 1)), tf.float32) for n in (8, 2, 4)]
+    loss, dice = deep_supervision_loss(target, logits)
+    parts = [dice_cross_entropy(target[:, ::s, ::s, ::s], x)[0] for s, x in zip((1, 4, 2), logits)]
+    np.testing.assert_allclose(loss, (parts[0] + parts[1] / 4 + parts[2] / 2) / 1.75, rtol=1e-6)
+    np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
+
+
+def test_hard_counts_are_voxels_above_zero():
+    counts = hard_dice_counts(volume([1, 1, 0, 0]), volume([3, -1, 0.5, 0]))
+    np.testing.assert_array_equal(counts, [[[1, 2, 2]]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_loss_is_float32_whatever_the_logits_are(dtype):
+    loss, _ = dice_cross_entropy(tf.zeros((1, 2, 2, 2, 1), tf.uint8), tf.zeros((1, 2, 2, 2, 1), dtype))
+    assert loss.dtype == tf.float32
