@@ -52,8 +52,8 @@ class RunConfig:
     epochs: int = 100
     """Passes over the training cases."""
     optimizer: str = "adam"
-    learning_rate: float = 1e-3
-    """At the end of the warm-up. 1e-3 took one real glioma to Dice 0.95 in 50 steps."""
+    learning_rate: float = 2e-3
+    """At the end of the warm-up. One real glioma was learnt alike with 1e-3 to 5e-3."""
     warmup_steps: int = 10
     schedule: str = "cosine"
     ema: float = 0.0

@@ -24,7 +24,7 @@ def demo() -> RunConfig:
     return RunConfig(
         epochs=12,
         validate_every=4,
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         warmup_steps=5,
         augment=AugmentConfig(gain=0.05, offset=0.05),
     )

@@ -37,7 +37,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training("--epochs", type=int, metavar="N", help="passes over the training cases (default: 100)")
     training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
     training("--optimizer", choices=OPTIMIZERS, help="default: adam")
-    training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.001)")
+    training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.002)")
     training("--schedule", choices=SCHEDULES, help="decay of the learning rate (default: cosine)")
     training("--warmup-steps", type=int, metavar="N", help="default: 10")
     training("--ema", type=float, metavar="D", help="decay of averaged weights, such as 0.99 (default: 0, off)")

@@ -1,0 +1,302 @@
+"""Score a trained network on cases it has never seen, on their full original grid.
+
+    ./run.sh evaluate --run runs/first
+    ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
+
+Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
+"train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they can never be
+taken for the others. What is there is replaced when all is done and not before.
+
+Scored is what is written: the painted label map, turned back into regions. The store's grid is the original one with
+axes turned, so scores on it are scores on the original grid.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cpu3d.atomic import write_json
+from cpu3d.config import load_config
+from cpu3d.data.nifti import write_label
+from cpu3d.data.store import SPLITS, CaseRecord, Store, open_store
+from cpu3d.errors import InputError
+from cpu3d.host.apply import apply, import_tensorflow
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.topology import read_host
+from cpu3d.labels import code_meanings, label_from_regions
+from cpu3d.progress import bar
+from cpu3d.scores import TOLERANCE_MM, CaseScores, score_case
+
+SCHEMA = 1
+"""Version of scores.json."""
+
+METRICS = ("dice", "hd95_mm", "surface_dice")
+
+UNTOUCHED = "test"
+"""The one split that neither training nor the choice of the best checkpoint has seen."""
+
+WORST = 5
+"""How many of the worst cases the summary names."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
+    parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
+    parser.add_argument("--store", type=Path, metavar="DIR", help="store folder, if it is no longer where it was")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
+        help=f"tolerance of the surface Dice in mm (default: {TOLERANCE_MM})",
+    )  # fmt: skip
+    parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
+    parser.add_argument("--json", action="store_true", help="print scores.json instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (np.isfinite(args.tolerance) and args.tolerance >= 0):
+        raise InputError(f"--tolerance must be a number of mm from 0 on, got {args.tolerance}; 1 is usual for BraTS")
+    run_dir = args.run.resolve()
+    store = open_store(args.store or load_config(run_dir).store)
+    check_same_split(run_dir, store)
+    predictor = trained_predictor(run_dir, args.weights)
+    messages = Console(stderr=True)
+    if args.split != UNTOUCHED:
+        messages.print(f"[bold yellow]{warning(args.split)}")
+    scores = evaluate_split(predictor, store, args.split, run_dir, weights=args.weights, tolerance_mm=args.tolerance)
+    if args.json:
+        json.dump(scores, sys.stdout, indent=1)
+        print()
+    else:
+        print_scores(scores, Console())
+        messages.print(f"written: {scores_path(run_dir, args.split)}", soft_wrap=True)
+    return 0
+
+
+def trained_predictor(run_dir: Path, weights: str = "best") -> Any:
+    """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
+    if "tensorflow" not in sys.modules:
+        apply(thread_plan(read_host()))
+        import_tensorflow()
+    from cpu3d.inference import load_predictor  # imports TensorFlow, so not before
+
+    return load_predictor(run_dir, weights)
+
+
+def evaluate_split(
+    predictor: Any,
+    store: Store,
+    split: str,
+    run_dir: Path,
+    *,
+    weights: str = "best",
+    tolerance_mm: float = TOLERANCE_MM,
+) -> Dict[str, Any]:
+    """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
+
+    `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
+    Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+
+    Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
+    or labels are not the run's, and when the network's answer is not finite.
+    """
+    records = _cases_to_score(predictor, store, split)
+    cases: List[Dict[str, Any]] = []
+    scored: List[CaseScores] = []
+    with _replaced_folder(scores_path(run_dir, split).parent / "predictions") as folder, \
+            bar(f"evaluate {split}", total=len(records)) as advance:  # fmt: skip
+        for record in records:
+            begin = time.monotonic()
+            prediction = predicted_label(predictor, store.image(record.case_id), record)
+            predicted = time.monotonic()
+            truth = np.asarray(store.label(record.case_id))
+            scores = score_case(record.case_id, truth, prediction, predictor.regions, record.spacing_mm, tolerance_mm)
+            write_label(folder / f"{record.case_id}.nii.gz", prediction, record.geometry)
+            scored.append(scores)
+            cases.append(_case_content(scores, predicted - begin, time.monotonic() - predicted))
+            advance()
+    content = {
+        "schema": SCHEMA,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "run": str(run_dir),
+        "weights": weights,
+        "store": str(store.folder),
+        "name": store.manifest.name,
+        "split": split,
+        "untouched": split == UNTOUCHED,
+        "split_hash": store.manifest.split_hash,
+        "tolerance_mm": tolerance_mm,
+        "regions": {name: list(codes) for name, codes in predictor.regions.items()},
+        "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
+        "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
+        "summary": summarise(scored),
+        "worst": [{"case_id": s.case_id, "mean_dice": s.mean_dice} for s in ranked(scored)[:WORST]],
+        "cases": cases,
+    }
+    write_json(scores_path(run_dir, split), content)
+    return content
+
+
+def predicted_label(predictor: Any, image: np.ndarray, record: CaseRecord) -> np.ndarray:
+    """The painted label `(X, Y, Z)` uint8 of one image `(X, Y, Z, C)`, on its full grid.
+
+    Raises InputError when the network's answer is not finite: such weights know nothing, and an empty prediction would
+    hide it.
+    """
+    answers = predictor.probabilities(image, record)
+    check_finite(answers, record.case_id)
+    return label_from_regions(answers, predictor.regions)
+
+
+def check_finite(answers: np.ndarray, case_id: str) -> None:
+    """Raise InputError unless all probabilities are finite."""
+    if not np.isfinite(answers).all():
+        raise InputError(
+            f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged, "
+            "train again with a lower learning rate or in float32"
+        )
+
+
+def check_same_split(run_dir: Path, store: Store) -> None:
+    """Raise InputError unless the store's split is the one the run was trained with: else test cases were seen."""
+    trained_with = load_config(run_dir).split_hash
+    if trained_with != store.manifest.split_hash:
+        raise InputError(
+            f"store {store.folder} must have the split {trained_with} that the run was trained with, got "
+            f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
+        )
+
+
+def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
+    """Where the scores of `split` are kept; "predictions" lies beside."""
+    folder = Path(run_dir) / "evaluation"
+    return (folder if split == UNTOUCHED else folder / split) / "scores.json"
+
+
+def warning(split: str) -> str:
+    """What to say, loudly, beside scores of a split that is not untouched."""
+    seen = "was trained on these cases" if split == "train" else "was chosen by its scores on these cases"
+    return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
+
+
+def summarise(scored: Sequence[CaseScores]) -> Dict[str, Dict[str, Any]]:
+    """Per region and metric the mean, median, standard deviation (of these cases, n in the denominator), min and max.
+
+    Empty cases are in all of them by the rule of cpu3d.scores; "empty" counts how many there were of each kind.
+    """
+    summary = {}
+    for region in scored[0].regions:
+        column = [scores.regions[region] for scores in scored]
+        summary[region] = {metric: _statistics([getattr(s, metric) for s in column]) for metric in METRICS}
+        summary[region]["empty"] = {
+            kind: sum(s.empty == kind for s in column) for kind in ("both", "truth", "prediction")
+        }
+    return summary
+
+
+def ranked(scored: Sequence[CaseScores]) -> List[CaseScores]:
+    """From the worst to the best by mean Dice over the regions; ties by case id."""
+    return sorted(scored, key=lambda scores: (scores.mean_dice, scores.case_id))
+
+
+def print_scores(scores: Dict[str, Any], console: Console) -> None:
+    """The summary and the worst cases as tables."""
+    count = len(scores["cases"])
+    kind = "untouched" if scores["untouched"] else "NOT untouched"
+    table = Table(
+        title=f'{count} {kind} case{"s" * (count != 1)} of {scores["name"]}, split "{scores["split"]}"',
+        caption=f"mean \u00b1 sd; HD95 in mm; surface Dice at {scores['tolerance_mm']:g} mm",
+    )
+    table.add_column("region")
+    for heading in ("Dice", "median", "min", "HD95", "median", "surface"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for region, values in scores["summary"].items():
+        dice, hd95, surface = (values[metric] for metric in METRICS)
+        table.add_row(
+            region, f"{dice['mean']:.3f} \u00b1 {dice['std']:.3f}", f"{dice['median']:.3f}", f"{dice['min']:.3f}",
+            f"{hd95['mean']:.2f}", f"{hd95['median']:.2f}", f"{surface['mean']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    if count > 1:
+        worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
+        console.print(f"worst by mean Dice: {worst}")
+
+
+# --- Private helpers ---
+
+
+def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
+    manifest = store.manifest
+    problems = []
+    if tuple(manifest.channels) != tuple(predictor.channels):
+        problems.append(
+            f"channels of store {store.folder} must be the run's {tuple(predictor.channels)}, got "
+            f"{manifest.channels}; name the run's own store"
+        )
+    if dict(manifest.labels) != dict(predictor.labels):
+        problems.append(
+            f"labels of store {store.folder} must be the run's {dict(predictor.labels)}, got {manifest.labels}; "
+            "name the run's own store"
+        )
+    records = store.cases(split)
+    if not records:
+        filled = [name for name in SPLITS if manifest.split[name]]
+        problems.append(
+            f'split "{split}" of store {store.folder} must hold cases, got none; choose --split {" or ".join(filled)} '
+            "or run `prepare` with other fractions"
+        )
+    problems += [
+        f"case {record.case_id} must have a label to be scored, the store has none; predict does without"
+        for record in records
+        if not record.has_label
+    ]
+    if problems:
+        raise InputError(*problems)
+    return records
+
+
+def _case_content(scores: CaseScores, predict_s: float, score_s: float) -> Dict[str, Any]:
+    return {
+        "case_id": scores.case_id,
+        "mean_dice": scores.mean_dice,
+        "predict_s": round(predict_s, 3),
+        "score_s": round(score_s, 3),
+        "regions": {name: dataclasses.asdict(region) for name, region in scores.regions.items()},
+    }
+
+
+def _statistics(values: Sequence[float]) -> Dict[str, float]:
+    return {
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "std": float(np.std(values)),
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+    }
+
+
+@contextlib.contextmanager
+def _replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`; on success it takes its place, on any error it goes again."""
+    new, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
+    for stray in (new, old):
+        shutil.rmtree(stray, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

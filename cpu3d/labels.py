@@ -1,0 +1,89 @@
+"""Regions and label codes: a network answers in regions (WT, TC, ET), a file speaks in a data set's own codes.
+
+A region is a set of codes, and regions may be nested (ET within TC within WT). The way back from regions to codes
+needs nothing but those sets, so it holds for every release's numbering and for data sets that are no tumours at all:
+
+- A region's *own codes* are the codes that no smaller region contains: 1 (oedema) for WT = {1, 2, 3} when TC = {2, 3}.
+- Regions are painted from the largest set of codes to the smallest, each with its smallest own code, so a later,
+  smaller one overrides. A region without a code of its own paints nothing: the smaller regions say it already.
+- Hierarchy: the painted label is the word. A voxel in ET but outside TC and WT is painted as enhancing, and thereby
+  counts as TC and WT too: the most specific answer is believed and the larger regions grow.
+- Regions of equal size (one per organ, say) compete: the highest probability wins, the first named one in a tie.
+- Several own codes cannot be told apart. A network that only knows WT writes 1 where it means "1, 2 or 3":
+  `code_meanings` says so, and whoever writes a label file puts that beside it.
+"""
+
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+import numpy as np
+
+THRESHOLD = 0.5
+"""A voxel belongs to a region from this probability on."""
+
+
+def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
+    """Where `label` holds one of `codes`: a boolean array of the same shape."""
+    table = np.zeros(max(256, *(code + 1 for code in codes)) if codes else 256, bool)
+    table[list(codes)] = True
+    # A table look-up is several times faster than np.isin on a whole volume; uint8 labels index it as they are.
+    return table[label if label.dtype == np.uint8 else label.astype(np.int64)]
+
+
+def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]]:
+    """For each region the codes that no smaller region contains, ascending; empty when smaller regions say it all."""
+    own = {}
+    for name, codes in regions.items():
+        smaller = [set(other) for other in regions.values() if len(set(other)) < len(set(codes))]
+        own[name] = tuple(sorted(set(codes).difference(*smaller)))
+    return own
+
+
+def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]) -> np.ndarray:
+    """Paint regions `(X, Y, Z, R)`, probabilities or masks, into one label `(X, Y, Z)` uint8; 0 is background.
+
+    The last axis is in the order of `regions` (name -> codes). The rules are at the top of this file. A NaN is in no
+    region. Raises ValueError when the last axis does not match or a code does not fit into uint8.
+    """
+    answers = np.asarray(answers)
+    if answers.shape[-1] != len(regions):
+        raise ValueError(f"answers must have one channel per region {tuple(regions)}, got shape {answers.shape}")
+    own = own_codes(regions)
+    if any(not 0 <= code <= 255 for codes in regions.values() for code in codes):
+        raise ValueError(f"label codes must lie in 0..255, got {dict(regions)}")
+    label = np.zeros(answers.shape[:-1], np.uint8)
+    for rivals in _by_size(regions):
+        index = [position for position, name in enumerate(regions) if name in rivals and own[name]]
+        best = None
+        for position in index:
+            answer, code = answers[..., position], own[list(regions)[position]][0]
+            mask = answer if answer.dtype == bool else answer >= THRESHOLD
+            if len(index) > 1:
+                if best is None:
+                    best = np.full(label.shape, -np.inf, np.float32)
+                mask = mask & (answer > best)
+                best[mask] = answer[mask]
+            label[mask] = code
+    return label
+
+
+def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str]) -> Dict[int, str]:
+    """What each code that `label_from_regions` can write stands for, such as {1: "edema"}, background included.
+
+    `labels` are the data set's code -> name. A code that stands for several reads like
+    "WT (edema, non-enhancing tumor, enhancing tumor)": the network cannot tell these apart.
+    """
+    meanings = {0: labels.get(0, "background")}
+    for name, codes in own_codes(regions).items():
+        names = [labels.get(code, f"label {code}") for code in codes]
+        if codes:
+            meanings[codes[0]] = names[0] if len(names) == 1 else f"{name} ({', '.join(names)})"
+    return dict(sorted(meanings.items()))
+
+
+# --- Private helpers ---
+
+
+def _by_size(regions: Mapping[str, Sequence[int]]) -> List[List[str]]:
+    """Region names in groups of equal size, largest first."""
+    sizes = sorted({len(set(codes)) for codes in regions.values()}, reverse=True)
+    return [[name for name, codes in regions.items() if len(set(codes)) == size] for size in sizes]

@@ -1,0 +1,237 @@
+"""Segment new images: NIfTI in, a label map on the image's own grid, orientation, affine and label codes out.
+
+    ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
+
+An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
+done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read.
+
+Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the run.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import nibabel
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cpu3d.atomic import write_json
+from cpu3d.data.case import load_case
+from cpu3d.data.layouts import CaseFiles, case_files
+from cpu3d.data.nifti import write_label, write_volume
+from cpu3d.errors import InputError
+from cpu3d.evaluate import check_finite, trained_predictor
+from cpu3d.labels import THRESHOLD, code_meanings, label_from_regions, region_mask
+from cpu3d.progress import bar
+
+SCHEMA = 1
+"""Version of the sidecar."""
+
+WRITER = "cpu3d predict"
+"""How a sidecar says that the label beside it was made here and may be replaced."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
+    parser.add_argument(
+        "--image", type=Path, required=True, nargs="+", metavar="PATH",
+        help="case folders, 4D files, or one file per channel in the run's order",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictions")
+    parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
+    parser.add_argument(
+        "--probabilities", action="store_true",
+        help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    missing = [f"--image {path} must exist, found none; check the path" for path in args.image if not path.exists()]
+    if missing:
+        raise InputError(*missing)
+    predictor = trained_predictor(args.run, args.weights)
+    cases, problems = find_cases(args.image, predictor.channels)
+    check_out(args.out, args.image, cases)
+    console = Console()
+    for code, meaning in code_meanings(predictor.regions, predictor.labels).items():
+        console.print(f"code {code}: {meaning}", highlight=False)
+    done = []
+    with bar("predict", total=len(cases)) as advance:
+        for files in cases:
+            try:
+                done.append(
+                    predict_case(
+                        predictor,
+                        files,
+                        args.out,
+                        probabilities=args.probabilities,
+                        run=str(args.run.resolve()),
+                        weights=args.weights,
+                    )
+                )
+            except InputError as error:
+                problems.extend(error.problems)
+            advance()
+    if done:
+        console.print(_table(done, predictor.regions))
+    if problems:
+        raise InputError(*problems)
+    return 0
+
+
+def predict_case(
+    predictor: Any,
+    files: CaseFiles,
+    out: Path,
+    *,
+    probabilities: bool = False,
+    run: str = "",
+    weights: str = "best",
+) -> Dict[str, Any]:
+    """Segment one case into `out`; returns the content of its sidecar.
+
+    `predictor` is what `load_predictor` gives. A label among `files` is not read. Files that are there are replaced
+    only when their sidecar says that they were written here.
+
+    Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
+    overwritten that was not written here.
+    """
+    begin = time.monotonic()
+    out = Path(out)
+    names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
+    label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
+    _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
+    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
+    case = load_case(
+        files, channels=tuple(predictor.channels), labels=None,
+        dataset_folder=Path(files.images[0]).parent,
+    )  # fmt: skip
+    geometry = case.record.geometry
+    answers = predictor.probabilities(case.image, case.record)
+    check_finite(answers, files.case_id)
+    label = label_from_regions(answers, predictor.regions)
+    voxel_ml = float(np.prod(case.record.spacing_mm)) / 1000.0
+    content = {
+        "schema": SCHEMA,
+        "written_by": WRITER,
+        "complete": False,
+        "case_id": files.case_id,
+        "label": label_name,
+        "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
+        "regions": {name: list(codes) for name, codes in predictor.regions.items()},
+        "volumes_ml": {
+            name: round(int(np.count_nonzero(region_mask(label, codes))) * voxel_ml, 4)
+            for name, codes in predictor.regions.items()
+        },
+        "threshold": THRESHOLD,
+        "probabilities": names,
+        "axes": geometry.axes,
+        "spacing_mm": list(case.record.spacing_mm),
+        "sources": [dataclasses.asdict(source) for source in case.record.sources],
+        "run": run,
+        "weights": weights,
+    }
+    write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
+    for position, name in enumerate(names):
+        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
+        write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
+    write_label(out / label_name, label, geometry)
+    content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
+    write_json(sidecar, content)
+    return content
+
+
+def find_cases(paths: Sequence[Path], channels: Sequence[str]) -> Tuple[List[CaseFiles], List[str]]:
+    """The cases that `paths` name, and what is wrong with those that cannot be one.
+
+    A folder is a case, a 4D file is a case, 3D files together are one case with a file per channel; with a single
+    channel every 3D file is a case.
+    """
+    groups, three_d = [], []
+    for path in paths:
+        alone = path.is_dir() or len(channels) == 1 or _axes(path) == 4
+        (groups if alone else three_d).append([path] if alone else path)
+    cases, problems = [], []
+    for group in groups + ([three_d] if three_d else []):
+        try:
+            cases.append(case_files(group, tuple(channels)))
+        except InputError as error:
+            problems.extend(error.problems)
+    return cases, problems
+
+
+def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> None:
+    """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
+    problems = []
+    if out.exists() and not out.is_dir():
+        problems.append(f"--out {out} must be a folder, found a file; choose another name")
+    problems += [
+        f"--out {out} must not be a folder that is predicted on, got {path}; choose another folder"
+        for path in inputs
+        if path.is_dir() and path.resolve() == out.resolve()
+    ]
+    by_id: Dict[str, List[CaseFiles]] = {}
+    for files in cases:
+        by_id.setdefault(files.case_id, []).append(files)
+    for case_id, same in by_id.items():
+        if len(same) > 1:
+            where = ", ".join(str(files.images[0]) for files in same)
+            problems.append(f"case ids must differ, got {case_id} for each of {where}; predict them into folders apart")
+    if problems:
+        raise InputError(*problems)
+
+
+# --- Private helpers ---
+
+
+def _axes(path: Path) -> Optional[int]:
+    """How many axes the header tells; None where there is no telling. `load_case` says what is wrong with that file."""
+    try:
+        return len(nibabel.load(path).shape)
+    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
+        return None
+
+
+def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
+    """Region -> file name. Regions may be named after labels, and those may hold blanks or slashes."""
+    slugs = [re.sub(r"[^\w.-]+", "-", name) for name in regions]
+    if len(set(slugs)) < len(slugs):
+        slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
+    return {name: f"{case_id}_{slug}_probability.nii.gz" for name, slug in zip(regions, slugs)}
+
+
+def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
+    """Raise InputError when an output is a source, or is there and no sidecar says that it was written here."""
+    sources = {Path(path).resolve() for path in (*files.images, *([files.label] if files.label else []))}
+    try:
+        found = json.loads(sidecar.read_text(encoding="utf-8"))
+        ours = isinstance(found, dict) and found.get("written_by") == WRITER
+    except (OSError, ValueError):
+        ours = not sidecar.exists() and not any(path.exists() for path in outputs)
+    problems = []
+    for path in (sidecar, *outputs):
+        if path.resolve() in sources:
+            problems.append(f"{path} must not be overwritten, it is a source image; choose another --out")
+        elif path.exists() and not ours:
+            problems.append(f"{path} must not be overwritten, it was not written by predict; choose another --out")
+    if problems:
+        raise InputError(*problems)
+
+
+def _table(done: Sequence[Dict[str, Any]], regions: Sequence[str]) -> Table:
+    table = Table(title="predictions")
+    table.add_column("file")
+    for name in regions:
+        table.add_column(f"{name} ml", justify="right")
+    table.add_column("seconds", justify="right")
+    for content in done:
+        volumes = [f"{content['volumes_ml'][name]:.2f}" for name in regions]
+        table.add_row(content["label"], *volumes, f"{content['seconds']:.1f}")
+    return table

@@ -1,0 +1,131 @@
+"""A tiny store whose images say their own labels, and a stand-in for a trained network that reads them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Tuple
+
+import numpy as np
+import pytest
+
+from cpu3d.atomic import write_json
+from cpu3d.config import RunConfig, save_config
+from cpu3d.data.case import load_case, npy_parts
+from cpu3d.data.layouts import CaseFiles
+from cpu3d.data.nifti import write_volume
+from cpu3d.data.store import Geometry, Manifest, Store, image_path, label_path, open_store, to_json
+
+CHANNELS = ("FLAIR", "T1gd")
+LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
+REGIONS = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
+LPS_2MM = Geometry(
+    shape=(12, 10, 8),
+    affine=((-1.0, 0, 0, 5), (0, -1.0, 0, 7), (0, 0, 2.0, -3), (0, 0, 0, 1)),
+    axes="LPS",
+    sform_code=1,
+    qform_code=2,
+)
+"""A grid that differs from the store's in two axes and whose voxels are 1 x 1 x 2 mm."""
+
+
+@dataclass
+class FakePredictor:
+    """Reads the label off the first channel, which `write_case` made `10 + label` inside the head."""
+
+    store: Path
+    regions: Dict[str, Tuple[int, ...]]
+    labels: Dict[int, str]
+    channels: Tuple[str, ...] = CHANNELS
+    shift: int = 0
+    """Voxels along X by which every answer is off."""
+    sure: float = 0.9
+
+    def probabilities(self, image, record):
+        assert tuple(image.shape[:3]) == tuple(record.shape)
+        label = np.maximum(np.asarray(image[..., 0], np.int16) - 10, 0)
+        answers = np.stack([np.isin(label, codes) for codes in self.regions.values()], axis=-1)
+        return np.roll(answers, self.shift, axis=0).astype(np.float32) * self.sure
+
+
+def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2MM) -> CaseFiles:
+    """A 4D image and a label as NIfTI: a head of noise, in it oedema around core around enhancing tumour."""
+    x = np.indices(geometry.shape)
+    rng = np.random.default_rng(seed)
+    centre = rng.integers(5, 7), rng.integers(4, 6), rng.integers(3, 5)
+    far = np.max([abs(x[axis] - centre[axis]) for axis in range(3)], axis=0)
+    label = np.select([far == 0, far == 1, far == 2], [3, 2, 1], 0).astype(np.uint8)
+    head = np.zeros(geometry.shape, bool)
+    head[1:-1, 1:-1, 1:-1] = True
+    label[~head] = 0
+    image = np.zeros((*geometry.shape, 2), np.int16)
+    image[..., 0] = np.where(head, 10 + label, 0)
+    image[..., 1] = np.where(head, rng.integers(50, 200, geometry.shape), 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{case_id}.nii.gz", folder / f"{case_id}_label.nii.gz"
+    for path, volume in zip(paths, (image, label)):
+        write_volume(path, volume, geometry)
+    return CaseFiles(case_id, case_id, (paths[0],), paths[1])
+
+
+@pytest.fixture
+def tiny_store(tmp_path) -> Store:
+    """Six labelled cases: three to train, one to validate, two to test."""
+    return make_store(tmp_path / "store", tmp_path / "source")
+
+
+def make_store(folder: Path, source: Path, *, labelled: bool = True) -> Store:
+    split = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
+    (folder / "cases").mkdir(parents=True)
+    records = []
+    for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
+        case = load_case(write_case(source, case_id, seed), channels=CHANNELS, labels=LABELS if labelled else None)
+        records.append(case.record)
+        for path, array in ((image_path(folder, case_id), case.image), (label_path(folder, case_id), case.label)):
+            if array is not None:
+                path.write_bytes(b"".join(npy_parts(array)))
+    manifest = Manifest(
+        name="tiny", layout="decathlon", channels=CHANNELS, labels=LABELS, regions=REGIONS, split=split, split_seed=0,
+        cases=tuple(records), versions={},
+    )  # fmt: skip
+    write_json(folder / "manifest.json", to_json(manifest))
+    return open_store(folder)
+
+
+@pytest.fixture
+def tiny_run(tmp_path, tiny_store) -> Path:
+    """A run folder trained on `tiny_store`, with a log that was cut off in mid-line."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    hash_ = tiny_store.manifest.split_hash
+    config = RunConfig(
+        store=str(tiny_store.folder), store_channels=CHANNELS, label_names=LABELS, region_codes=REGIONS,
+        split_hash=hash_, channels=CHANNELS, regions=tuple(REGIONS), grid=(16, 16, 16),
+    )  # fmt: skip
+    save_config(config, folder)
+    start = {
+        "event": "start", "time": "2025-03-01T10:00:00+00:00", "step": 0, "host": {"cpu": "made up", "cores": 2},
+        "versions": {"tensorflow": "2.15.1"}, "engine": "ITEX 2.15.0.0", "threads": {"intra_op": 2},
+        "split_hash": hash_, "store": str(tiny_store.folder), "grid": [16, 16, 16], "parameters": 1234,
+        "precision": "mixed_bfloat16",
+    }  # fmt: skip
+    lines = [start]
+    for step in range(1, 41):
+        lines.append({
+            "event": "step", "step": step, "epoch": step // 3, "case_id": "abc"[step % 3], "loss": 1 / step,
+            "dice": {"WT": 1 - 1 / step, "TC": 0.5, "ET": 0.2}, "learning_rate": 1e-3, "step_s": 2.0, "wait_s": 0.02,
+            "rss_bytes": 3 * 2**30 + step,
+        })  # fmt: skip
+        if step % 20 == 0:
+            lines.append({
+                "event": "validation", "step": step, "epoch": step // 3, "loss": 0.3, "best": True, "cases": 1,
+                "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6}, "mean_dice": 0.7, "seconds": 3.0,
+            })  # fmt: skip
+            lines.append({"event": "checkpoint", "step": step, "seconds": 1.0, "bytes": 1000})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "log.jsonl").write_text(text + '{"event": "step", "step": 41, "lo', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def fake_predictor(tiny_store) -> FakePredictor:
+    return FakePredictor(tiny_store.folder, REGIONS, LABELS)

@@ -1,0 +1,215 @@
+import gzip
+import itertools
+
+import nibabel
+import numpy as np
+import pytest
+
+from cpu3d.data import nifti
+from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label, write_volume
+from cpu3d.data.store import Geometry
+from cpu3d.errors import InputError
+
+ORIENTATIONS = [
+    "".join(axis[side] for axis, side in zip(order, sides))
+    for order in itertools.permutations(("RL", "AP", "SI"))
+    for sides in itertools.product((0, 1), repeat=3)
+]
+
+
+def geometry_of(axes: str, shape=(2, 3, 4), spacing=(1.0, 2.0, 3.0)) -> Geometry:
+    """A grid with the given axes; `spacing` is along its own axes."""
+    affine = np.eye(4)
+    affine[:3, :3] = 0
+    for column, letter in enumerate(axes):
+        row = "RL AP SI".replace(" ", "").index(letter) // 2
+        affine[row, column] = spacing[column] * (1 if letter in "RAS" else -1)
+    affine[:3, 3] = (-10, 20, 5)
+    return Geometry(shape, tuple(map(tuple, affine.tolist())), axes, 1, 1)
+
+
+@pytest.mark.parametrize("end", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("dtype", ["<i2", ">i2", "<u1", "<f4", ">f8", "<u2", "<i4"])
+def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype, end):
+    written = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    header = nibabel.Nifti1Header(endianness=">" if dtype[0] == ">" else "<")
+    nibabel.save(nibabel.Nifti1Image(written, np.eye(4), header), tmp_path / f"a{end}")
+    voxels, geometry = read_volume(tmp_path / f"a{end}")
+    assert voxels.dtype == written.dtype.newbyteorder("=")
+    assert np.array_equal(voxels, written)
+    assert (geometry.shape, geometry.axes) == ((2, 3, 4), "RAS")
+
+
+def test_a_4d_volume_keeps_its_channels_last(tmp_path, write_nifti):
+    written = np.arange(48, dtype=np.int16).reshape(2, 3, 4, 2)
+    voxels, geometry = read_volume(write_nifti(tmp_path / "a.nii.gz", written))
+    assert np.array_equal(voxels, written)
+    assert geometry.shape == (2, 3, 4)
+
+
+def test_nifti_2_is_read(tmp_path):
+    written = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    nibabel.save(nibabel.Nifti2Image(written, np.eye(4)), tmp_path / "a.nii.gz")
+    assert np.array_equal(read_volume(tmp_path / "a.nii.gz")[0], written)
+
+
+def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
+    image = nibabel.Nifti1Image(np.arange(24, dtype=np.int16).reshape(2, 3, 4), np.eye(4))
+    image.header.set_slope_inter(3, -5)
+    nibabel.save(image, tmp_path / "a.nii.gz")
+    content = bytearray(gzip.decompress((tmp_path / "a.nii.gz").read_bytes()))
+    stored = np.frombuffer(content, "<i2", 24, 352).reshape(2, 3, 4, order="F")
+    voxels, _ = read_volume(tmp_path / "a.nii.gz")
+    slope, inter = np.frombuffer(content, "<f4", 2, 112)
+    assert np.array_equal(voxels, stored * float(slope) + float(inter))
+    content[352 : 352 + 48] = np.arange(24, dtype="<i2").tobytes()
+    content[112:120] = np.array([3, -5], "<f4").tobytes()
+    (tmp_path / "b.nii.gz").write_bytes(gzip.compress(bytes(content)))
+    voxels, _ = read_volume(tmp_path / "b.nii.gz")
+    assert voxels[0, 0, 0] == -5
+    assert voxels[1, 0, 0] == -2
+    assert np.array_equal(voxels, np.rint(voxels))
+
+
+def damage(content: bytes, how: str) -> bytes:
+    flipped = {"a third in": len(content) // 3, "half way": len(content) // 2, "in the CRC": len(content) - 6}
+    if how in flipped:
+        at = flipped[how]
+        return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
+    return content[: {"cut in half": len(content) // 2, "cut before the CRC": len(content) - 8}[how]]
+
+
+@pytest.mark.parametrize("how", ["a third in", "half way", "in the CRC", "cut in half", "cut before the CRC"])
+def test_damaged_gzip_is_refused_by_name_wherever_the_damage_is(tmp_path, write_nifti, how):
+    noise = np.random.default_rng(0).integers(0, 3000, (24, 24, 24)).astype(np.int16)
+    path = write_nifti(tmp_path / "scan_flair.nii.gz", noise)
+    path.write_bytes(damage(path.read_bytes(), how))
+    with pytest.raises(InputError, match="scan_flair"):
+        read_volume(path)
+
+
+def test_a_truncated_plain_file_is_refused(tmp_path, write_nifti):
+    path = write_nifti(tmp_path / "a.nii", np.ones((4, 4, 4), np.int16))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"a\.nii must hold 480 bytes .* got 479"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize(
+    ("array", "rule"),
+    [
+        (np.zeros((4, 4), np.int16), "3 axes"),
+        (np.zeros((2, 2, 2, 1, 3), np.float32), "3 axes"),
+        (np.zeros((2, 2, 2), np.complex64), "real numbers"),
+        (np.zeros((2, 2, 2), [("R", "u1"), ("G", "u1"), ("B", "u1")]), "real numbers"),
+    ],
+)
+def test_what_is_no_volume_of_plain_numbers_is_refused(tmp_path, write_nifti, array, rule):
+    with pytest.raises(InputError, match=rule):
+        read_volume(write_nifti(tmp_path / "a.nii.gz", array))
+
+
+@pytest.mark.parametrize("content", [b"", b"no header", b"\0" * 400, gzip.compress(b"still none" * 50)])
+def test_what_is_no_nifti_is_refused(tmp_path, content):
+    (tmp_path / "a.nii.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.nii\.gz must"):
+        read_volume(tmp_path / "a.nii.gz")
+
+
+def test_header_and_voxels_in_two_files_are_refused(tmp_path):
+    nibabel.save(nibabel.Nifti1Pair(np.zeros((2, 2, 2), np.int16), np.eye(4)), tmp_path / "a.hdr")
+    with pytest.raises(InputError, match="one file"):
+        read_volume(tmp_path / "a.hdr")
+
+
+def test_missing_files_and_folders_are_refused(tmp_path):
+    with pytest.raises(InputError, match="found none"):
+        read_volume(tmp_path / "nothing.nii.gz")
+    with pytest.raises(InputError, match="found a folder"):
+        read_volume(tmp_path)
+
+
+def test_an_affine_without_an_inverse_is_refused(tmp_path, write_nifti):
+    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16))
+    content = bytearray(path.read_bytes())
+    content[280:292] = bytes(12)  # srow_x
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="affine"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize("axes", ORIENTATIONS)
+def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, write_nifti, axes):
+    array = np.arange(48, dtype=np.int16).reshape(2, 3, 4, 2)
+    path = write_nifti(tmp_path / "a.nii", array, np.array(geometry_of(axes).affine))
+    voxels, geometry = read_volume(path)
+    expected = nibabel.as_closest_canonical(nibabel.load(path))
+    assert geometry.axes == axes
+    assert np.array_equal(to_ras(voxels, geometry), np.asarray(expected.dataobj))
+    assert np.allclose(ras_spacing_mm(geometry), expected.header.get_zooms()[:3])
+    assert nifti.ras_shape(geometry) == expected.shape[:3]
+    assert np.array_equal(from_ras(to_ras(voxels, geometry), geometry), voxels)
+
+
+def test_arrays_off_the_grid_are_refused():
+    geometry = geometry_of("SPL")
+    with pytest.raises(ValueError, match="grid"):
+        to_ras(np.zeros((4, 3, 2)), geometry)
+    with pytest.raises(ValueError, match="R A S"):
+        from_ras(np.zeros((2, 3, 4)), geometry)
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (2, 0), (0, 1), (4, 2), (0, 0)])
+@pytest.mark.parametrize("axes", ["RAS", "LPS", "SLP", "AIR"])
+def test_a_label_written_on_the_sources_grid_reloads_with_its_shape_affine_axes_and_codes(
+    tmp_path, write_nifti, axes, codes
+):
+    source = write_nifti(
+        tmp_path / "a.nii.gz", np.zeros((2, 3, 4), np.float64), np.array(geometry_of(axes).affine), codes
+    )
+    _, geometry = read_volume(source)
+    label = np.arange(24, dtype=np.uint8).reshape(nifti.ras_shape(geometry))
+    write_label(tmp_path / "label.nii.gz", label, geometry)
+    before, after = nibabel.load(source), nibabel.load(tmp_path / "label.nii.gz")
+    assert after.shape == before.shape
+    assert after.get_data_dtype() == np.uint8
+    assert np.allclose(after.affine, before.affine, atol=1e-5)
+    assert nibabel.aff2axcodes(after.affine) == nibabel.aff2axcodes(before.affine)
+    assert (int(after.header["sform_code"]), int(after.header["qform_code"])) == codes
+    voxels, again = read_volume(tmp_path / "label.nii.gz")
+    assert np.array_equal(to_ras(voxels, again), label)
+
+
+def test_the_same_label_gives_the_same_bytes(tmp_path):
+    geometry = geometry_of("RAS")
+    for name in ("a", "b"):
+        write_label(tmp_path / f"{name}.nii.gz", np.ones((2, 3, 4), np.uint8), geometry)
+    assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
+
+
+@pytest.mark.parametrize("label", [np.full((2, 3, 4), 0.5), np.full((2, 3, 4), 256), np.zeros((2, 3, 4, 1))])
+def test_a_label_that_is_no_map_of_small_integers_is_refused_and_nothing_written(tmp_path, label):
+    with pytest.raises(ValueError, match=r"0\.\.255"):
+        write_label(tmp_path / "a.nii.gz", label, geometry_of("RAS"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_nifti_name_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"\.nii\.gz"):
+        write_label(tmp_path / "a.mha", np.zeros((2, 3, 4), np.uint8), geometry_of("RAS"))
+
+
+def test_probabilities_are_written_as_float32(tmp_path):
+    written = np.random.default_rng(0).random((2, 3, 4, 3), np.float32)
+    write_volume(tmp_path / "p.nii.gz", written, geometry_of("RAS"))
+    assert np.array_equal(np.asarray(nibabel.load(tmp_path / "p.nii.gz").dataobj), written)
+
+
+def test_a_real_scan_in_lps_float64_comes_back_in_its_own_grid(tmp_path, real_cases):
+    source = next(real_cases.glob("brats-gli-real/*/*-t1n.nii.gz"))
+    voxels, geometry = read_volume(source)
+    assert (voxels.dtype, geometry.axes, geometry.shape) == (np.float64, "LPS", (240, 240, 155))
+    write_volume(tmp_path / "a.nii.gz", to_ras(voxels, geometry).astype(np.int16), geometry, compression=1)
+    before, after = nibabel.load(source), nibabel.load(tmp_path / "a.nii.gz")
+    assert np.array_equal(after.affine, before.affine)
+    assert np.array_equal(np.asarray(after.dataobj), np.asarray(before.dataobj))

@@ -1,0 +1,357 @@
+import argparse
+import errno
+import fcntl
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from cpu3d.data import convert, resume
+from cpu3d.data import prepare as prepare_module
+from cpu3d.data.prepare import prepare
+from cpu3d.data.store import open_store
+from cpu3d.errors import InputError
+from cpu3d.workers import KILLED
+
+THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
+
+
+def content_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def dataset(tmp_path, decathlon):
+    return decathlon(tmp_path / "data", 4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The ids of the cases that are converted, in order."""
+    done = []
+    real = convert.convert
+
+    def spy(job):
+        done.append(job.files.case_id)
+        return real(job)
+
+    monkeypatch.setattr(convert, "convert", spy)
+    return done
+
+
+def test_a_store_holds_every_case_and_says_what_it_is(tmp_path, dataset, tiny_image, tiny_label, capsys):
+    manifest = prepare(dataset, tmp_path / "store", **THIRDS, seed=1)
+    store = open_store(tmp_path / "store")
+    assert store.manifest == manifest
+    assert sorted(sum(manifest.split.values(), ())) == [f"BRATS_00{number}" for number in range(4)]
+    for number in range(4):
+        image = store.image(f"BRATS_00{number}")
+        assert np.array_equal(image, np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1))
+        assert np.array_equal(store.label(f"BRATS_00{number}"), tiny_label(1, 2, 3))
+    told = capsys.readouterr().out
+    assert "layout decathlon, channels FLAIR, T1w, t1gd, T2w" in told
+    assert "3 enhancing tumour -> WT, TC, ET" in told
+    assert f"2 train, 1 val, 1 test, seed 1, hash {manifest.split_hash}" in told
+    assert "4 int16; exact" in told
+    assert "fit a box of 4x3x2" in told
+
+
+def test_two_processes_write_what_one_does(tmp_path, dataset):
+    prepare(dataset, tmp_path / "one", fractions=(1, 0, 0), workers=1)
+    prepare(dataset, tmp_path / "two", fractions=(1, 0, 0), workers=2)
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+
+
+def test_a_finished_store_is_left_as_it_is(tmp_path, dataset, counted, capsys):
+    first = prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    counted.clear()
+    assert prepare(dataset, tmp_path / "store", **THIRDS) == first
+    assert counted == []
+    assert content_of(tmp_path / "store") == before
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, counted, monkeypatch):
+    prepare(dataset, tmp_path / "whole", **THIRDS)
+    real = prepare_module.outcomes
+
+    def cut_after_two(jobs, workers):
+        for number, pair in enumerate(real(jobs, workers)):
+            yield pair
+            if number == 1:
+                (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.partial").write_bytes(b"left by a killed worker")
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "outcomes", cut_after_two)
+    with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
+        prepare(dataset, tmp_path / "cut", **THIRDS)
+    assert not (tmp_path / "cut/manifest.json").exists()
+    assert not list((tmp_path / "cut").rglob("*.partial"))
+    monkeypatch.undo()
+    (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.partial").write_bytes(b"left by a killed process")
+    done = []
+    monkeypatch.setattr(prepare_module, "outcomes", lambda jobs, n: done.extend(jobs) or real(jobs, n))
+    prepare(dataset, tmp_path / "cut", **THIRDS)
+    assert [job.files.case_id for job in done] == ["BRATS_002", "BRATS_003"]
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("damage", "verify"),
+    [
+        (lambda path: path.unlink(), False),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), False),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), True),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("name", ["BRATS_001.x.npy", "BRATS_001.y.npy"])
+def test_only_the_case_whose_array_is_damaged_is_done_again(tmp_path, dataset, counted, damage, verify, finished, name):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    if not finished:
+        (tmp_path / "store/manifest.json").unlink()
+    damage(tmp_path / "store/cases" / name)
+    counted.clear()
+    prepare(dataset, tmp_path / "store", **THIRDS, verify=verify)
+    assert counted == ["BRATS_001"]
+    assert content_of(tmp_path / "store") == before
+
+
+def test_a_case_whose_source_changed_is_done_again_before_the_end_and_refused_after(
+    tmp_path, dataset, counted, write_nifti, tiny_label
+):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    write_nifti(dataset / "labelsTr/BRATS_002.nii.gz", tiny_label(3, 2, 1))
+    with pytest.raises(InputError, match="source of case BRATS_002 has changed"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    (tmp_path / "store/manifest.json").unlink()
+    counted.clear()
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert counted == ["BRATS_002"]
+    assert np.array_equal(open_store(tmp_path / "store").label("BRATS_002"), tiny_label(3, 2, 1))
+
+
+def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(tmp_path, dataset):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    path = dataset / "imagesTr/BRATS_000.nii.gz"
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
+    later = (tmp_path / "store/manifest.json").stat().st_mtime + 100
+    os.utime(path, (later, later))
+    with pytest.raises(InputError, match="source of case BRATS_000 has changed"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+def test_an_unchanged_store_is_recognised_without_reading_the_volumes(tmp_path, dataset, monkeypatch):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    hashed = []
+    real = resume.file_sha256
+    monkeypatch.setattr(resume, "file_sha256", lambda path: hashed.append(path) or real(path))
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert hashed == []
+    prepare(dataset, tmp_path / "store", **THIRDS, verify=True)
+    assert len(set(hashed)) == 4 * (2 + 2)
+
+
+def test_a_source_that_was_only_touched_is_not_done_again(tmp_path, dataset, counted):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    counted.clear()
+    later = (tmp_path / "store/manifest.json").stat().st_mtime + 100
+    os.utime(dataset / "imagesTr/BRATS_000.nii.gz", (later, later))
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert counted == []
+
+
+def test_a_finished_store_refuses_another_split_and_other_cases_and_stays(tmp_path, dataset, decathlon):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    with pytest.raises(InputError, match="another split than 2 train, 1 val, 1 test"):
+        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    with pytest.raises(InputError, match="seed 0"):
+        prepare(dataset, tmp_path / "store", **THIRDS, seed=5)
+    decathlon(dataset, 5)
+    with pytest.raises(InputError, match="case BRATS_004 is new"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    decathlon(dataset, 3)
+    with pytest.raises(InputError, match="case BRATS_003 is no longer whole"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert content_of(tmp_path / "store") == before
+
+
+def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp_path, dataset, decathlon):
+    store = tmp_path / "store"
+    prepare(dataset, store, **THIRDS)
+    before = content_of(store)
+    other = decathlon(tmp_path / "other", 4, name="SPLEEN")
+    with pytest.raises(InputError, match="name 'SPLEEN', got 'BRATS'"):
+        prepare(other, store, **THIRDS)
+    (store / "manifest.json").unlink()
+    with pytest.raises(InputError, match="name 'SPLEEN', got 'BRATS'"):
+        prepare(other, store, **THIRDS)
+    (store / "manifest.json").write_text(json.dumps({"schema": 7}))
+    with pytest.raises(InputError, match="schema 1, got 7"):
+        prepare(dataset, store, **THIRDS)
+    (store / "manifest.json").write_bytes(before["manifest.json"])
+    assert content_of(store) == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="must be empty or begun by `prepare`"):
+        prepare(dataset, tmp_path / "home", **THIRDS)
+    assert os.listdir(tmp_path / "home") == ["letter.txt"]
+    with pytest.raises(InputError, match="another folder than the data set"):
+        prepare(dataset, dataset, **THIRDS)
+    with pytest.raises(InputError, match="folder to write to"):
+        prepare(dataset, tmp_path / "home/letter.txt", **THIRDS)
+
+
+def spoil(dataset, write_nifti, tiny_image):
+    """Three of the four cases bad: a file missing, a file cut, a NaN and an unknown code."""
+    (dataset / "labelsTr/BRATS_000.nii.gz").unlink()
+    cut = dataset / "imagesTr/BRATS_001.nii.gz"
+    cut.write_bytes(cut.read_bytes()[:-5])
+    sick = np.stack([tiny_image(channel) for channel in range(4)], -1).astype(np.float32)
+    sick[1, 1, 1, 2] = np.nan
+    write_nifti(dataset / "imagesTr/BRATS_002.nii.gz", sick)
+    write_nifti(dataset / "labelsTr/BRATS_002.nii.gz", np.full((6, 5, 4), 8, np.uint8))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_bad_cases_are_told_and_the_good_are_kept(tmp_path, dataset, write_nifti, tiny_image, workers):
+    spoil(dataset, write_nifti, tiny_image)
+    with pytest.raises(InputError) as error:
+        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=workers)
+    *told, advice = error.value.problems
+    assert ["BRATS_00" + problem.split("BRATS_00")[1][0] for problem in told] == [f"BRATS_00{n}" for n in (0, 1, 2, 2)]
+    assert "got 3 bad cases; 1 good case kept" in advice
+    assert "--skip-bad" in advice
+    assert sorted(os.listdir(tmp_path / "store/cases")) == ["BRATS_003.json", "BRATS_003.x.npy", "BRATS_003.y.npy"]
+    assert not (tmp_path / "store/manifest.json").exists()
+
+
+def test_bad_cases_are_put_into_quarantine_when_asked(tmp_path, dataset, write_nifti, tiny_image, capsys):
+    spoil(dataset, write_nifti, tiny_image)
+    store = tmp_path / "store"
+    manifest = prepare(dataset, store, fractions=(1, 0, 0), workers=1, skip_bad=True)
+    assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
+    listed = [json.loads(line) for line in (store / "quarantine.jsonl").read_text().splitlines()]
+    assert [(entry["case_id"], len(entry["reasons"])) for entry in listed] == [
+        ("BRATS_000", 1),
+        ("BRATS_001", 1),
+        ("BRATS_002", 2),
+    ]
+    assert "left out 3 bad cases" in capsys.readouterr().out
+    assert prepare(dataset, store, fractions=(1, 0, 0), workers=1, skip_bad=True) == manifest
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_too_few_cases_are_told_before_any_work_together_with_the_bad_ones(tmp_path, dataset, counted):
+    for number in range(3):
+        (dataset / f"imagesTr/BRATS_00{number}.nii.gz").unlink()
+    with pytest.raises(InputError) as error:
+        prepare(dataset, tmp_path / "store", workers=1)
+    assert len(error.value.problems) == 4
+    assert "at least 3 patients, got 1" in error.value.problems[-1]
+    assert counted == []
+
+
+@pytest.mark.parametrize("at", ["claiming", "writing"])
+def test_a_full_disk_keeps_what_is_finished_and_the_same_command_continues(tmp_path, dataset, monkeypatch, at):
+    prepare(dataset, tmp_path / "whole", **THIRDS)
+    calls = []
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) > 5:  # two arrays a case: the third case's second one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(convert.os, "posix_fallocate", full)
+    if at == "writing":
+        monkeypatch.setattr(convert, "_claim_space", full)
+    with pytest.raises(OSError, match="No space left on device; 2 finished cases kept") as error:
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert error.value.errno == errno.ENOSPC
+    assert not list((tmp_path / "store").rglob("*.partial"))
+    monkeypatch.undo()
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert content_of(tmp_path / "store") == content_of(tmp_path / "whole")
+
+
+def test_a_file_system_that_cannot_reserve_space_is_no_obstacle(tmp_path, dataset, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, "unsupported")
+
+    monkeypatch.setattr(convert.os, "posix_fallocate", unsupported)
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert open_store(tmp_path / "store").image("BRATS_000").shape == (6, 5, 4, 4)
+
+
+def test_a_disk_that_gives_back_other_bytes_is_told(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(convert, "file_sha256", lambda path: "0" * 64)
+    with pytest.raises(OSError, match="read back"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert not list((tmp_path / "store/cases").iterdir())
+
+
+def test_a_case_that_kills_its_process_is_told_by_name(tmp_path, dataset, monkeypatch):
+    def killer(function, jobs, workers):
+        for job in jobs:
+            yield job, KILLED if job.files.case_id == "BRATS_001" else function(job)
+
+    monkeypatch.setattr(convert, "run_jobs", killer)
+    with pytest.raises(InputError, match="case BRATS_001 must fit into memory, but its process was killed"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+def test_two_at_a_time_are_refused(tmp_path, dataset):
+    (tmp_path / "store").mkdir()
+    handle = os.open(tmp_path / "store", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(InputError, match="one `prepare` at a time"):
+            prepare(dataset, tmp_path / "store", **THIRDS)
+    finally:
+        os.close(handle)
+    prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission_is_refused(tmp_path, dataset):
+    (tmp_path / "store").mkdir(mode=0o555)
+    with pytest.raises(InputError, match="must be writable"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    with pytest.raises(InputError, match="folder to write to"):
+        prepare(dataset, tmp_path / "store/below", **THIRDS)
+
+
+def test_missing_write_permission_is_told_as_bad_input(tmp_path, dataset, monkeypatch):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("cpu3d.data.resume.write_json", denied)
+    with pytest.raises(InputError, match="must be writable, got Permission denied"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_case):
+    for layout, codes in (("brats2017", (1, 2, 4)), ("brats2023", (1, 2, 3))):
+        for case in "abc":
+            brats_case(tmp_path / layout / case, layout)
+        manifest = prepare(tmp_path / layout, tmp_path / f"store-{layout}", workers=1)
+        assert manifest.layout == layout
+        assert manifest.regions["WT"] == codes
+        assert tuple(code for code in manifest.cases[0].label_voxels if code) == codes
+
+
+def test_the_command_line_prepares_the_real_glioma(tmp_path, real_cases):
+    parser = argparse.ArgumentParser()
+    prepare_module.add_arguments(parser)
+    source = shutil.copytree(real_cases / "brats-gli-real", tmp_path / "data")
+    options = ["--dataset", str(source), "--store", str(tmp_path / "store"), "--split", "1", "0", "0"]
+    assert prepare_module.run(parser.parse_args(options)) == 0
+    store = open_store(tmp_path / "store")
+    assert store.image("BraTS-GLI-99001-000").shape == (240, 240, 155, 4)
+    assert store.case("BraTS-GLI-99001-000").patient_id == "BraTS-GLI-99001"

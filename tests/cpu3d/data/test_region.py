@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu3d.data.region import Region, bounding_box, centred, crop, paste, round_up, whole
+
+SHAPES = st.tuples(*[st.integers(1, 7)] * 3)
+STARTS = st.tuples(*[st.integers(-6, 9)] * 3)
+
+
+def numbered(shape):
+    return np.arange(1, np.prod(shape) + 1).reshape(shape)
+
+
+def test_a_crop_within_the_volume_is_a_view_of_it():
+    volume = numbered((4, 5, 6))
+    part = crop(volume, Region((1, 2, 3), (2, 2, 2)))
+    assert np.array_equal(part, volume[1:3, 2:4, 3:5])
+    assert np.shares_memory(part, volume)
+
+
+def test_a_crop_that_reaches_out_is_filled_with_zeros():
+    part = crop(numbered((1, 1, 2)), Region((-1, 0, 1), (2, 1, 3)))
+    assert part.tolist() == [[[0, 0, 0]], [[2, 0, 0]]]
+
+
+@given(SHAPES, STARTS, SHAPES)
+def test_cropping_reads_every_voxel_where_it_is(shape, start, size):
+    volume, region = numbered(shape), Region(start, size)
+    part = crop(volume, region)
+    assert part.shape == size
+    for index in np.ndindex(*size):
+        at = tuple(a + i for a, i in zip(start, index))
+        inside = all(0 <= a < n for a, n in zip(at, shape))
+        assert part[index] == (volume[at] if inside else 0)
+
+
+@given(SHAPES, STARTS, SHAPES)
+def test_pasting_is_the_way_back(shape, start, size):
+    volume, region = numbered(shape), Region(start, size)
+    back = paste(crop(volume, region), region, shape)
+    kept = np.zeros(shape, bool)
+    kept[region.slices(shape)] = True
+    assert np.array_equal(back, np.where(kept, volume, 0))
+
+
+def test_channels_come_along():
+    volume = np.stack([numbered((2, 2, 2)), -numbered((2, 2, 2))], -1)
+    region = Region((0, 0, -1), (2, 2, 4))
+    assert crop(volume, region).shape == (2, 2, 4, 2)
+    assert np.array_equal(paste(crop(volume, region), region, (2, 2, 2)), volume)
+
+
+def test_round_up_to_sixteen_pads_a_brats_volume_to_160():
+    assert round_up((240, 240, 155), 16) == (240, 240, 160)
+    assert whole((240, 240, 155), 16) == Region((0, 0, -2), (240, 240, 160))
+
+
+def test_the_box_is_the_smallest_around_what_is_true():
+    mask = np.zeros((5, 6, 7), bool)
+    mask[1, 2, 3] = mask[3, 2, 6] = True
+    assert bounding_box(mask) == Region((1, 2, 3), (3, 1, 4))
+    assert bounding_box(np.zeros((2, 3, 4), bool)) == Region((0, 0, 0), (2, 3, 4))
+
+
+@given(STARTS.filter(lambda s: min(s) >= 0), SHAPES, SHAPES, SHAPES)
+def test_a_centred_region_stays_inside_where_it_fits_and_holds_the_volume_where_it_does_not(start, inner, size, extra):
+    shape = tuple(a + n + e for a, n, e in zip(start, inner, extra))
+    region = centred(Region(start, inner), size, shape)
+    assert region.size == size
+    for a, b, n, want, inside_start, inside in zip(region.start, region.stop, shape, size, start, inner):
+        assert (a >= 0 and b <= n) if want < n else (a <= 0 and b >= n)
+        if want >= inside:
+            assert a <= inside_start
+            assert b >= inside_start + inside
+
+
+def test_a_region_without_voxels_is_refused():
+    with pytest.raises(ValueError, match="positive"):
+        Region((0, 0, 0), (1, 0, 1))

@@ -1,0 +1,199 @@
+"""Scoring a split: what is written, what is refused, and what stays when it is cut off."""
+
+import argparse
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d import evaluate
+from cpu3d.atomic import write_json
+from cpu3d.data.nifti import read_volume
+from cpu3d.data.store import open_store, to_json
+from cpu3d.errors import InputError
+from cpu3d.evaluate import check_same_split, evaluate_split, scores_path, summarise
+from cpu3d.scores import CaseScores, RegionScores
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+@pytest.fixture
+def trained(monkeypatch, fake_predictor):
+    """Let every run have the fake predictor; the list collects what it was asked for."""
+    asked = []
+    monkeypatch.setattr(
+        evaluate, "trained_predictor", lambda run_dir, weights: asked.append((run_dir, weights)) or fake_predictor
+    )
+    return asked
+
+
+def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_by_voxel(
+    tiny_store, tiny_run, fake_predictor, tmp_path
+):
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
+    assert scores["mean_dice"] == 1
+    assert scores["untouched"]
+    for case_id in ("e", "f"):
+        prediction, found = read_volume(tiny_run / f"evaluation/predictions/{case_id}.nii.gz")
+        source, geometry = read_volume(tmp_path / f"source/{case_id}_label.nii.gz")
+        np.testing.assert_array_equal(prediction, source)
+        assert found == geometry
+
+
+def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.shift = 1
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
+    # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
+    for case in scores["cases"]:
+        assert case["regions"]["ET"]["dice"] == 0
+        assert case["regions"]["ET"]["hd95_mm"] == pytest.approx(1.0)
+        assert case["regions"]["ET"]["surface_dice"] == 0
+        assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
+        assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
+    assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
+
+
+def test_the_file_is_what_was_returned_and_names_run_split_and_hash(tiny_store, tiny_run, fake_predictor):
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
+    assert json.loads(scores_path(tiny_run).read_text()) == scores
+    assert scores["schema"] == 1
+    assert (scores["weights"], scores["split"], scores["tolerance_mm"]) == ("last", "test", 2.0)
+    assert scores["split_hash"] == tiny_store.manifest.split_hash
+    assert scores["label_codes"] == {
+        "0": "background",
+        "1": "edema",
+        "2": "non-enhancing tumor",
+        "3": "enhancing tumour",
+    }
+
+
+def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(
+    tiny_store, tiny_run, fake_predictor
+):
+    test = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    train = evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
+    assert (test["untouched"], train["untouched"]) == (True, False)
+    assert json.loads((tiny_run / "evaluation/scores.json").read_text()) == test
+    assert json.loads((tiny_run / "evaluation/train/scores.json").read_text()) == train
+    assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
+    assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_evaluation_cut_off_leaves_the_earlier_one_whole(tiny_store, tiny_run, fake_predictor, error):
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    before = {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
+    answer, fake_predictor.shift = fake_predictor.probabilities, 2
+
+    def cut_off(image, record):
+        if record.case_id == "f":
+            raise error
+        return answer(image, record)
+
+    fake_predictor.probabilities = cut_off
+    with pytest.raises(error):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
+
+
+def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.sure = np.nan
+    with pytest.raises(InputError, match="case e must be finite"):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert not scores_path(tiny_run).exists()
+
+
+def test_a_network_that_finds_nothing_gets_the_rule_for_empty_masks(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.sure = 0.4
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert scores["summary"]["WT"]["empty"] == {"both": 0, "truth": 0, "prediction": 2}
+    assert scores["summary"]["WT"]["hd95_mm"]["min"] == pytest.approx((12**2 + 10**2 + 16**2) ** 0.5)
+
+
+def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predictor, tmp_path):
+    records = [
+        dataclasses.replace(case, label_bytes=0, label_sha256="", label_voxels={}) for case in tiny_store.manifest.cases
+    ]
+    blind = dataclasses.replace(tiny_store.manifest, cases=tuple(records))
+    write_json(tiny_store.folder / "manifest.json", to_json(blind))
+    with pytest.raises(InputError) as caught:
+        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
+    assert len(caught.value.problems) == 2
+    assert "case e must have a label" in str(caught.value)
+    assert "case f must have a label" in str(caught.value)
+
+
+def test_an_empty_split_is_refused_and_the_others_are_offered(tiny_store, tiny_run, fake_predictor):
+    split = {"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()}
+    write_json(tiny_store.folder / "manifest.json", to_json(dataclasses.replace(tiny_store.manifest, split=split)))
+    with pytest.raises(InputError, match=r'split "test" .* must hold cases, got none; choose --split train'):
+        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
+
+
+def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
+    with pytest.raises(InputError) as caught:
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert [problem.split()[0] for problem in caught.value.problems] == ["channels", "labels"]
+
+
+def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run):
+    check_same_split(tiny_run, tiny_store)
+    split = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
+    write_json(tiny_store.folder / "manifest.json", to_json(dataclasses.replace(tiny_store.manifest, split=split)))
+    with pytest.raises(InputError, match="may have been trained on"):
+        check_same_split(tiny_run, open_store(tiny_store.folder))
+
+
+def test_a_folder_that_is_no_run_is_refused(tiny_store, tmp_path):
+    with pytest.raises(InputError, match=r"must hold a config\.json"):
+        check_same_split(tmp_path, tiny_store)
+
+
+def test_the_store_can_have_moved(tiny_store, tiny_run, trained, tmp_path):
+    moved = tiny_store.folder.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="must hold a finished manifest"):
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert evaluate.run(arguments("--run", str(tiny_run), "--store", str(moved))) == 0
+
+
+def test_the_summary_is_worked_out_by_hand():
+    def case(name, dice, hd95_mm):
+        return CaseScores(name, {"WT": RegionScores(dice, hd95_mm, dice, 1, 1, 1.0, 1.0, "")})
+
+    summary = summarise([case("a", 0.5, 3.0), case("b", 1.0, 0.0), case("c", 0.9, 6.0)])["WT"]
+    assert summary["dice"] == pytest.approx(
+        {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
+    )
+    assert summary["hd95_mm"]["median"] == 3.0
+
+
+def test_the_command_prints_a_table_and_says_nothing_of_seen_cases(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run))) == 0
+    out, err = capsys.readouterr()
+    assert "2 untouched cases of tiny" in out
+    assert "NOT untouched" not in err
+    assert trained == [(tiny_run, "best")]
+
+
+def test_the_command_warns_loudly_of_seen_cases(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run), "--split", "train")) == 0
+    assert "NOT untouched" in capsys.readouterr().err
+
+
+def test_json_on_stdout_is_json_and_nothing_else(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "val")) == 0
+    assert json.loads(capsys.readouterr().out)["split"] == "val"
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
+def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
+    with pytest.raises(InputError, match="--tolerance must be"):
+        evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))

@@ -1,0 +1,220 @@
+"""Predicting new images: where the answer lies, what lies beside it, and what is never overwritten."""
+
+import argparse
+import json
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from cpu3d import predict
+from cpu3d.data.layouts import case_files
+from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.errors import InputError
+from cpu3d.predict import find_cases, predict_case
+from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.fixture
+def predictor(tmp_path):
+    return FakePredictor(tmp_path / "no store", REGIONS, LABELS)
+
+
+@pytest.fixture
+def call(monkeypatch, predictor):
+    """Run the command with the fake predictor in place of a trained one."""
+    monkeypatch.setattr(predict, "trained_predictor", lambda run_dir, weights: predictor)
+
+    def run(*words):
+        parser = argparse.ArgumentParser()
+        predict.add_arguments(parser)
+        return predict.run(parser.parse_args(["--run", "r", *map(str, words)]))
+
+    return run
+
+
+def test_the_answer_has_the_sources_shape_affine_axes_and_codes(predictor, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    predict_case(predictor, files, tmp_path / "out")
+    source, answer = nibabel.load(files.label), nibabel.load(tmp_path / "out/a.nii.gz")
+    np.testing.assert_array_equal(np.asarray(answer.dataobj), np.asarray(source.dataobj))
+    np.testing.assert_array_equal(answer.affine, source.affine)
+    assert nibabel.aff2axcodes(answer.affine) == ("L", "P", "S")
+    assert answer.get_data_dtype() == np.uint8
+    assert (answer.header["sform_code"], answer.header["qform_code"]) == (1, 2)
+
+
+def test_the_sidecar_says_what_the_codes_mean_and_how_large_everything_is(predictor, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    content = predict_case(predictor, files, tmp_path / "out", run="the run", weights="last")
+    assert json.loads((tmp_path / "out/a.json").read_text()) == content
+    assert content["complete"]
+    assert content["label_codes"] == {str(code): name for code, name in LABELS.items()}
+    label = read_volume(files.label)[0]
+    assert content["volumes_ml"]["WT"] == pytest.approx(np.count_nonzero(label) * 2e-3)
+    assert content["volumes_ml"]["ET"] == pytest.approx(2e-3)
+    assert (content["run"], content["weights"], content["sources"][0]["path"]) == ("the run", "last", "a.nii.gz")
+
+
+def test_a_network_that_only_knows_the_whole_tumour_says_that_its_code_stands_for_several(
+    predictor, tmp_path, call, capsys
+):
+    predictor.regions = {"WT": (1, 2, 3)}
+    files = write_case(tmp_path / "in", "a", seed=1)
+    assert call("--image", files.images[0], "--out", tmp_path / "out") == 0
+    answer, label = read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0]
+    np.testing.assert_array_equal(answer, label > 0)
+    meaning = "WT (edema, non-enhancing tumor, enhancing tumour)"
+    assert json.loads((tmp_path / "out/a.json").read_text())["label_codes"]["1"] == meaning
+    assert meaning in " ".join(capsys.readouterr().out.split())
+
+
+def test_probabilities_come_as_float32_on_the_sources_grid_one_file_a_region(predictor, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    content = predict_case(predictor, files, tmp_path / "out", probabilities=True)
+    label = read_volume(files.label)[0]
+    for name, codes in REGIONS.items():
+        volume, geometry = read_volume(tmp_path / "out" / content["probabilities"][name])
+        assert volume.dtype == np.float32
+        assert geometry == LPS_2MM
+        np.testing.assert_array_equal(volume, np.isin(label, codes) * np.float32(0.9))
+
+
+def test_regions_named_with_blanks_and_slashes_make_file_names(predictor, tmp_path):
+    predictor.regions = {"left / right": (1,), "left : right": (2,)}
+    content = predict_case(predictor, write_case(tmp_path / "in", "a", seed=1), tmp_path / "out", probabilities=True)
+    assert len({path.name for path in (tmp_path / "out").glob("*_probability.nii.gz")}) == 2
+    assert all((tmp_path / "out" / name).is_file() for name in content["probabilities"].values())
+
+
+def test_a_segmentation_beside_the_image_is_not_read(predictor, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    files.label.write_bytes(b"not a label at all")
+    assert predict_case(predictor, files, tmp_path / "out")["complete"]
+
+
+def test_one_file_per_channel_is_one_case_and_4d_files_are_cases_of_their_own(tmp_path):
+    one, two = (write_case(tmp_path / name, name, seed=1).images[0] for name in ("one", "two"))
+    both = read_volume(one)[0]
+    for channel in (0, 1):
+        write_volume(tmp_path / f"x{channel}.nii.gz", both[::-1, ::-1, :, channel], LPS_2MM)
+    cases, problems = find_cases([one, tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz", two], CHANNELS)
+    assert not problems
+    assert [len(files.images) for files in cases] == [1, 1, 2]
+    cases, _ = find_cases([tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz"], CHANNELS[:1])
+    assert [files.case_id for files in cases] == ["x0", "x1"]
+
+
+def test_a_bad_case_costs_nothing_else_and_is_reported_at_the_end(tmp_path, call, capsys):
+    images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in ("a", "b", "c")]
+    damaged = bytearray(images[1].read_bytes())
+    damaged[-6] ^= 1  # in the CRC: nibabel alone would not see it
+    images[1].write_bytes(damaged)
+    with pytest.raises(InputError, match=r"b\.nii\.gz"):
+        call("--image", *images, "--out", tmp_path / "out")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["a.json", "a.nii.gz", "c.json", "c.nii.gz"]
+    assert "a.nii.gz" in capsys.readouterr().out
+
+
+def test_images_that_are_not_there_are_all_listed_before_any_work(tmp_path, call):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    with pytest.raises(InputError) as caught:
+        call("--image", image, tmp_path / "no.nii.gz", tmp_path / "nor this", "--out", tmp_path / "out")
+    assert len(caught.value.problems) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_image_is_never_overwritten(tmp_path, call):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    before = image.read_bytes()
+    with pytest.raises(InputError, match="it is a source image"):
+        call("--image", image, "--out", tmp_path / "in")
+    assert image.read_bytes() == before
+    assert not (tmp_path / "in/a.json").exists()
+
+
+def test_a_file_that_predict_did_not_write_is_never_overwritten(predictor, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels/a.nii.gz").write_bytes(b"an expert's week of work")
+    with pytest.raises(InputError, match="not written by predict"):
+        predict_case(predictor, files, tmp_path / "labels")
+    (tmp_path / "labels/a.json").write_text('{"written_by": "somebody"}')
+    with pytest.raises(InputError, match="not written by predict"):
+        predict_case(predictor, files, tmp_path / "labels")
+    assert (tmp_path / "labels/a.nii.gz").read_bytes() == b"an expert's week of work"
+
+
+def test_an_earlier_prediction_is_replaced_also_one_that_was_cut_off(predictor, tmp_path, monkeypatch):
+    files = write_case(tmp_path / "in", "a", seed=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, "write_label", full)
+        with pytest.raises(OSError, match="No space"):
+            predict_case(predictor, files, tmp_path / "out")
+    assert not json.loads((tmp_path / "out/a.json").read_text())["complete"]
+    predict_case(predictor, files, tmp_path / "out")
+    predictor.sure = 0.1
+    assert predict_case(predictor, files, tmp_path / "out")["volumes_ml"]["WT"] == 0
+    assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
+
+
+def test_two_cases_of_one_name_are_refused_and_both_are_named(tmp_path, call):
+    images = [write_case(tmp_path / name, "a", seed=1).images[0] for name in ("left", "right")]
+    with pytest.raises(InputError, match=r"case ids must differ.*left.*right"):
+        call("--image", *images, "--out", tmp_path / "out")
+
+
+def test_the_out_folder_must_be_a_folder_and_none_that_is_predicted_on(tmp_path, call):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    with pytest.raises(InputError, match="must be a folder, found a file"):
+        call("--image", image, "--out", image)
+    case = tmp_path / "case"
+    for name, channel in (("case_flair", 0), ("case_t1ce", 1)):
+        case.mkdir(exist_ok=True)
+        write_volume(case / f"{name}.nii.gz", read_volume(image)[0][::-1, ::-1, :, channel], LPS_2MM)
+    with pytest.raises(InputError, match="must not be a folder that is predicted on"):
+        call("--image", case, "--out", case)
+
+
+def test_a_diverged_network_is_told_and_writes_nothing(predictor, tmp_path):
+    predictor.sure = np.nan
+    with pytest.raises(InputError, match="must be finite"):
+        predict_case(predictor, write_case(tmp_path / "in", "a", seed=1), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["brats-met-00110-000/BraTS-MET-00110-000", "brats-gli-real/BraTS-GLI-99001-000"],
+    ids=["int16 RAS", "float64 LPS"],
+)
+def test_a_real_case_comes_back_on_its_own_grid(name, tmp_path):
+    if not (REAL / name).is_dir():
+        pytest.skip(f"no real case at {REAL / name}")
+    channels = ("FLAIR", "T1w", "T1gd", "T2w")
+
+    class Bright:
+        """Calls the brightest of FLAIR the whole tumour."""
+
+        regions, labels = {"WT": (1, 2, 3)}, LABELS
+
+        def probabilities(self, image, record):
+            flair = image[..., 0].astype(np.float32)
+            return (flair > record.channel_mean[0] + 2 * record.channel_std[0])[..., None].astype(np.float32)
+
+    Bright.channels = channels
+    files = case_files([REAL / name], channels)
+    predict_case(Bright(), files, tmp_path / "out")
+    source, answer = nibabel.load(files.images[0]), nibabel.load(tmp_path / "out" / f"{files.case_id}.nii.gz")
+    assert answer.shape == source.shape
+    np.testing.assert_allclose(answer.affine, source.affine, atol=1e-6)
+    flair, painted = np.asarray(source.dataobj, np.float64), np.asarray(answer.dataobj)
+    assert flair[painted > 0].min() > flair[(painted == 0) & (flair > 0)].max() - 1
