@@ -1,0 +1,1 @@
+"""How much memory and time a training run takes, before anything is allocated. No TensorFlow."""
