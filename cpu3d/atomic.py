@@ -24,9 +24,11 @@ def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
             os.fsync(file.fileno())
         os.chmod(partial, 0o666 & ~_umask())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a failed write knows only its handle; its reader wants the name
         raise
     _sync_folder(path.parent)
 

@@ -40,7 +40,9 @@ def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
         state = json.loads(arrays.pop(_STATE).tobytes())
         schema = state.pop("schema")
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
-        raise InputError(f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it to start over") from None
+        raise InputError(
+            f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it to start over"
+        ) from None
     if schema != SCHEMA:
         raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
     return arrays, state

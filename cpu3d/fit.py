@@ -5,7 +5,7 @@ import signal
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -24,7 +24,7 @@ from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 from cpu3d.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.run_log import append_event, forget_after
 from cpu3d.schedule import learning_rate
-from cpu3d.training_bar import TrainingBar
+from cpu3d.watch import TensorBoard, TrainingBar
 from cpu3d.versions import versions
 from models.layer_plan import training_flops
 
@@ -45,6 +45,8 @@ class Fit:
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
         self.waited_s = self.stepped_s = 0.0
+        self._watchers: Tuple[Callable[[Dict[str, Any]], None], ...] = ()
+        """Given every event as it is logged."""
         self._last = self.folder / "checkpoints" / "last.npz"
         self._best = self.folder / "checkpoints" / "best.npz"
         if self._last.is_file():
@@ -65,7 +67,9 @@ class Fit:
             f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}{done}",
         ]
         if config.augment.resamples:
-            lines.append(f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs")
+            lines.append(
+                f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs"
+            )
         if not self.val_cases:
             lines.append("no validation cases in this split: the last weights count as the best")
         return lines
@@ -88,43 +92,32 @@ class Fit:
 
     def run(self) -> None:
         """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
-        begin, done_before = time.monotonic(), self.trained_s
-        reason = "finished"
-        with _stop_flag() as stop, TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch) as bar:
-            writer = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
-            batches = iter(self._dataset(self.step, self.steps))
-            saved = time.monotonic()
-            while self.step < self.steps and reason == "finished":
-                event = self._train_step(batches)
-                bar.step(event)
-                self._summarise(writer, {k: event[k] for k in ("loss", "learning_rate", "step_s", "wait_s")}, "train")
-                self._summarise(writer, event["dice"], "train/dice")
-                last = self.step == self.steps
-                if self.step % (self.steps_per_epoch * self.config.validate_every) == 0 or last:
-                    if self.val_cases:
-                        event = self._validate(bar)
-                        self._summarise(writer, {"loss": event["loss"], **event["dice"]}, "validation")
-                        if self.config.patience and self.stale_validations >= self.config.patience:
-                            reason = "early stop"
-                    due = bool(self.val_cases) or last
-                else:
-                    due = False
+        self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
+        self._saved_at = self._resumed_at
+        batches, reason = iter(self._dataset(self.step, self.steps)), None
+        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
+        with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
+            self._watchers = (bar.show, board.show)
+            while self.step < self.steps and reason is None:
+                self._train_step(batches)
+                due = self._validation_is_due()
+                if due and self.val_cases:
+                    self._validate()
                 if stop:
                     reason = "interrupted"
-                if due or stop or reason != "finished" or time.monotonic() - saved > 60 * self.config.save_minutes:
-                    self.trained_s = done_before + time.monotonic() - begin
+                elif 0 < self.config.patience <= self.stale_validations:
+                    reason = "early stop"
+                late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
+                if (due and self.val_cases) or self.step == self.steps or reason or late:
                     self._save()
-                    saved = time.monotonic()
-            writer.close()
-        self.trained_s = done_before + time.monotonic() - begin
-        self._log(
-            "end",
-            reason=reason,
-            seconds=self.trained_s,
-            peak_rss_bytes=peak_rss_bytes(),
-            allocator_peak_bytes=allocator_peak_bytes(),
-            wait_share=self.wait_share,
-        )
+            self._log(
+                "end",
+                reason=reason or "finished",
+                seconds=self.trained_s,
+                peak_rss_bytes=peak_rss_bytes(),
+                allocator_peak_bytes=allocator_peak_bytes(),
+                wait_share=self.wait_share,
+            )
         if reason == "interrupted":
             raise KeyboardInterrupt(f"saved after step {self.step}; the same command continues")
 
@@ -135,7 +128,7 @@ class Fit:
 
     # --- Steps ---
 
-    def _train_step(self, batches: Iterator) -> Dict[str, Any]:
+    def _train_step(self, batches: Iterator) -> None:
         config = self.config
         rate = learning_rate(
             self.step,
@@ -160,7 +153,7 @@ class Fit:
             )
         epoch = self.step // self.steps_per_epoch
         self.step += 1
-        return self._log(
+        self._log(
             "step",
             epoch=epoch,
             case_id=" ".join(names),
@@ -172,7 +165,10 @@ class Fit:
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
-    def _validate(self, bar: TrainingBar) -> Dict[str, Any]:
+    def _validation_is_due(self) -> bool:
+        return self.step % (self.steps_per_epoch * self.config.validate_every) == 0 or self.step == self.steps
+
+    def _validate(self) -> None:
         """Hard Dice on whole held-out volumes; keeps the weights when their mean is the best so far."""
         begin = time.perf_counter()
         losses, scores = [], []
@@ -191,7 +187,7 @@ class Fit:
         if better:
             self.best = float(dice.mean())
             self._save_best()
-        event = self._log(
+        self._log(
             "validation",
             epoch=self.step // self.steps_per_epoch,
             loss=float(np.mean(losses)),
@@ -201,13 +197,13 @@ class Fit:
             best=bool(better),
             cases=len(self.val_cases),
         )
-        bar.validation(event)
-        return event
 
     # --- Checkpoints ---
 
     def _save(self) -> None:
         begin = time.perf_counter()
+        self._saved_at = time.monotonic()
+        self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
         if not self.val_cases:
             self._save_best()
         size = save_checkpoint(self._last, self.learner.arrays(), self._state())
@@ -282,15 +278,11 @@ class Fit:
 
         return max(seconds(self.config.augment) - seconds(NO_AUGMENT), 0.0)
 
-    def _log(self, event: str, **content: Any) -> Dict[str, Any]:
+    def _log(self, event: str, **content: Any) -> None:
         line = {"event": event, "step": self.step, **content}
         append_event(self.folder, line)
-        return line
-
-    def _summarise(self, writer: Any, values: Mapping[str, float], group: str) -> None:
-        with writer.as_default(step=self.step):
-            for name, value in values.items():
-                tf.summary.scalar(f"{group}/{name}", value)
+        for watch in self._watchers:
+            watch(line)
 
 
 # --- Private helpers ---

@@ -54,9 +54,7 @@ class Learner:
     def weights(self) -> Dict[str, np.ndarray]:
         """The network's weights alone, averaged where the run averages: what prediction needs."""
         averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
-        return {
-            f"model/{index:03d}": averaged.get(id(v), v).numpy() for index, v in enumerate(self.model.weights)
-        }
+        return {f"model/{index:03d}": averaged.get(id(v), v).numpy() for index, v in enumerate(self.model.weights)}
 
     def swap_average(self) -> None:
         """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""

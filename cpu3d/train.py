@@ -61,9 +61,7 @@ def train(
     return config
 
 
-def resolve(
-    store: Store, run_folder: Path, host: Host, settings: Dict[str, Any], recipe: Optional[str]
-) -> RunConfig:
+def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any], recipe: Optional[str]) -> RunConfig:
     """The whole configuration of a run: recipe or saved run, then the chosen settings, then what store and host decide.
 
     Raises InputError when the settings do not suit the store, or when a saved run cannot continue under them.

@@ -106,9 +106,7 @@ class _Plan:
 
     def add(self, name: str, kind: str, inputs: Tuple[LayerOp, ...], level: int, channels: int, **more: int) -> LayerOp:
         grid = tuple(n // 2**level for n in self.shape)
-        op = LayerOp(
-            name, kind, tuple(op.name for op in inputs), level, (*grid, channels), self.config.dtype, **more
-        )
+        op = LayerOp(name, kind, tuple(op.name for op in inputs), level, (*grid, channels), self.config.dtype, **more)
         self.ops.append(op)
         return op
 

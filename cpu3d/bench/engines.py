@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
             for dtype in args.dtypes:
                 rows.append(_measure(step_request(args, dtype=dtype, engine=engine)))
                 advance()
-    baseline = next(row for row in rows if row["engine"] == "stock-no-onednn" and row["unet"]["dtype"] == args.dtypes[0])
+    baseline = next(
+        row for row in rows if row["engine"] == "stock-no-onednn" and row["unet"]["dtype"] == args.dtypes[0]
+    )
     for row in rows:
         row["speedup"] = baseline["step_s"] / row["step_s"] if baseline["step_s"] and row["step_s"] else None
     result = {"shape": list(args.shape), "baseline": f"stock-no-onednn {args.dtypes[0]}", "rows": rows}
@@ -78,7 +80,9 @@ def picture(rows: List[Dict[str, Any]]) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("seconds per training step (logarithmic)")
     shape = " x ".join(map(str, done[0]["shape"]))
-    axes.set_title(f"3D U-Net, {shape}, {done[0]['unet']['filters']} filters, {done[0]['host']['cores']} cores", fontsize=10)
+    axes.set_title(
+        f"3D U-Net, {shape}, {done[0]['unet']['filters']} filters, {done[0]['host']['cores']} cores", fontsize=10
+    )
     FigureCanvasAgg(figure)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)

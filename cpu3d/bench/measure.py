@@ -1,6 +1,6 @@
 """The real training step on made-up data, timed in this process. Started fresh by `bench step`, once a measurement.
 
-    python -m cpu3d.bench.measure '{"shape": [64, 64, 64], ...}'     prints one JSON line
+python -m cpu3d.bench.measure '{"shape": [64, 64, 64], ...}'     prints one JSON line
 """
 
 import json

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: bfloat16 where it is fast")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, ITEX where it is installed")
-    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="run in turn with ours; repeatable")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="COMMAND", help="run in turn with ours; repeatable"
+    )
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often, in turn (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
@@ -174,5 +176,7 @@ def _table(result: Dict[str, Any]) -> Table:
         table.add_row(name, value)
     for peer in result["peers"]:
         spread = f"({peer['ratio_min']:.2f} to {peer['ratio_max']:.2f})"
-        table.add_row(f"{peer['peer']}", f"{peer['step_s']:.2f} s, {peer['ratio']:.2f} times ours {spread}: {peer['options']}")
+        table.add_row(
+            f"{peer['peer']}", f"{peer['step_s']:.2f} s, {peer['ratio']:.2f} times ours {spread}: {peer['options']}"
+        )
     return table

@@ -137,7 +137,9 @@ def _labelled(store: Store, split: str) -> Tuple[CaseRecord, ...]:
         raise InputError(f"split must be one of {', '.join(store.manifest.split)}, got {split!r}; pick one")
     records = store.cases(split)
     if not records:
-        raise InputError(f"split {split!r} of {store.folder} must hold cases, it is empty; prepare with another --split")
+        raise InputError(
+            f"split {split!r} of {store.folder} must hold cases, it is empty; prepare with another --split"
+        )
     bare = [record.case_id for record in records if not record.has_label]
     if bare:
         raise InputError(*(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare))
@@ -150,7 +152,9 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
         return tuple(range(len(there)))
     unknown = [name for name in wanted if name not in there]
     if unknown or not wanted:
-        raise InputError(f"{what} must be among {', '.join(there)}, got {', '.join(wanted) or 'none'}; choose from those")
+        raise InputError(
+            f"{what} must be among {', '.join(there)}, got {', '.join(wanted) or 'none'}; choose from those"
+        )
     return tuple(there.index(name) for name in wanted)
 
 

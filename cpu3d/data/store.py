@@ -1,10 +1,10 @@
 """The store: one memory-mappable array per case beside a manifest that says everything else.
 
-    store/manifest.json         what this file describes; written last
-    store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian, axes R A S
-    store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes
-    store/cases/<id>.json       the case's record; written after its arrays, so it marks them as good
-    store/quarantine.jsonl      cases left out, each with its reasons
+store/manifest.json         what this file describes; written last
+store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian, axes R A S
+store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes
+store/cases/<id>.json       the case's record; written after its arrays, so it marks them as good
+store/quarantine.jsonl      cases left out, each with its reasons
 """
 
 import dataclasses
@@ -159,9 +159,13 @@ def open_store(folder: Union[str, Path]) -> Store:
         content = json.loads(path.read_text(encoding="utf-8"))
         schema = content["schema"]
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"store manifest {path} must be JSON with a schema, got {error!r}; run `prepare` again") from None
+        raise InputError(
+            f"store manifest {path} must be JSON with a schema, got {error!r}; run `prepare` again"
+        ) from None
     if schema != SCHEMA:
-        raise InputError(f"store {folder} must have schema {SCHEMA}, got {schema}; run `prepare` again with this version")
+        raise InputError(
+            f"store {folder} must have schema {SCHEMA}, got {schema}; run `prepare` again with this version"
+        )
     try:
         return Store(folder, manifest_from_json(content))
     except (KeyError, TypeError, ValueError) as error:
@@ -217,5 +221,7 @@ def _map(path: Path, size_bytes: int) -> np.ndarray:
     except FileNotFoundError:
         raise InputError(f"store file {path} must exist, found none; run `prepare` again") from None
     if found != size_bytes:
-        raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; delete it and run `prepare` again")
+        raise InputError(
+            f"store file {path} must be {size_bytes} bytes long, got {found}; delete it and run `prepare` again"
+        )
     return np.load(path, mmap_mode="r", allow_pickle=False)

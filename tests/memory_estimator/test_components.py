@@ -43,7 +43,9 @@ def test_input_is_two_batches_of_image_and_target():
 
 
 def test_a_terabyte_job_is_billed_without_overflow(capsys):
-    code = main("--shape 240 240 144 --batch 16 --filters 32 --depth 4 --network cicek2016 --dtype float32 --json".split())
+    code = main(
+        "--shape 240 240 144 --batch 16 --filters 32 --depth 4 --network cicek2016 --dtype float32 --json".split()
+    )
     assert code == 0
     lines = {line["name"]: line["bytes"] for line in json.loads(capsys.readouterr().out)["components"]}
     # Level 0 keeps 32 + 32 + 64 + 64 in the encoder, 192 joined, 4 * 64 in the decoder: 640 float32 maps a volume.
@@ -52,7 +54,10 @@ def test_a_terabyte_job_is_billed_without_overflow(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--shape 240 240 155", "pad to (240, 240, 160)"), ("--shape 16 16 16 --batch 0", "batch must be at least 1, got 0")],
+    [
+        ("--shape 240 240 155", "pad to (240, 240, 160)"),
+        ("--shape 16 16 16 --batch 0", "batch must be at least 1, got 0"),
+    ],
 )
 def test_bad_input_is_told_with_what_to_do(arguments, message, capsys):
     assert main(arguments.split()) == 2

@@ -33,6 +33,7 @@ def geometry_of(axes: str, shape=(2, 3, 4), spacing=(1.0, 2.0, 3.0)) -> Geometry
 def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype, end):
     written = np.arange(24).reshape(2, 3, 4).astype(dtype)
     header = nibabel.Nifti1Header(endianness=">" if dtype[0] == ">" else "<")
+    header.set_data_dtype(written.dtype)
     nibabel.save(nibabel.Nifti1Image(written, np.eye(4), header), tmp_path / f"a{end}")
     voxels, geometry = read_volume(tmp_path / f"a{end}")
     assert voxels.dtype == written.dtype.newbyteorder("=")

@@ -87,7 +87,9 @@ def test_a_restart_at_any_position_continues_bit_for_bit(phantom_store):
     whole = hashes(volume_dataset(phantom_store, seed=3, stop=9, augment=AUGMENT))
     assert len(set(whole)) == 9
     for position in (1, 4, 7):
-        assert hashes(volume_dataset(phantom_store, seed=3, start=position, stop=9, augment=AUGMENT)) == whole[position:]
+        assert (
+            hashes(volume_dataset(phantom_store, seed=3, start=position, stop=9, augment=AUGMENT)) == whole[position:]
+        )
 
 
 def test_the_order_depends_on_the_seed_alone(phantom_store):

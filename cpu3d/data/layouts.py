@@ -1,0 +1,384 @@
+"""Which files make up which case: the data set layouts that `prepare` and `predict` understand.
+
+    decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case (Medical Segmentation Decathlon)
+    brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
+    brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
+
+Label codes differ between releases: they are taken from dataset.json or from the layout, never guessed from voxels.
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Dict, List, Optional, Sequence, Tuple, Union
+
+from cpu3d.errors import InputError
+
+CANONICAL_CHANNELS = ("FLAIR", "T1w", "T1gd", "T2w")
+"""The channels of a BraTS folder in the store's order, which is that of MSD Task01."""
+
+
+@dataclass(frozen=True)
+class CaseFiles:
+    """The files of one case."""
+
+    case_id: str
+    patient_id: str
+    images: Tuple[Path, ...]
+    """One 4D file with the channels last, or one 3D file per channel in the order of the channels."""
+    label: Optional[Path]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case that cannot be used, and one reason why."""
+
+    case_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set as found on disk; no volume has been opened yet."""
+
+    folder: Path
+    name: str
+    layout: str
+    """"decathlon", "brats2017" or "brats2023"."""
+    channels: Tuple[str, ...]
+    labels: Dict[int, str]
+    """Label code -> name; 0 is background."""
+    regions: Dict[str, Tuple[int, ...]]
+    """Region name -> label codes; WT, TC, ET for BraTS-like labels, else one region per label."""
+    cases: Tuple[CaseFiles, ...]
+    """The complete ones, by case id."""
+    problems: Tuple[Problem, ...]
+    """Those with a file missing or double; none of them is in `cases`."""
+
+
+def read_dataset(folder: Union[str, Path]) -> Dataset:
+    """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
+
+    Cases that lack a modality or a label are told in `problems`, all of them. Raises InputError for what concerns the
+    whole: no such folder, no cases, two layouts in one, a case id twice, a dataset.json that is damaged or names files
+    outside its folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}; check it"
+        )
+    if (folder / "dataset.json").is_file():
+        return _read_decathlon(folder)
+    return _read_brats(folder)
+
+
+def describe_labels(dataset: Dataset) -> List[str]:
+    """The label mapping that was chosen, one line a code, such as "3 enhancing tumour -> WT, TC, ET"."""
+    lines = []
+    for code, name in sorted(dataset.labels.items()):
+        within = [region for region, codes in dataset.regions.items() if code in codes]
+        lines.append(f"{code} {name} -> {', '.join(within) or 'no region'}")
+    return lines
+
+
+def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
+    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
+
+    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`; others must be
+    given in it. A segmentation among them is left out, so `label` is None. Raises InputError when a file does not exist
+    and when a channel is missing or double.
+    """
+    paths = [Path(path) for path in paths]
+    missing = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
+    if missing or not paths:
+        raise InputError(*missing or ["--image must name a case folder or files, got nothing"])
+    if len(paths) == 1 and paths[0].is_dir():
+        case_id = paths[0].resolve().name
+        return CaseFiles(case_id, case_id, _in_channel_order(_volumes(paths[0]), channels, paths[0]), None)
+    folders = [f"image {path} must be a file when several are given, got a folder" for path in paths if path.is_dir()]
+    if folders:
+        raise InputError(*folders)
+    case_id = _stem(paths[0])
+    if len(paths) > 1:
+        paths = [path for path in paths if _modality(path) != "seg"]
+        if all(_modality(path) for path in paths) and all(_modality_of_channel(name) for name in channels):
+            case_id = _SUFFIX.sub("", paths[0].name)
+            paths = _in_channel_order(paths, channels, paths[0].parent)
+        elif len(paths) != len(channels):
+            raise InputError(
+                f"--image must name one 4D file or one file for each of {', '.join(channels)}, got {len(paths)} files"
+            )
+    return CaseFiles(case_id, case_id, tuple(paths), None)
+
+
+# --- Private helpers: BraTS folders ---
+
+_SUFFIX = re.compile(r"[_-](flair|t2f|t1ce|t1c|t1gd|t1n|t1w|t1|t2w|t2|seg)\.nii(\.gz)?$", re.IGNORECASE)
+
+_MODALITIES = {
+    "FLAIR": ("flair", "t2f"),
+    "T1w": ("t1", "t1n", "t1w"),
+    "T1gd": ("t1gd", "t1ce", "t1c"),
+    "T2w": ("t2", "t2w"),
+}
+"""Canonical channel -> what files and data sets call it, in lower case."""
+
+_BRATS = {
+    "brats2017": ("_", {"flair": "FLAIR", "t1": "T1w", "t1ce": "T1gd", "t2": "T2w", "seg": "seg"}),
+    "brats2023": ("-", {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"}),
+}
+"""Layout -> separator before the suffix, and suffix -> canonical channel."""
+
+_BRATS_LABELS = {
+    "brats2017": {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
+    "brats2023": {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 3: "enhancing tumour"},
+}
+
+
+def _read_brats(folder: Path) -> Dataset:
+    found = _case_folders(folder)
+    layouts = sorted({layout for _, layout in found if layout})
+    if not layouts:
+        raise InputError(
+            f"data set {folder} must hold a dataset.json (Decathlon) or case folders with <id>_flair.nii.gz (BraTS"
+            f" 2017-2021) or <id>-t2f.nii.gz (BraTS 2023 on), found neither; give the folder that holds the cases"
+        )
+    if len(layouts) > 1:
+        raise InputError(f"data set {folder} must have one layout, got {' and '.join(layouts)}; prepare them apart")
+    layout = layouts[0]
+    _refuse_doubles(folder, [_case_id(case) for case, _ in found])
+    cases, problems = [], []
+    for case, _ in found:
+        files, reasons = _brats_case(case, layout)
+        problems += [Problem(files.case_id, reason) for reason in reasons]
+        if not reasons:
+            cases.append(files)
+    labels = _BRATS_LABELS[layout]
+    return _dataset(folder, folder.resolve().name, layout, CANONICAL_CHANNELS, labels, cases, problems)
+
+
+def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
+    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
+    own = _layout_of(folder)
+    if own:
+        return [(folder, own)]
+    found = []
+    for child in _subfolders(folder):
+        layout = _layout_of(child)
+        below = [] if layout else [(grandchild, _layout_of(grandchild)) for grandchild in _subfolders(child)]
+        if any(kind for _, kind in below):
+            found += [(path, kind) for path, kind in below if kind or _looks_like_a_case(path)]
+        elif layout or _looks_like_a_case(child):
+            found.append((child, layout))
+    return found
+
+
+def _looks_like_a_case(folder: Path) -> bool:
+    """A folder that is empty, or that holds volumes but none with a known name: a case that went wrong."""
+    return not any(folder.iterdir()) or bool(_volumes(folder))
+
+
+def _layout_of(folder: Path) -> Optional[str]:
+    """The layout with the most files in `folder`; None where no file is named after either."""
+    counts = {layout: len(_brats_files(folder, layout)) for layout in _BRATS}
+    best = max(counts, key=lambda layout: counts[layout])
+    return best if counts[best] else None
+
+
+def _brats_files(folder: Path, layout: str) -> List[Tuple[str, Path]]:
+    """(canonical channel or "seg", file) for the files of `folder` named as in `layout`."""
+    separator, suffixes = _BRATS[layout]
+    found = []
+    for path in _volumes(folder):
+        match = _SUFFIX.search(path.name)
+        if match and match.group(0)[0] == separator and match.group(1).lower() in suffixes:
+            found.append((suffixes[match.group(1).lower()], path))
+    return found
+
+
+def _brats_case(folder: Path, layout: str) -> Tuple[CaseFiles, List[str]]:
+    separator, suffixes = _BRATS[layout]
+    found, reasons, chosen = _brats_files(folder, layout), [], {}
+    for suffix, channel in suffixes.items():
+        paths = [path for kind, path in found if kind == channel]
+        if len(paths) != 1:
+            told = ", ".join(path.name for path in paths) or "none"
+            what = "label" if channel == "seg" else "modality"
+            reasons.append(
+                f"{what} {folder}/*{separator}{suffix}.nii.gz must be there once, found {told};"
+                " mend the case or leave it out"
+            )
+        else:
+            chosen[channel] = paths[0]
+    case_id = _case_id(folder)
+    patient_id = re.sub(r"-\d{3}$", "", case_id) if layout == "brats2023" else case_id  # <patient>-<time point>
+    images = tuple(chosen[name] for name in CANONICAL_CHANNELS if name in chosen)
+    return CaseFiles(case_id, patient_id, images, chosen.get("seg")), reasons
+
+
+# --- Private helpers: Decathlon ---
+
+
+def _read_decathlon(folder: Path) -> Dataset:
+    path = folder / "dataset.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries = content["training"]
+        channels = _decathlon_channels(path, content)
+        labels = _decathlon_labels(path, content["labels"])
+        pairs = [(entry["image"], entry.get("label")) for entry in entries]
+        if not all(isinstance(image, str) and (label is None or isinstance(label, str)) for image, label in pairs):
+            raise TypeError("an image or label that is no path")
+        name = str(content.get("name") or folder.resolve().name)
+    except OSError as error:
+        raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f'{path} must be JSON with "modality" or "channel_names", "labels" and a "training" list of'
+            f" image and label, got {type(error).__name__}: {error}; mend it"
+        ) from None
+    if not pairs:
+        raise InputError(f'{path} must list cases under "training", got none; give a folder with labelled cases')
+    _refuse_outsiders(path, [name for pair in pairs for name in pair if name is not None])
+    _refuse_doubles(path, [_stem(Path(image)) for image, _ in pairs])
+    cases, problems = [], []
+    for image, label in pairs:
+        case_id = _stem(Path(image))
+        files = CaseFiles(case_id, case_id, (folder / image,), folder / label if label is not None else None)
+        reasons = (
+            [] if files.images[0].is_file() else [f"image {files.images[0]} must exist, found none; fetch it again"]
+        )
+        if files.label is None:
+            reasons.append(f"case {case_id} must have a label in {path}, got none; add it or leave the case out")
+        elif not files.label.is_file():
+            reasons.append(f"label {files.label} must exist, found none; fetch it again")
+        problems += [Problem(case_id, reason) for reason in reasons]
+        if not reasons:
+            cases.append(files)
+    return _dataset(folder, name, "decathlon", channels, labels, cases, problems)
+
+
+def _decathlon_channels(path: Path, content: dict) -> Tuple[str, ...]:
+    """Channel names by index, from "modality" (Decathlon) or "channel_names" (nnU-Net)."""
+    named = content["modality"] if "modality" in content else content["channel_names"]
+    indexed = {int(index): str(name) for index, name in named.items()}
+    if not indexed or sorted(indexed) != list(range(len(indexed))):
+        raise InputError(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(indexed)}; mend it")
+    return tuple(indexed[index] for index in range(len(indexed)))
+
+
+def _decathlon_labels(path: Path, named: dict) -> Dict[int, str]:
+    """Code -> name from either {"0": "background"} (Decathlon) or {"background": 0} (nnU-Net)."""
+    if all(re.fullmatch(r"\d+", str(key)) for key in named):
+        pairs = [(int(code), str(name)) for code, name in named.items()]
+    else:
+        pairs = [(int(code), str(name)) for name, code in named.items()]
+    labels = {0: "background", **dict(sorted(pairs))}
+    codes, names = [code for code, _ in pairs], list(labels.values())
+    if len(set(codes)) < len(codes) or len(set(names)) < len(names) or max(labels) > 255 or min(labels) < 0:
+        raise InputError(f"labels of {path} must be distinct names with distinct codes 0..255, got {named}; mend it")
+    if len(labels) < 2:
+        raise InputError(f"labels of {path} must name one beside the background, got {named}; mend it")
+    return labels
+
+
+def _refuse_outsiders(path: Path, names: Sequence[str]) -> None:
+    """A listed path must stay inside the data set's folder, links followed: a download must not reach beyond it."""
+    root = path.parent.resolve()
+    outsiders = []
+    for name in names:
+        pure = PurePosixPath(name)
+        inside = not pure.is_absolute() and ".." not in pure.parts and root in (root / pure).resolve().parents
+        if not inside:
+            outsiders.append(
+                f"path {name!r} in {path} must stay inside its folder; make it relative and move the file in"
+            )
+    if outsiders:
+        raise InputError(*outsiders)
+
+
+# --- Private helpers: both ---
+
+
+def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset:
+    return Dataset(
+        folder=folder,
+        name=name,
+        layout=layout,
+        channels=channels,
+        labels=labels,
+        regions=_regions(labels),
+        cases=tuple(sorted(cases, key=lambda case: case.case_id)),
+        problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
+    )
+
+
+def _regions(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region."""
+    codes = tuple(code for code in sorted(labels) if code != 0)
+    oedema = tuple(code for code in codes if "edema" in labels[code].lower())
+    enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
+    if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
+        return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
+    return {labels[code]: (code,) for code in codes}
+
+
+def _refuse_doubles(where: Path, ids: Sequence[str]) -> None:
+    doubles = [case_id for case_id, count in Counter(ids).items() if count > 1]
+    if doubles:
+        raise InputError(
+            *(f"case id {case_id} in {where} must be used once; rename one of them" for case_id in doubles)
+        )
+
+
+def _subfolders(folder: Path) -> List[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _volumes(folder: Path) -> List[Path]:
+    """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.endswith((".nii", ".nii.gz")) and not path.name.startswith(".") and path.is_file()
+    )
+
+
+def _case_id(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _stem(path: Path) -> str:
+    return re.sub(r"\.nii(\.gz)?$", "", path.name)
+
+
+def _modality(path: Path) -> Optional[str]:
+    """The canonical channel that a file's name ends in, "seg" for a segmentation, None where it says nothing."""
+    match = _SUFFIX.search(path.name)
+    if not match:
+        return None
+    suffix = match.group(1).lower()
+    return "seg" if suffix == "seg" else _modality_of_channel(suffix)
+
+
+def _modality_of_channel(name: str) -> Optional[str]:
+    """The canonical name of a channel, None where it is not one of the four."""
+    return next((channel for channel, names in _MODALITIES.items() if name.lower() in names), None)
+
+
+def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
+    ordered, problems = [], []
+    for name in channels:
+        found = [path for path in paths if _modality(path) == (_modality_of_channel(name) or name)]
+        if len(found) != 1:
+            told = ", ".join(path.name for path in found) or "none"
+            problems.append(
+                f"channel {name} of {where} must have one file named after it, found {told}; add or name files"
+            )
+        ordered += found
+    if problems:
+        raise InputError(*problems)
+    return tuple(ordered)

@@ -1,0 +1,189 @@
+"""A store as `prepare` finds it: empty, cut short, finished or another's; what is done, what must stay untouched."""
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+
+from cpu3d.atomic import write_json
+from cpu3d.data.case import file_sha256, source_name
+from cpu3d.data.layouts import CaseFiles, Dataset
+from cpu3d.data.store import (
+    SCHEMA,
+    CaseRecord,
+    Manifest,
+    case_from_json,
+    image_path,
+    label_path,
+    open_store,
+    record_path,
+)
+from cpu3d.errors import InputError
+
+
+@contextlib.contextmanager
+def claimed(store_dir: Path, dataset: Dataset) -> Iterator[None]:
+    """Make the store's folder, write into source.json whose it is, and keep a second `prepare` out meanwhile.
+
+    Raises InputError where the folder cannot be written, is in use, holds other files or the store of another data set.
+    """
+    if store_dir.resolve() == dataset.folder.resolve():
+        raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
+    try:
+        store_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(store_dir, os.O_RDONLY)
+    except OSError as error:
+        reason = error.strerror
+        raise InputError(f"store {store_dir} must be a folder to write to, got {reason}; choose another") from None
+    try:
+        _lock(handle, store_dir)
+        _refuse_other_owner(store_dir, _identity(dataset))
+        sweep(store_dir)
+        yield
+    finally:
+        os.close(handle)
+
+
+def old_manifest(store_dir: Path) -> Optional[Manifest]:
+    """The manifest of a finished store, None for one that is not. Raises InputError for another version or damage."""
+    path = store_dir / "manifest.json"
+    if not path.exists():
+        return None
+    try:
+        return open_store(store_dir).manifest
+    except InputError as error:
+        advice = f"{path} is left as it is; choose another store, or delete that file"
+        raise InputError(*error.problems, advice) from None
+
+
+def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify: bool) -> List[str]:
+    """In what the data set differs from what a finished store was made of: cases new, gone or changed."""
+    found = {files.case_id: files for files in dataset.cases}
+    recorded = {case.case_id: case for case in old.cases}
+    new = sorted(set(found) - set(recorded) - set(quarantined(store_dir)))
+    gone = sorted(set(recorded) - set(found))
+    changed = [
+        case_id
+        for case_id, record in recorded.items()
+        if case_id in found and not _same_sources(found[case_id], record, dataset.folder, store_dir, verify)
+    ]
+    return (
+        [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+        + [f"case {case_id} is no longer whole in {dataset.folder}" for case_id in gone]
+        + [f"the source of case {case_id} has changed" for case_id in changed]
+    )
+
+
+def finished_cases(
+    store_dir: Path, cases: Sequence[CaseFiles], dataset_folder: Path, verify: bool
+) -> Dict[str, CaseRecord]:
+    """The records of the cases that need not be done again, by case id.
+
+    A case is finished when its arrays have their recorded lengths and its sources their recorded sizes and no later
+    date than the record; a later date is settled by hash. `verify` compares the hashes of all of them.
+    """
+    finished = {}
+    for files in cases:
+        try:
+            content = json.loads(record_path(store_dir, files.case_id).read_text(encoding="utf-8"))
+            record = case_from_json(content)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        arrays = [(image_path(store_dir, files.case_id), record.image_bytes, record.image_sha256)]
+        if record.has_label:
+            arrays.append((label_path(store_dir, files.case_id), record.label_bytes, record.label_sha256))
+        whole = all(_is_whole(path, size_bytes, sha256, verify) for path, size_bytes, sha256 in arrays)
+        if whole and _same_sources(files, record, dataset_folder, store_dir, verify):
+            finished[files.case_id] = record
+    return finished
+
+
+def quarantined(store_dir: Path) -> List[str]:
+    """The ids of the cases that were left out of the store."""
+    path = store_dir / "quarantine.jsonl"
+    if not path.is_file():
+        return []
+    return [json.loads(line)["case_id"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sweep(store_dir: Path) -> None:
+    """Remove what killed processes left half written."""
+    for folder in (store_dir, store_dir / "cases"):
+        for partial in folder.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
+
+
+# --- Private helpers ---
+
+
+def _lock(handle: int, store_dir: Path) -> None:
+    """Hold the folder until the handle is closed, by whatever end the process takes."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"store {store_dir} must be written by one `prepare` at a time; wait for the other") from None
+    except OSError:
+        pass  # a network file system without locks
+
+
+def _identity(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
+    """What makes two data sets the same as far as a store is concerned, as JSON content."""
+    return {
+        "schema": SCHEMA,
+        "name": content.name,
+        "layout": content.layout,
+        "channels": list(content.channels),
+        "labels": {str(code): name for code, name in content.labels.items()},
+    }
+
+
+def _refuse_other_owner(store_dir: Path, identity: Dict[str, Any]) -> None:
+    """Take an empty folder; raise unless another one holds a store of the same data set and version."""
+    path = store_dir / "source.json"
+    old = old_manifest(store_dir)
+    if old is not None:
+        owner = _identity(old)
+    elif path.is_file():
+        try:
+            owner = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise InputError(f"{path} must be as `prepare` wrote it, got no JSON object; choose a new store") from None
+    elif any(not name.endswith(".partial") for name in os.listdir(store_dir)):
+        raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
+    else:
+        owner = identity
+    problems = [
+        f"store {store_dir} must belong to this data set and version: {key} {value!r}, got {owner.get(key)!r}"
+        for key, value in identity.items()
+        if owner.get(key) != value
+    ]
+    if problems:
+        raise InputError(*problems, "choose another --store; nothing was touched")
+    try:
+        (store_dir / "cases").mkdir(exist_ok=True)
+        if not path.is_file():
+            write_json(path, identity)
+    except PermissionError as error:
+        raise InputError(f"store {store_dir} must be writable, got {error.strerror}; mend its permissions") from None
+
+
+def _is_whole(path: Path, size_bytes: int, sha256: str, verify: bool) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes and (not verify or file_sha256(path) == sha256)
+
+
+def _same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, store_dir: Path, verify: bool) -> bool:
+    """Whether a case still has the sources that it was made from."""
+    paths = [*files.images, *([files.label] if files.label else [])]
+    if [source_name(path, dataset_folder) for path in paths] != [source.path for source in record.sources]:
+        return False
+    made = record_path(store_dir, files.case_id)
+    made_s = made.stat().st_mtime if made.is_file() else 0.0
+    for path, source in zip(paths, record.sources):
+        status = path.stat()
+        if status.st_size != source.size_bytes:
+            return False
+        if (verify or status.st_mtime > made_s) and file_sha256(path) != source.sha256:
+            return False
+    return True

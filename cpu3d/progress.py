@@ -1,0 +1,29 @@
+"""One progress bar for everything that takes long: what, how far, how long so far, how long still."""
+
+import contextlib
+from typing import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@contextlib.contextmanager
+def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr and yield `advance(steps=1)`.
+
+    Where stderr is no terminal only the final state is printed, so that a log file holds one line and not thousands.
+
+        with bar("prepare", total=3) as advance:
+            advance()
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda steps=1: progress.advance(task, steps)
