@@ -24,8 +24,8 @@ from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 from cpu3d.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.run_log import append_event, forget_after
 from cpu3d.schedule import learning_rate
-from cpu3d.watch import TensorBoard, TrainingBar
 from cpu3d.versions import versions
+from cpu3d.watch import TensorBoard, TrainingBar
 from models.layer_plan import training_flops
 
 
@@ -62,7 +62,7 @@ class Fit:
             + ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items()),
             f"volumes: {' x '.join(map(str, config.grid))} ({config.extent}), {', '.join(config.channels)} -> "
             f"{', '.join(config.regions)}",
-            f"network: {unet.network}, {unet.depth} levels from {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
+            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
             f"{parameter_count(self.learner.model):,} parameters, {flops / 1e9:,.0f} GFLOP a step",
             f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}{done}",
         ]
@@ -295,7 +295,7 @@ def _score(target, logits):
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[List[int]]:
-    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first; the second one raises."""
+    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first; a second one raises."""
     stop: List[int] = []
 
     def note(number, frame):

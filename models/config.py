@@ -69,7 +69,7 @@ class UNetConfig:
         return below if self.network == "cicek2016" else below // 2
 
     def check_shape(self, shape: Tuple[int, int, int]) -> None:
-        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), saying which nearby shapes fit."""
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), naming the nearest that fit."""
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"input_shape must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):

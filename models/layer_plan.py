@@ -18,7 +18,8 @@ class LayerOp:
     name: str
     """The Keras layer's name, such as "encoder0_conv1"."""
     kind: str
-    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat", "add" or "head"."""
+    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat", "add", or
+    "head"."""
     inputs: Tuple[str, ...]
     """Names of the layers whose outputs it reads."""
     level: int

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 EPSILON = 1e-5
 MOMENTUM = 0.9
-"""Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images Keras' 0.99 is for."""
+"""Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
 
 
 class NormActivation(tf.keras.layers.Layer):

@@ -12,8 +12,9 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and Cicek et al. 2016.
 
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
-    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the `batch_size` where it
-    is known: instance norm then runs at the speed of batch norm. Raises ValueError when the shape does not divide.
+    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the
+    `batch_size` where it is known: instance norm then runs at the speed of batch norm. Raises ValueError when the shape
+    does not divide.
     """
     config.check_shape(shape)
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")

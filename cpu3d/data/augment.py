@@ -82,7 +82,7 @@ def resample(volume, plane_xy, plane_yz, *, linear: bool):
     """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
 
     `plane_xy` and `plane_yz` are float tensors (4,) as in AugmentParams. Linear interpolation for images, the nearest
-    voxel for labels; what comes from outside is zero. Two 2D passes of TensorFlow's own kernel instead of one 3D gather.
+    voxel for labels; what comes from outside is zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
     """
     import tensorflow as tf
 

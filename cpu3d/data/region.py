@@ -78,7 +78,7 @@ def bounding_box(mask: np.ndarray) -> Region:
 
 
 def crop(volume: np.ndarray, region: Region) -> np.ndarray:
-    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside the volume are zero. A view where nothing is padded."""
+    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view where nothing is padded."""
     padding = region.padding(volume.shape[:3])
     part = volume[region.slices(volume.shape[:3])]
     if not any(n for pair in padding for n in pair):

@@ -48,7 +48,7 @@ def volume_dataset(
     volume's non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region.
 
     The stream is endless: epoch after epoch over the split's cases, each once an epoch. `start` and `stop` are
-    positions in it, counted in samples: `start=k` gives exactly what an uninterrupted run gives from its k-th sample on,
+    positions in it, counted in samples: `start=k` gives exactly what an uninterrupted run gives from sample k on,
     augmentation included. `stop` defaults to the end of the first epoch. A last incomplete batch is dropped.
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or

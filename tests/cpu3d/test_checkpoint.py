@@ -31,7 +31,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     if damage == "flip":
         content[len(content) // 2] ^= 1
     path.write_bytes({"cut": content[:-50], "flip": content, "empty": b""}[damage])
-    with pytest.raises(InputError, match="last.npz must be whole"):
+    with pytest.raises(InputError, match=r"last\.npz must be whole"):
         load_checkpoint(path)
 
 

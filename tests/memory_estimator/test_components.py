@@ -23,7 +23,7 @@ def test_weights_gradients_and_slots_are_those_of_keras(norm, optimizer):
     keras = tf.keras.optimizers.Adam() if optimizer == "adam" else tf.keras.optimizers.SGD(momentum=0.9)
     keras.build(model.trainable_variables)
     slots = [v for v in keras.variables if v.shape.rank]
-    size = lambda variables: sum(int(tf.size(v)) * v.dtype.size for v in variables)  # noqa: E731
+    size = lambda variables: sum(int(tf.size(v)) * v.dtype.size for v in variables)
     assert weight_bytes(plan).bytes == size(model.weights)
     assert gradient_bytes(plan).bytes == size(model.trainable_variables)
     assert optimizer_bytes(plan, optimizer).bytes == size(slots)
@@ -43,9 +43,9 @@ def test_input_is_two_batches_of_image_and_target():
 
 
 def test_a_terabyte_job_is_billed_without_overflow(capsys):
-    code = main(
-        "--shape 240 240 144 --batch 16 --filters 32 --depth 4 --network cicek2016 --dtype float32 --json".split()
-    )
+    size = ["--shape", "240", "240", "144", "--batch", "16"]
+    network = ["--network", "cicek2016", "--filters", "32", "--depth", "4", "--dtype", "float32"]
+    code = main([*size, *network, "--json"])
     assert code == 0
     lines = {line["name"]: line["bytes"] for line in json.loads(capsys.readouterr().out)["components"]}
     # Level 0 keeps 32 + 32 + 64 + 64 in the encoder, 192 joined, 4 * 64 in the decoder: 640 float32 maps a volume.
