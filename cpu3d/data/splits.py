@@ -1,6 +1,7 @@
 """Which case is for training, validation or testing: a pure function of patients, fractions and a seed."""
 
 import hashlib
+import math
 from collections import defaultdict
 from typing import Dict, List, Mapping, Tuple
 
@@ -11,15 +12,17 @@ from cpu3d.errors import InputError
 def split_cases(
     patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int
 ) -> Dict[str, Tuple[str, ...]]:
-    """Share the cases out to "train", "val" and "test", whole patients at a time.
+    """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
 
     `patients` maps case id -> patient id. Patients are put in the order of SHA-256 of "seed:patient", which no
     library's random numbers can change, and dealt out by largest remainder; every split with a fraction above 0 gets at
-    least one. Case ids come back sorted. Raises InputError for fractions that do not sum to 1, for too few patients.
+    least one. Case ids come back sorted. Raises InputError for shares that are none, for too few patients.
     """
     fractions = tuple(float(fraction) for fraction in fractions)
-    if len(fractions) != 3 or not all(0 <= fraction <= 1 for fraction in fractions) or abs(sum(fractions) - 1) > 1e-6:
-        raise InputError(f"--split must be three fractions that sum to 1, got {fractions}; try --split 0.8 0.1 0.1")
+    total = sum(fractions)
+    if len(fractions) != 3 or min(fractions) < 0 or not 0 < total < math.inf:
+        raise InputError(f"--split must be three shares, none negative, one positive, got {fractions}; try --split 8 1 1")
+    fractions = tuple(fraction / total for fraction in fractions)
     cases_of = defaultdict(list)
     for case_id, patient in patients.items():
         cases_of[patient].append(case_id)
