@@ -22,8 +22,8 @@ def demo() -> RunConfig:
     ./run.sh demo
     """
     return RunConfig(
-        epochs=12,
-        validate_every=4,
+        epochs=8,
+        validate_every=2,
         learning_rate=3e-3,
         warmup_steps=5,
         augment=AugmentConfig(gain=0.05, offset=0.05),

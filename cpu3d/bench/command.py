@@ -9,12 +9,12 @@ A measurement wants a quiet machine. Every one runs in a fresh process.
 
 import argparse
 
-from cpu3d.bench import engines, step
+from cpu3d.bench import engines, step, tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, module in (("step", step), ("engines", engines)):
+    for name, module in (("step", step), ("engines", engines), ("tables", tables)):
         sub = kinds.add_parser(
             name,
             help=module.__doc__.splitlines()[0],

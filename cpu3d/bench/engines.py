@@ -22,7 +22,8 @@ from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from models.config import DTYPES
 
-ENGINES = ("stock-no-onednn", "stock", "itex")
+ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
+"""In the order they are measured; the first is the baseline."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows: List[Dict[str, Any]] = []
-    with bar("bench engines", total=len(ENGINES) * len(args.dtypes)) as advance:
-        for engine in ENGINES:
+    with bar("bench engines", total=len(ENGINE_NAMES) * len(args.dtypes)) as advance:
+        for engine in ENGINE_NAMES:
             for dtype in args.dtypes:
                 rows.append(_measure(step_request(args, dtype=dtype, engine=engine)))
                 advance()
@@ -69,7 +70,7 @@ def picture(rows: List[Dict[str, Any]]) -> bytes:
     done = [row for row in rows if row["step_s"]]
     figure = Figure(figsize=(7, 0.6 * len(done) + 1.2), layout="constrained")
     axes = figure.subplots()
-    names = [f"{_name(row['engine'])}, {row['unet']['dtype']}" for row in done]
+    names = [f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done]
     colours = ["#9aa5b1" if row["unet"]["dtype"] == "float32" else "#3b6ea8" for row in done]
     bars = axes.barh(names, [row["step_s"] for row in done], color=colours)
     axes.bar_label(bars, [f"{row['step_s']:.2f} s  ({_times(row['speedup'])})" for row in done], padding=4, fontsize=9)
@@ -99,10 +100,6 @@ def _measure(request: Dict[str, Any]) -> Dict[str, Any]:
         return {**request, "step_s": None, "error": str(error)}
 
 
-def _name(engine: str) -> str:
-    return {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}[engine]
-
-
 def _times(speedup: Optional[float]) -> str:
     return "-" if speedup is None else f"{speedup:.1f}x"
 
@@ -113,10 +110,10 @@ def _table(result: Dict[str, Any]) -> Table:
         table.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
     for row in result["rows"]:
         if row["step_s"] is None:
-            table.add_row(_name(row["engine"]), row["unet"]["dtype"], "cannot", "-", "-", row["error"])
+            table.add_row(ENGINE_NAMES[row["engine"]], row["unet"]["dtype"], "cannot", "-", "-", row["error"])
             continue
         table.add_row(
-            _name(row["engine"]),
+            ENGINE_NAMES[row["engine"]],
             row["unet"]["dtype"],
             f"{row['step_s']:.2f} s",
             _times(row["speedup"]),

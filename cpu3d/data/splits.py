@@ -21,7 +21,9 @@ def split_cases(
     fractions = tuple(float(fraction) for fraction in fractions)
     total = sum(fractions)
     if len(fractions) != 3 or min(fractions) < 0 or not 0 < total < math.inf:
-        raise InputError(f"--split must be three shares, none negative, one positive, got {fractions}; try --split 8 1 1")
+        raise InputError(
+            f"--split must be three shares, none negative, one positive, got {fractions}; try --split 8 1 1"
+        )
     fractions = tuple(fraction / total for fraction in fractions)
     cases_of = defaultdict(list)
     for case_id, patient in patients.items():
