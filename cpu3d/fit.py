@@ -94,25 +94,22 @@ class Fit:
         """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
-        batches, reason = iter(self._dataset(self.step, self.steps)), None
+        batches = iter(self._dataset(self.step, self.steps))
         bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
         with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
             self._watchers = (bar.show, board.show)
-            while self.step < self.steps and reason is None:
+            while not (stop or self._is_over()):
                 self._train_step(batches)
-                due = self._validation_is_due()
-                if due and self.val_cases:
+                validated = self._validation_is_due()
+                if validated:
                     self._validate()
-                if stop:
-                    reason = "interrupted"
-                elif 0 < self.config.patience <= self.stale_validations:
-                    reason = "early stop"
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-                if (due and self.val_cases) or self.step == self.steps or reason or late:
+                if validated or late or stop or self._is_over():
                     self._save()
+            reason = "interrupted" if stop else "finished" if self.step >= self.steps else "early stop"
             self._log(
                 "end",
-                reason=reason or "finished",
+                reason=reason,
                 seconds=self.trained_s,
                 peak_rss_bytes=peak_rss_bytes(),
                 allocator_peak_bytes=allocator_peak_bytes(),
@@ -165,8 +162,12 @@ class Fit:
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
+    def _is_over(self) -> bool:
+        return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
+
     def _validation_is_due(self) -> bool:
-        return self.step % (self.steps_per_epoch * self.config.validate_every) == 0 or self.step == self.steps
+        between = self.steps_per_epoch * self.config.validate_every
+        return bool(self.val_cases) and (self.step % between == 0 or self.step == self.steps)
 
     def _validate(self) -> None:
         """Hard Dice on whole held-out volumes; keeps the weights when their mean is the best so far."""

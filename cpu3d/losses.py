@@ -74,7 +74,7 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 
 
 def _rows(maps):
-    """(N, X, Y, Z, R) -> (N, X * Y, Z * R) float32: long rows, as broadcasting three values over the last axis is slow."""
+    """(N, X, Y, Z, R) -> (N, X * Y, Z * R) float32: broadcasting three values over the last axis is slow."""
     samples, size_x, size_y, size_z, regions = maps.shape
     return tf.reshape(
         tf.cast(maps, tf.float32), (-1 if samples is None else samples, size_x * size_y, size_z * regions)

@@ -37,7 +37,7 @@ def step_table(record: Dict[str, Any]) -> List[str]:
         "",
         "| | s a step | process peak | against ours |",
         "|---|---|---|---|",
-        f"| this project, {record['engine_name']} | {record['step_s']:.2f} | {_gib(record['process_peak_bytes'])} | 1 |",
+        f"| this project, {record['engine_name']} | {record['step_s']:.2f} | {_gib(record['process_peak_bytes'])} | |",
     ]
     for peer in record["peers"]:
         lines.append(

@@ -1,0 +1,30 @@
+"""The README's figures are those of the records, and its commands and files exist."""
+
+import re
+from pathlib import Path
+
+from cpu3d.__main__ import COMMANDS
+from cpu3d.bench.tables import tables
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_line_of_the_generated_tables_stands_in_the_readme():
+    lines = README.splitlines()
+    assert [line for line in tables(ROOT / "records") if line not in lines] == []
+
+
+def test_every_subcommand_that_the_readme_names_exists():
+    named = set(re.findall(r"\./run\.sh ([a-z]+)", README))
+    assert named - set(COMMANDS) <= {"setup", "test", "estimate", "help"}
+    assert {"prepare", "train", "evaluate", "predict", "report", "bench"} <= named
+
+
+def test_every_file_of_the_tree_exists_and_every_module_is_in_it():
+    tree = README.split("## Where things are")[1].split("```")[1]
+    named = set(re.findall(r"[a-z0-9_]+\.(?:py|md|sh)", tree))
+    there = {path.name for path in ROOT.rglob("*.*") if not any(part.startswith(".venv") for part in path.parts)}
+    assert named <= there
+    modules = {p.name for folder in ("models", "cpu3d", "cpu3d/data") for p in (ROOT / folder).glob("*.py")}
+    assert modules - named - {"__init__.py"} == set()
