@@ -16,7 +16,7 @@ Train a 3D U-Net on whole volumes.
   ./run.sh setup [--latest]     make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke]       phantom volumes, training, scores, report; --smoke is a small form
-  ./run.sh estimate ...         memory and time of a training run: python -m memory_estimator ...
+  ./run.sh estimate ...         what a training step holds in memory: python -m memory_estimator ...
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
@@ -104,7 +104,7 @@ choose() {
 }
 
 cost_of_latest() {
-  say "Engine: TensorFlow 2.21. A training step takes about 1.4x as long as with TensorFlow 2.15 + ITEX (3.0 s against 2.1 s at 128^3, bfloat16)."
+  say "Engine: TensorFlow 2.21. A training step takes about 1.3x as long as with TensorFlow 2.15 + ITEX (128^3, bfloat16)."
   if [ "$engine" = latest ]; then
     say "For the faster engine: ./run.sh setup"
   elif [ "$platform" = linux-x86_64 ] && [ "$cpu" = avx2 ]; then

@@ -33,29 +33,15 @@ OVERVIEW = {
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    name = argv[0] if argv and argv[0] in COMMANDS else None
-    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes.")
-    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
-    for command, help_line in OVERVIEW.items():
-        module = importlib.import_module(COMMANDS[command]) if command == name else None
-        sub = subparsers.add_parser(
-            command,
-            help=help_line,
-            description=module.__doc__ if module else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if module:
-            module.add_arguments(sub)
-    args = parser.parse_args(argv)
     try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
         return importlib.import_module(COMMANDS[args.command]).run(args)
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        print(f"interrupted: {error or 'the same command continues where it can'}", file=sys.stderr)
+        print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
@@ -64,6 +50,27 @@ def main(argv: Optional[List[str]] = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+# --- Private helpers ---
+
+
+def _parse(argv: List[str]) -> argparse.Namespace:
+    """Parse the command line; only the module of the subcommand that is asked for is imported."""
+    asked = argv[0] if argv else None
+    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes.")
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for command, help_line in OVERVIEW.items():
+        module = importlib.import_module(COMMANDS[command]) if command == asked else None
+        sub = subparsers.add_parser(
+            command,
+            help=help_line,
+            description=module.__doc__ if module else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module:
+            module.add_arguments(sub)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Write a file so that a reader sees either the old one or the whole new one, whatever happens in between."""
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import IO, Any, Iterator, Union
+
+from cpu3d.errors import InputError
 
 
 @contextlib.contextmanager
@@ -40,12 +43,39 @@ def write_json(path: Union[str, Path], content: Any) -> None:
         file.write("\n")
 
 
+def writable_folder(path: Union[str, Path], what: str) -> Path:
+    """Make the folder `path` where there is none and return it. Raises InputError unless a file can be made in it.
+
+    For the start of long work, whose result would have no place at its end.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        reason = "a file" if path.is_file() else error.strerror
+        raise InputError(
+            f"{what} {path} must be a folder to write to, got {reason}; choose another or mend its permissions"
+        ) from None
+
+
 # --- Private helpers ---
 
 
 def _umask() -> int:
     """The process's umask: mkstemp makes 0600 files, and a store is meant to be shared."""
-    mask = os.umask(0)
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8", errors="replace") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return _umask_by_setting()
+
+
+@functools.cache
+def _umask_by_setting() -> int:
+    """Once and to the strictest mask, because other threads may make files in this instant."""
+    mask = os.umask(0o077)
     os.umask(mask)
     return mask
 

@@ -1,5 +1,6 @@
 """A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle."""
 
+import io
 import json
 import zipfile
 from pathlib import Path
@@ -20,7 +21,8 @@ def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, 
 
     Returns the size in bytes. Raises OSError when the disk is full, with the old file untouched.
     """
-    text = np.frombuffer(json.dumps({"schema": SCHEMA, **state}, allow_nan=False).encode(), np.uint8)
+    content = {"schema": SCHEMA, "names": sorted(arrays), **state}
+    text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
     with atomic_write(path) as file:
         np.savez(file, **{_STATE: text}, **arrays)
     return Path(path).stat().st_size
@@ -35,11 +37,15 @@ def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
-            arrays = {name: content[name] for name in content.files}
+        with zipfile.ZipFile(path) as content:
+            # Each member is read to its end before it is parsed: only then is its CRC compared.
+            members = {name[: -len(".npy")]: io.BytesIO(content.read(name)) for name in content.namelist()}
+        arrays = {name: np.lib.format.read_array(file, allow_pickle=False) for name, file in members.items()}
         state = json.loads(arrays.pop(_STATE).tobytes())
-        schema = state.pop("schema")
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
+        schema, names = state.pop("schema"), state.pop("names")
+        if sorted(arrays) != names:
+            raise ValueError(f"{len(arrays)} arrays where {len(names)} were written")
+    except Exception as error:  # a damaged zip surfaces as whatever its reader trips over
         raise InputError(
             f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it to start over"
         ) from None

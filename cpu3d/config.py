@@ -48,7 +48,7 @@ class RunConfig:
     """The network; its channels, outputs and dtype follow from the store and the host."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     batch: int = 1
-    """Volumes a step."""
+    """Volumes a step. An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     epochs: int = 100
     """Passes over the training cases."""
     optimizer: str = "adam"
@@ -99,7 +99,7 @@ def load_config(run: Path) -> RunConfig:
         raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
     try:
         return config_from_json(content)
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
 
 

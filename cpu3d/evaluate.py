@@ -20,20 +20,18 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import writable_folder, write_json
 from cpu3d.config import load_config
 from cpu3d.data.nifti import write_label
 from cpu3d.data.store import SPLITS, CaseRecord, Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.host.apply import apply, import_tensorflow
-from cpu3d.host.thread_plan import thread_plan
-from cpu3d.host.topology import read_host
+from cpu3d.host.apply import set_up
 from cpu3d.labels import code_meanings, label_from_regions
 from cpu3d.progress import bar
 from cpu3d.scores import TOLERANCE_MM, CaseScores, score_case
@@ -66,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     if not (np.isfinite(args.tolerance) and args.tolerance >= 0):
         raise InputError(f"--tolerance must be a number of mm from 0 on, got {args.tolerance}; 1 is usual for BraTS")
     run_dir = args.run.resolve()
-    store = open_store(args.store or load_config(run_dir).store)
+    store = open_store(args.store) if args.store else _own_store(run_dir)
     check_same_split(run_dir, store)
+    writable_folder(scores_path(run_dir, args.split).parent, "evaluation")
     predictor = trained_predictor(run_dir, args.weights)
     messages = Console(stderr=True)
     if args.split != UNTOUCHED:
@@ -84,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def trained_predictor(run_dir: Path, weights: str = "best") -> Any:
     """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
-    if "tensorflow" not in sys.modules:
-        apply(thread_plan(read_host()))
-        import_tensorflow()
+    set_up()
     from cpu3d.inference import load_predictor  # imports TensorFlow, so not before
 
     return load_predictor(run_dir, weights)
@@ -112,37 +109,38 @@ def evaluate_split(
     records = _cases_to_score(predictor, store, split)
     cases: List[Dict[str, Any]] = []
     scored: List[CaseScores] = []
-    with _replaced_folder(scores_path(run_dir, split).parent / "predictions") as folder, \
-            bar(f"evaluate {split}", total=len(records)) as advance:  # fmt: skip
-        for record in records:
-            begin = time.monotonic()
-            prediction = predicted_label(predictor, store.image(record.case_id), record)
-            predicted = time.monotonic()
-            truth = np.asarray(store.label(record.case_id))
-            scores = score_case(record.case_id, truth, prediction, predictor.regions, record.spacing_mm, tolerance_mm)
-            write_label(folder / f"{record.case_id}.nii.gz", prediction, record.geometry)
-            scored.append(scores)
-            cases.append(_case_content(scores, predicted - begin, time.monotonic() - predicted))
-            advance()
-    content = {
-        "schema": SCHEMA,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "run": str(run_dir),
-        "weights": weights,
-        "store": str(store.folder),
-        "name": store.manifest.name,
-        "split": split,
-        "untouched": split == UNTOUCHED,
-        "split_hash": store.manifest.split_hash,
-        "tolerance_mm": tolerance_mm,
-        "regions": {name: list(codes) for name, codes in predictor.regions.items()},
-        "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
-        "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
-        "summary": summarise(scored),
-        "worst": [{"case_id": s.case_id, "mean_dice": s.mean_dice} for s in ranked(scored)[:WORST]],
-        "cases": cases,
-    }
-    write_json(scores_path(run_dir, split), content)
+    with _replaced(scores_path(run_dir, split).parent) as folder:
+        (folder / "predictions").mkdir()
+        with bar(f"evaluate {split}", total=len(records)) as advance:
+            for record in records:
+                begin = time.monotonic()
+                label = predicted_label(predictor, store.image(record.case_id), record)
+                predicted = time.monotonic()
+                truth = np.asarray(store.label(record.case_id))
+                scores = score_case(record.case_id, truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
+                write_label(folder / "predictions" / f"{record.case_id}.nii.gz", label, record.geometry)
+                scored.append(scores)
+                cases.append(_case_content(scores, predicted - begin, time.monotonic() - predicted))
+                advance()
+        content = {
+            "schema": SCHEMA,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "run": str(run_dir),
+            "weights": weights,
+            "store": str(store.folder),
+            "name": store.manifest.name,
+            "split": split,
+            "untouched": split == UNTOUCHED,
+            "split_hash": store.manifest.split_hash,
+            "tolerance_mm": tolerance_mm,
+            "regions": {name: list(codes) for name, codes in predictor.regions.items()},
+            "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
+            "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
+            "summary": summarise(scored),
+            "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+            "cases": cases,
+        }
+        write_json(folder / "scores.json", content)
     return content
 
 
@@ -203,9 +201,9 @@ def summarise(scored: Sequence[CaseScores]) -> Dict[str, Dict[str, Any]]:
     return summary
 
 
-def ranked(scored: Sequence[CaseScores]) -> List[CaseScores]:
-    """From the worst to the best by mean Dice over the regions; ties by case id."""
-    return sorted(scored, key=lambda scores: (scores.mean_dice, scores.case_id))
+def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
+    """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by case id."""
+    return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
 def print_scores(scores: Dict[str, Any], console: Console) -> None:
@@ -232,6 +230,15 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
 
 
 # --- Private helpers ---
+
+
+def _own_store(run_dir: Path) -> Store:
+    """The store that the run names."""
+    folder = load_config(run_dir).store
+    try:
+        return open_store(folder)
+    except InputError as error:
+        raise InputError(*error.problems, "--store must name the store's folder if it is no longer there") from None
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
@@ -285,18 +292,34 @@ def _statistics(values: Sequence[float]) -> Dict[str, float]:
 
 
 @contextlib.contextmanager
-def _replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; on success it takes its place, on any error it goes again."""
-    new, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
-    for stray in (new, old):
-        shutil.rmtree(stray, ignore_errors=True)
+def _replaced(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder; on success its scores.json and predictions replace those in `folder`, else those stay.
+
+    The scores leave first and arrive last: where they lie, the predictions beside them are theirs, at any moment. What
+    a killed process left in between is brought back by the next call.
+    """
+    new, old = folder / ".new", folder / ".old"
+    shutil.rmtree(new, ignore_errors=True)
+    _bring_back(old, folder)
     new.mkdir(parents=True)
     try:
         yield new
-    except BaseException:
+        old.mkdir()
+        for name in ("scores.json", "predictions"):
+            if (folder / name).exists():
+                (folder / name).rename(old / name)
+        for name in ("predictions", "scores.json"):
+            (new / name).rename(folder / name)
+    finally:
+        _bring_back(old, folder)
         shutil.rmtree(new, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
+
+
+def _bring_back(old: Path, folder: Path) -> None:
+    """Undo an exchange that was cut off, told by the missing scores; then `old` goes."""
+    if not (folder / "scores.json").exists():
+        for name in ("predictions", "scores.json"):
+            if (old / name).exists():
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (old / name).rename(folder / name)
     shutil.rmtree(old, ignore_errors=True)

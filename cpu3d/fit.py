@@ -5,7 +5,7 @@ import signal
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -51,6 +51,7 @@ class Fit:
         self._best = self.folder / "checkpoints" / "best.npz"
         if self._last.is_file():
             self._restore()
+        forget_after(self.folder, self.step)
 
     def plan(self) -> List[str]:
         """What is about to happen, a line each."""
@@ -74,15 +75,15 @@ class Fit:
             lines.append("no validation cases in this split: the last weights count as the best")
         return lines
 
-    def log_start(self, host: Host, engine: str, threads: Mapping[str, str]) -> None:
+    def log_start(self, host: Host, engine: str, threads: Dict[str, str]) -> None:
         """Log where and with what this attempt runs."""
         self._log(
             "start",
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            host={"cpu": host.cpu_model, "cores": host.cores, "memory_bytes": host.memory_bytes, "isa": list(host.isa)},
+            host=host.summary(),
             versions=versions(),
             engine=engine,
-            threads=dict(threads),
+            threads=threads,
             store=str(self.store.folder),
             split_hash=self.config.split_hash,
             grid=list(self.config.grid),
@@ -98,15 +99,15 @@ class Fit:
         bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
         with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
             self._watchers = (bar.show, board.show)
-            while not (stop or self._is_over()):
+            while not (stop or self.is_over):
                 self._train_step(batches)
                 validated = self._validation_is_due()
                 if validated:
                     self._validate()
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-                if validated or late or stop or self._is_over():
+                if validated or late or stop or self.is_over:
                     self._save()
-            reason = "interrupted" if stop else "finished" if self.step >= self.steps else "early stop"
+            reason = "finished" if self.step >= self.steps else "interrupted" if stop else "early stop"
             self._log(
                 "end",
                 reason=reason,
@@ -145,8 +146,7 @@ class Fit:
         names = self._case_ids(self.step)
         if not np.isfinite(loss):
             raise InputError(
-                f"loss must be finite, got {loss} at step {self.step + 1} on {', '.join(names)}; "
-                f"lower --learning-rate; {self._last.name} holds the weights of step {self._saved_step()}"
+                f"loss must be finite, got {loss} at step {self.step + 1} on {', '.join(names)}; {self._way_back()}"
             )
         epoch = self.step // self.steps_per_epoch
         self.step += 1
@@ -162,7 +162,9 @@ class Fit:
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """Whether the last epoch is done or patience has run out: nothing is left to train."""
         return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
 
     def _validation_is_due(self) -> bool:
@@ -205,9 +207,13 @@ class Fit:
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
         self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
+        arrays = self.learner.arrays()
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
+            raise InputError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
         if not self.val_cases:
             self._save_best()
-        size = save_checkpoint(self._last, self.learner.arrays(), self._state())
+        size = save_checkpoint(self._last, arrays, self._state())
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _save_best(self) -> None:
@@ -228,10 +234,13 @@ class Fit:
         self.learner.restore(arrays)
         self.step, self.best = state["step"], state["best"]
         self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
-        forget_after(self.folder, self.step)
 
-    def _saved_step(self) -> int:
-        return load_checkpoint(self._last)[1]["step"] if self._last.is_file() else 0
+    def _way_back(self) -> str:
+        """What to do when training has diverged."""
+        if not self._last.is_file():
+            return "lower --learning-rate and train into another folder"
+        step = load_checkpoint(self._last)[1]["step"]
+        return f"{self._last} still holds step {step}; train into another folder with a lower --learning-rate"
 
     # --- Data and log ---
 

@@ -1,6 +1,6 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this."""
 
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -45,16 +45,23 @@ class Learner:
         variables = self._variables()
         if set(arrays) != set(variables):
             odd = sorted(set(arrays) ^ set(variables))
-            raise InputError(f"checkpoint must hold this network's {len(variables)} variables, got others at {odd[:3]}")
+            raise InputError(
+                f"checkpoint must hold this run's {len(variables)} variables, got others at {', '.join(odd[:3])}; "
+                "it belongs to another run"
+            )
         for name, variable in variables.items():
             if arrays[name].shape != tuple(variable.shape):
-                raise InputError(f"checkpoint {name} must have shape {tuple(variable.shape)}, got {arrays[name].shape}")
+                raise InputError(
+                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {arrays[name].shape}; "
+                    "it belongs to another run"
+                )
             variable.assign(arrays[name])
 
     def weights(self) -> Dict[str, np.ndarray]:
         """The network's weights alone, averaged where the run averages: what prediction needs."""
         averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
-        return {f"model/{index:03d}": averaged.get(id(v), v).numpy() for index, v in enumerate(self.model.weights)}
+        names = weight_names(self.model.weights)
+        return {name: averaged.get(id(v), v).numpy() for name, v in zip(names, self.model.weights)}
 
     def swap_average(self) -> None:
         """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""
@@ -84,8 +91,17 @@ class Learner:
         return loss, dice
 
     def _infer(self, image):
-        logits = self.model(image, training=False)
-        return logits[0] if isinstance(logits, (list, tuple)) else logits
+        return finest(self.model(image, training=False))
+
+
+def finest(logits) -> tf.Tensor:
+    """The full-resolution logits of a network's answer, which is a list under deep supervision."""
+    return logits[0] if isinstance(logits, (list, tuple)) else logits
+
+
+def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
+    """What a checkpoint calls a network's weights, in Keras' order."""
+    return [f"model/{index:03d}" for index in range(len(weights))]
 
 
 def parameter_count(model: tf.keras.Model) -> int:

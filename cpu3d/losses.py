@@ -59,9 +59,9 @@ def deep_supervision_loss(target, logits: Sequence[tf.Tensor]) -> Tuple[tf.Tenso
 
 
 def hard_dice_counts(target, logits) -> tf.Tensor:
-    """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted where its logit is positive."""
+    """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a probability of 0.5 on."""
     truth = tf.cast(target, tf.bool)
-    predicted = logits > 0
+    predicted = logits >= 0
     counts = [
         # Counted per X slab in float32 (exact below 2**24 voxels), then summed in float64.
         tf.reduce_sum(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), (2, 3)), tf.float64), 1)

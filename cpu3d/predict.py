@@ -4,7 +4,8 @@
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
 
 An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
-done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read.
+done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read. A run that
+was trained on some of its store's channels takes images of those alone, too, such as one 3D FLAIR file.
 
 Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the run.
 """
@@ -15,17 +16,17 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import nibabel
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles, case_files
-from cpu3d.data.nifti import write_label, write_volume
+from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.errors import InputError
 from cpu3d.evaluate import check_finite, trained_predictor
 from cpu3d.labels import THRESHOLD, code_meanings, label_from_regions, region_mask
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
     parser.add_argument(
         "--image", type=Path, required=True, nargs="+", metavar="PATH",
-        help="case folders, 4D files, or one file per channel in the run's order",
+        help="case folders, 4D files, or one file per channel in the store's or the run's order",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictions")
     parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
@@ -56,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     missing = [f"--image {path} must exist, found none; check the path" for path in args.image if not path.exists()]
     if missing:
         raise InputError(*missing)
+    writable_folder(args.out, "--out")
     predictor = trained_predictor(args.run, args.weights)
-    cases, problems = find_cases(args.image, predictor.channels)
+    cases, problems = find_cases(args.image, predictor.channels, predictor.inputs)
     check_out(args.out, args.image, cases)
     console = Console()
     for code, meaning in code_meanings(predictor.regions, predictor.labels).items():
@@ -97,8 +99,9 @@ def predict_case(
 ) -> Dict[str, Any]:
     """Segment one case into `out`; returns the content of its sidecar.
 
-    `predictor` is what `load_predictor` gives. A label among `files` is not read. Files that are there are replaced
-    only when their sidecar says that they were written here.
+    `predictor` is what `load_predictor` gives. The image has the channels of its store or just its own inputs; which,
+    is told by their number. A label among `files` is not read. Files that are there are replaced only when their
+    sidecar says that they were written here.
 
     Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
     overwritten that was not written here.
@@ -109,12 +112,10 @@ def predict_case(
     label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
     _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
     out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
-    case = load_case(
-        files, channels=tuple(predictor.channels), labels=None,
-        dataset_folder=Path(files.images[0]).parent,
-    )  # fmt: skip
+    channels = _channels_of(files, predictor.channels, predictor.inputs)
+    case = load_case(files, channels=channels, labels=None, dataset_folder=Path(files.images[0]).parent)
     geometry = case.record.geometry
-    answers = predictor.probabilities(case.image, case.record)
+    answers = predictor.probabilities(case.image, case.record, channels)
     check_finite(answers, files.case_id)
     label = label_from_regions(answers, predictor.regions)
     voxel_ml = float(np.prod(case.record.spacing_mm)) / 1000.0
@@ -148,31 +149,34 @@ def predict_case(
     return content
 
 
-def find_cases(paths: Sequence[Path], channels: Sequence[str]) -> Tuple[List[CaseFiles], List[str]]:
+def find_cases(
+    paths: Sequence[Path], channels: Sequence[str], inputs: Sequence[str]
+) -> Tuple[List[CaseFiles], List[str]]:
     """The cases that `paths` name, and what is wrong with those that cannot be one.
 
-    A folder is a case, a 4D file is a case, 3D files together are one case with a file per channel; with a single
-    channel every 3D file is a case.
+    A folder is a case, a 4D file is a case, 3D files together are one case with a file per channel. That is a file for
+    each of `channels`, the store's, or else for each of `inputs`, the run's own. With a single input, 3D files that
+    make no such case are a case each.
     """
-    groups, three_d = [], []
+    alone, together, cases, problems = [], [], [], []
     for path in paths:
-        alone = path.is_dir() or len(channels) == 1 or _axes(path) == 4
-        (groups if alone else three_d).append([path] if alone else path)
-    cases, problems = [], []
-    for group in groups + ([three_d] if three_d else []):
         try:
-            cases.append(case_files(group, tuple(channels)))
+            (alone if path.is_dir() or _channel_count(path) > 1 else together).append(path)
         except InputError as error:
             problems.extend(error.problems)
+    damaged = bool(problems)
+    for group in [[path] for path in alone] + _groups(together, channels, inputs):
+        try:
+            cases.append(_case(group, channels, inputs))
+        except InputError as error:
+            if len(group) == 1 or not damaged:  # a damaged file is the reason why the others make no case
+                problems.extend(error.problems)
     return cases, problems
 
 
 def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> None:
     """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
-    problems = []
-    if out.exists() and not out.is_dir():
-        problems.append(f"--out {out} must be a folder, found a file; choose another name")
-    problems += [
+    problems = [
         f"--out {out} must not be a folder that is predicted on, got {path}; choose another folder"
         for path in inputs
         if path.is_dir() and path.resolve() == out.resolve()
@@ -191,12 +195,46 @@ def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> 
 # --- Private helpers ---
 
 
-def _axes(path: Path) -> Optional[int]:
-    """How many axes the header tells; None where there is no telling. `load_case` says what is wrong with that file."""
+def _groups(three_d: List[Path], channels: Sequence[str], inputs: Sequence[str]) -> List[List[Path]]:
+    """Which of the 3D files belong together: all, unless a single one is enough and all of them make no case."""
+    if len(inputs) == 1:
+        try:
+            _case(three_d, channels, inputs)
+        except InputError:
+            return [[path] for path in three_d]
+    return [three_d] if three_d else []
+
+
+def _case(paths: List[Path], channels: Sequence[str], inputs: Sequence[str]) -> CaseFiles:
+    """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
+    if len(paths) == 1 and paths[0].is_file():
+        return case_files(paths, _fitting(_channel_count(paths[0]), channels, inputs))
     try:
-        return len(nibabel.load(path).shape)
+        return case_files(paths, channels)
+    except InputError:
+        return case_files(paths, inputs)
+
+
+def _channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
+    """The channels of a case that `_case` found."""
+    count = len(files.images) if len(files.images) > 1 else _channel_count(files.images[0])
+    return _fitting(count, channels, inputs)
+
+
+def _fitting(count: int, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
+    """The run's own channels for as many as those, else the store's."""
+    return tuple(inputs if count == len(inputs) != len(channels) else channels)
+
+
+def _channel_count(path: Path) -> int:
+    """Channels that the header of a file tells. Raises InputError, saying what is wrong, where it tells nothing."""
+    try:
+        shape = nibabel.load(path).shape
     except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
-        return None
+        shape = ()
+    if len(shape) not in (3, 4):
+        shape = read_volume(path)[0].shape
+    return shape[3] if len(shape) == 4 else 1
 
 
 def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:

@@ -1,10 +1,31 @@
 """One progress bar for everything that takes long: what, how far, how long so far, how long still."""
 
 import contextlib
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Tuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+def columns(*more: ProgressColumn) -> Tuple[ProgressColumn, ...]:
+    """What every bar shows, with `more` between the count and the times."""
+    return (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *more,
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
 
 
 @contextlib.contextmanager
@@ -16,14 +37,6 @@ def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
         with bar("prepare", total=3) as advance:
             advance()
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns(), console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total)
         yield lambda steps=1: progress.advance(task, steps)

@@ -18,10 +18,10 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d import pictures
-from cpu3d.atomic import atomic_write
+from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.errors import InputError
-from cpu3d.evaluate import scores_path, warning
+from cpu3d.evaluate import ranked, scores_path, warning
 from cpu3d.labels import region_mask
 from cpu3d.pictures import PALETTE, Line
 from cpu3d.run_files import RunFiles, gather
@@ -45,16 +45,16 @@ def run(args: argparse.Namespace) -> int:
 def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     """Write the page of the run in `run_dir` to `out`, by default run/report.html, atomically; returns its path.
 
-    Raises InputError when `run_dir` holds no readable config.json, and for a scores.json that is damaged or of another
-    version. Everything else that is missing is said on the page.
+    Raises InputError when `run_dir` holds no readable config.json, for a scores.json that is damaged or of another
+    version, and when the page cannot be written there. Everything else that is missing is said on the page.
     """
     run_dir = Path(run_dir).resolve()
     out = Path(out) if out else run_dir / "report.html"
     if out.is_dir():
         raise InputError(f"--out {out} must be a file, found a folder; add a name such as report.html")
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out} must lie in a folder that exists, found no {out.parent}; make it first")
-    page = render(gather(run_dir))
+    files = gather(run_dir)
+    writable_folder(out.parent, "folder of --out")
+    page = render(files)
     with atomic_write(out, "w") as file:
         file.write(page)
     return out
@@ -78,7 +78,7 @@ def render(files: RunFiles) -> str:
         missing=_missing(files),
         warning=warning(scores["split"]) if scores and not scores["untouched"] else "",
         scores=scores,
-        ranked=sorted(scores["cases"], key=lambda case: (case["mean_dice"], case["case_id"])) if scores else [],
+        ranked=ranked(scores["cases"]) if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
         cases=_overlays(files) if scores else [],
         curves=_curves(events),
@@ -299,18 +299,18 @@ def _overlays(files: RunFiles) -> List[Tuple[str, bytes]]:
     """(caption, PNG) of the best, median and worst case by mean Dice; of fewer where there are fewer."""
     if files.store is None:
         return []
-    ranked = sorted(files.scores["cases"], key=lambda case: (-case["mean_dice"], case["case_id"]))
+    cases = ranked(files.scores["cases"])[::-1]
     chosen: Dict[str, List[str]] = {}
-    for name, position in (("best", 0), ("median", len(ranked) // 2), ("worst", len(ranked) - 1)):
-        chosen.setdefault(ranked[position]["case_id"], []).append(name)
+    for name, position in (("best", 0), ("median", len(cases) // 2), ("worst", len(cases) - 1)):
+        chosen.setdefault(cases[position]["case_id"], []).append(name)
     region, codes = next(iter(files.scores["regions"].items()))
     pages = []
-    for case in ranked:
+    for case in cases:
         names = chosen.get(case["case_id"])
         png = names and _overlay(files, case["case_id"], codes)
         if png:
             each = ", ".join(f"{name} {values['dice']:.3f}" for name, values in case["regions"].items())
-            kind = " and ".join(names) if len(ranked) > 1 else "the only"
+            kind = " and ".join(names) if len(cases) > 1 else "the only"
             pages.append((f"{kind} case {case['case_id']}: Dice {each}. Shown: {region}", png))
     return pages
 

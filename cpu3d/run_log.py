@@ -1,5 +1,6 @@
 """A run's log.jsonl: one event a line, appended as it happens."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, Dict, List
@@ -8,7 +9,7 @@ from cpu3d.atomic import atomic_write
 
 
 def append_event(run: Path, event: Dict[str, Any]) -> None:
-    """Add one line. A crash in between can tear the last line, which `read_events` skips."""
+    """Add one line. A crash in between can tear the last line, which `read_events` skips and the next run drops."""
     with (Path(run) / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
@@ -20,15 +21,16 @@ def read_events(run: Path) -> List[Dict[str, Any]]:
         return []
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             events.append(json.loads(line))
-        except ValueError:
-            continue
     return events
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Drop what a killed run logged past its last checkpoint: those steps are about to be done again."""
-    kept = [event for event in read_events(run) if event["step"] <= step]
+    """Drop what a killed run logged past its last checkpoint, for those steps are about to be done again.
+
+    Steps and validations after `step` go, torn lines and, before the first checkpoint, everything.
+    """
+    kept = [event for event in read_events(run) if step and event.get("step", 0) <= step]
     with atomic_write(Path(run) / "log.jsonl", "w") as file:
         file.writelines(json.dumps(event) + "\n" for event in kept)

@@ -9,18 +9,20 @@ The same command again continues a run that was cut off; a longer --epochs exten
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from rich.console import Console
 
+from cpu3d.atomic import writable_folder
 from cpu3d.config import RunConfig, differences, load_config, save_config
 from cpu3d.data.extent import grid_size
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import Store, check_names, open_store
 from cpu3d.errors import InputError
-from cpu3d.host.apply import apply, describe, engine_name, import_tensorflow
-from cpu3d.host.thread_plan import thread_plan
+from cpu3d.host.apply import describe, engine_name, in_force, set_up
 from cpu3d.host.topology import Host, read_host
+from cpu3d.lock import locked
 from cpu3d.recipes import RECIPES
+from cpu3d.run_log import read_events
 from cpu3d.training_options import add_training_options, chosen_settings, with_settings
 
 
@@ -43,21 +45,25 @@ def train(
     Leaves config.json, log.jsonl, checkpoints/{last,best}.npz and tensorboard/ in the run folder. SIGINT and SIGTERM
     finish the step, save, and raise KeyboardInterrupt. Raises InputError for bad settings before anything is written.
     """
-    store, host = open_store(store_folder), read_host()
-    config = resolve(store, run_folder, host, settings or {}, recipe)
-    threads = thread_plan(host)
-    apply(threads, config.engine)
-    engine = engine_name(import_tensorflow(config.engine))
+    store = open_store(store_folder)
+    config = resolve(store, run_folder, read_host(), settings or {}, recipe)
+    host, threads, tf = set_up(config.engine)
+    engine = engine_name(tf)
 
     from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
 
-    (run_folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    save_config(config, run_folder)
-    fit = Fit(store, run_folder, config)
-    for line in (*describe(host, threads, engine), *fit.plan()):
-        _console.print(line, highlight=False, soft_wrap=True)
-    fit.log_start(host, engine, threads.environment)
-    fit.run()
+    writable_folder(run_folder, "run")
+    with locked(run_folder, "run"):
+        (run_folder / "checkpoints").mkdir(exist_ok=True)
+        save_config(config, run_folder)
+        fit = Fit(store, run_folder, config)
+        for line in (*describe(host, threads, engine), *fit.plan(), *_engine_change(run_folder, engine)):
+            _console.print(line, highlight=False, soft_wrap=True)
+        if fit.is_over:
+            _console.print(f"nothing to do after step {fit.step}; a larger --epochs goes on", soft_wrap=True)
+        else:
+            fit.log_start(host, engine, in_force(threads))
+            fit.run()
     return config
 
 
@@ -71,10 +77,9 @@ def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any]
     try:
         config = with_settings(start, settings)
         config = _for_store(config, store)
-        if saved is None or "dtype" in settings:
-            dtype = settings.get("dtype", "auto")
-            dtype = ("bfloat16" if host.fast_bfloat16 else "float32") if dtype == "auto" else dtype
-            config = dataclasses.replace(config, unet=dataclasses.replace(config.unet, dtype=dtype))
+        dtype = settings.get("dtype") or (saved.unet.dtype if saved else "auto")
+        unet = dataclasses.replace(config.unet, dtype=host.best_dtype if dtype == "auto" else dtype)
+        config = dataclasses.replace(config, unet=unet)
     except ValueError as error:
         raise InputError(str(error)) from None
     if saved is not None:
@@ -89,6 +94,14 @@ def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any]
 _console = Console(stderr=True)
 
 
+def _engine_change(run_folder: Path, engine: str) -> List[str]:
+    """A line of warning where the run was on another engine before."""
+    before = [event["engine"] for event in read_events(run_folder) if event.get("event") == "start"]
+    if not before or before[-1] == engine:
+        return []
+    return [f"note: this run was on {before[-1]} before, so it goes on alike but not to the bit"]
+
+
 def _for_store(config: RunConfig, store: Store) -> RunConfig:
     """Fill in what follows from the store: names, grid, the network's channels and outputs."""
     manifest = store.manifest
@@ -96,10 +109,8 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
         raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
     channels = config.channels or manifest.channels
     regions = config.regions or tuple(manifest.regions)
-    for what, wanted, there in (("channels", channels, manifest.channels), ("regions", regions, manifest.regions)):
-        unknown = [name for name in wanted if name not in there]
-        if unknown:
-            raise InputError(f"{what} must be among {', '.join(there)}, got {', '.join(unknown)}; choose from those")
+    check_names("channels", channels, manifest.channels)
+    check_names("regions", regions, tuple(manifest.regions))
     cases = len(manifest.split["train"])
     if config.batch > cases:
         raise InputError(f"batch must be at most the {cases} training cases, got {config.batch}; lower it")

@@ -34,7 +34,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     network("--deep-supervision", action="store_true", help="a loss at every decoder level")
     network("--dtype", choices=("auto", *DTYPES), help="compute dtype (default: bfloat16 where the CPU has it)")
     training = _group(parser, "training")
-    training("--epochs", type=int, metavar="N", help="passes over the training cases (default: 100)")
+    training(
+        "--epochs", type=int, metavar="N", help="passes over the training cases (default: 100); the decay spans them"
+    )
     training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
     training("--optimizer", choices=OPTIMIZERS, help="default: adam")
     training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.002)")

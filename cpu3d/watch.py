@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
+
+from cpu3d.progress import columns
 
 GIB = 2**30
 
@@ -16,13 +18,7 @@ class TrainingBar:
         self._console = Console(stderr=True)
         self._steps_per_epoch, self._batch = steps_per_epoch, batch
         self._progress = Progress(
-            TextColumn("train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *columns(TextColumn("{task.fields[state]}")),
             console=self._console,
             disable=not self._console.is_terminal,
         )

@@ -1,1 +1,1 @@
-"""How much memory and time a training run takes, before anything is allocated. No TensorFlow."""
+"""What a training step holds in memory, before anything is allocated. No TensorFlow."""

@@ -13,7 +13,8 @@ import sys
 from typing import List, Optional
 
 from memory_estimator.components import OPTIMIZER_SLOTS, bill
-from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+from memory_estimator.options import add_network_options, network_from
+from models.config import DTYPES
 
 GIB = 2**30
 
@@ -24,16 +25,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         if args.batch < 1:
             raise ValueError(f"batch must be at least 1, got {args.batch}; give a positive number")
-        config = UNetConfig(
-            channels=args.channels,
-            outputs=args.classes,
-            filters=args.filters,
-            depth=args.depth,
-            network=args.network,
-            norm=args.norm,
-            up=args.up,
-            dtype=args.dtype,
-        )
+        config = network_from(args, args.dtype)
         lines = bill(config, tuple(args.shape), batch=args.batch, optimizer=args.optimizer)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,14 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", type=int, nargs=3, required=True, metavar=("X", "Y", "Z"), help="voxels")
-    parser.add_argument("--channels", type=int, default=4, metavar="C", help="default: 4")
-    parser.add_argument("--classes", type=int, default=3, metavar="K", help="output regions (default: 3)")
-    parser.add_argument("--filters", type=int, default=16, metavar="F", help="default: 16")
-    parser.add_argument("--depth", type=int, default=5, metavar="L", help="default: 5")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
-    parser.add_argument("--network", choices=NETWORKS, default="unet3d")
-    parser.add_argument("--norm", choices=NORMS, default="instance")
-    parser.add_argument("--up", choices=UPS, default="transposed")
+    add_network_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZER_SLOTS), default="adam")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

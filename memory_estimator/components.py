@@ -50,7 +50,9 @@ def activation_bytes(plan: Sequence[LayerOp], batch: int) -> List[Component]:
 
     Excludes what lives only during one op: its scratch, the gradients on their way down, the loss.
     """
-    read = {name for op in plan if op.kind in READS_INPUT for name in op.inputs}
+    # Without a norm, "norm_act" is a bare ReLU, whose gradient reads its output alone.
+    bare = {op.name for op in plan if op.kind == "norm_act" and not op.trainable}
+    read = {name for op in plan if op.kind in READS_INPUT and op.name not in bare for name in op.inputs}
     levels: Dict[int, int] = {}
     for op in plan:
         kept = op.kind != "input" and (op.name in read or op.kind in READS_OUTPUT)

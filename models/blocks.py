@@ -11,7 +11,8 @@ layers = tf.keras.layers
 
 PRIOR_LOGIT = -2.944
 """First bias of the head: a sigmoid of 0.05 (Lin et al. 2017). Tumour is a few per cent of a brain; from 0.5 the first
-hundred steps do little but learn that: WT/TC/ET after 40 steps on one real glioma 0.87/0.37/0.13, so 0.96/0.95/0.76."""
+hundred steps do little but learn that. Dice WT/TC/ET of one real glioma after 40 steps: 0.88/0.84/0.71 from 0.5, so
+0.96/0.93/0.75."""
 
 
 def policy(config: UNetConfig) -> str:

@@ -1,5 +1,6 @@
 """What all tests share. The host's plan is applied before any test module imports TensorFlow."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,15 +13,15 @@ from cpu3d.host.topology import read_host
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))
 
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-
 
 @pytest.fixture(scope="session")
 def real_cases() -> Path:
-    """The folder of real cases beside the checkout; the test is skipped where there is none."""
-    if not REAL_DATA.is_dir():
-        pytest.skip(f"needs the real cases in {REAL_DATA}")
-    return REAL_DATA
+    """The folder of real cases: CPU3D_REAL_DATA, else one beside the checkout. Without it the test is skipped."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("CPU3D_REAL_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"needs real cases, found none in {folder}: name their folder in CPU3D_REAL_DATA")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -48,15 +48,16 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         row["speedup"] = baseline["step_s"] / row["step_s"] if baseline["step_s"] and row["step_s"] else None
     result = {"shape": list(args.shape), "baseline": f"stock-no-onednn {args.dtypes[0]}", "rows": rows}
-    if args.record:
-        append_record(args.record, "engines", result)
-    if args.picture:
-        with atomic_write(args.picture) as file:
-            file.write(picture(rows))
     if args.json:
         print(json.dumps(result))
     else:
         Console().print(_table(result))
+    if args.record:
+        append_record(args.record, "engines", result)
+    if args.picture and any(row["step_s"] for row in rows):
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(args.picture) as file:
+            file.write(picture(rows))
     return 0
 
 

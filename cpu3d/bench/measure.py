@@ -13,10 +13,8 @@ from typing import Any, Dict, Optional
 import numpy as np
 
 from cpu3d.config import RunConfig
-from cpu3d.host.apply import apply, engine_name, import_tensorflow
+from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.thread_plan import thread_plan
-from cpu3d.host.topology import read_host
 from cpu3d.versions import versions
 from models.config import UNetConfig
 from models.layer_plan import training_flops
@@ -38,10 +36,7 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     The peak of the matrix product is the best of all products before and after the steps: a share of it is then never
     flattered by a slow moment of the host.
     """
-    host = read_host()
-    threads = thread_plan(host)
-    apply(threads, request["engine"])
-    tf = import_tensorflow(request["engine"])
+    host, threads, tf = set_up(request["engine"])
     from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 
     unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
@@ -71,7 +66,6 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     return {
         **request,
-        "engine": request["engine"],
         "engine_name": engine_name(tf),
         "step_s": step_s,
         "step_s_min": min(timed),
@@ -85,8 +79,8 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
         "allocator_peak_bytes": allocator_peak,
         "process_peak_bytes": process_peak,
         "parameters": parameter_count(learner.model),
-        "threads": dict(threads.environment),
-        "host": {"cpu": host.cpu_model, "cores": host.cores, "memory_bytes": host.memory_bytes, "isa": list(host.isa)},
+        "threads": in_force(threads),
+        "host": host.summary(),
         "versions": versions(),
     }
 

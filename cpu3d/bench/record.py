@@ -11,7 +11,8 @@ SCHEMA = 1
 
 
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
-    """Add a line to `path`, which may be new."""
+    """Add a line to `path`; file and folder may be new."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"schema": SCHEMA, "kind": kind, "date": date.today().isoformat(), **content}) + "\n"
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(line)

@@ -24,7 +24,8 @@ from cpu3d.config import OPTIMIZERS
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.topology import read_host
-from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+from memory_estimator.options import add_network_options, network_from
+from models.config import DTYPES
 from models.layer_plan import layer_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,16 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """What is measured: shared by all kinds of bench."""
     parser.add_argument("--shape", type=int, nargs=3, default=(128, 128, 128), metavar=("X", "Y", "Z"))
-    parser.add_argument("--channels", type=int, default=4, metavar="C", help="image channels (default: 4)")
-    parser.add_argument("--classes", type=int, default=3, metavar="K", help="output regions (default: 3)")
-    parser.add_argument("--filters", type=int, default=16, metavar="F", help="default: 16")
-    parser.add_argument("--depth", type=int, default=5, metavar="L", help="default: 5")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
-    parser.add_argument("--network", choices=NETWORKS, default="unet3d")
-    parser.add_argument("--norm", choices=NORMS, default="instance")
-    parser.add_argument("--up", choices=UPS, default="transposed")
-    parser.add_argument("--residual", action="store_true")
-    parser.add_argument("--deep-supervision", action="store_true")
+    add_network_options(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
 
@@ -72,35 +65,24 @@ def run(args: argparse.Namespace) -> int:
     result = _middle(ours)
     result["rounds"] = [one["step_s"] for one in ours]
     result["peers"] = [_against(command, results, ours) for command, results in zip(args.peer, peers)]
-    if args.record:
-        append_record(args.record, "step", result)
     if args.json:
         print(json.dumps(result))
     else:
         Console().print(_table(result))
+    if args.record:
+        append_record(args.record, "step", result)
     return 0
 
 
 def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[str, Any]:
     """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
     if dtype == "auto":
-        dtype = "bfloat16" if read_host().fast_bfloat16 else "float32"
+        dtype = read_host().best_dtype
     for name in ("batch", "steps"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
     try:
-        unet = UNetConfig(
-            channels=args.channels,
-            outputs=args.classes,
-            filters=args.filters,
-            depth=args.depth,
-            network=args.network,
-            norm=args.norm,
-            up=args.up,
-            residual=args.residual,
-            deep_supervision=args.deep_supervision,
-            dtype=dtype,
-        )
+        unet = network_from(args, dtype)
         layer_plan(unet, tuple(args.shape))
     except ValueError as error:
         raise InputError(str(error)) from None

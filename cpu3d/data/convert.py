@@ -41,6 +41,8 @@ def convert(job: Job) -> Outcome:
         return error.problems
     except MemoryError:
         return (f"case {case_id} must fit into memory, got too little; run again with fewer --workers",)
+    except Exception as error:  # whatever is odd about one case, the others are still told
+        return (f"case {case_id} must be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
     _write_array(image_path(job.store, case_id), case.image, case.record.image_sha256)
     if case.label is not None:
         _write_array(label_path(job.store, case_id), case.label, case.record.label_sha256)

@@ -88,8 +88,8 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
 
     Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`; others must be
-    given in it. A segmentation among them is left out, so `label` is None. Raises InputError when a file does not exist
-    and when a channel is missing or double.
+    given in it. A segmentation among them is left out, so `label` is None; so are files of known modalities that are
+    not among `channels`. Raises InputError when a file does not exist and when a channel is missing or double.
     """
     paths = [Path(path) for path in paths]
     missing = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
@@ -101,12 +101,12 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     folders = [f"image {path} must be a file when several are given, got a folder" for path in paths if path.is_dir()]
     if folders:
         raise InputError(*folders)
-    case_id = _stem(paths[0])
-    if len(paths) > 1:
+    case_id, where = _stem(paths[0]), paths[0].parent
+    if len(paths) > 1 or len(channels) == 1:
         paths = [path for path in paths if _modality(path) != "seg"]
         if all(_modality(path) for path in paths) and all(_modality_of_channel(name) for name in channels):
-            case_id = _SUFFIX.sub("", paths[0].name)
-            paths = _in_channel_order(paths, channels, paths[0].parent)
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or case_id
+            paths = _in_channel_order(paths, channels, where)
         elif len(paths) != len(channels):
             raise InputError(
                 f"--image must name one 4D file or one file for each of {', '.join(channels)}, got {len(paths)} files"
@@ -149,6 +149,7 @@ def _read_brats(folder: Path) -> Dataset:
     if len(layouts) > 1:
         raise InputError(f"data set {folder} must have one layout, got {' and '.join(layouts)}; prepare them apart")
     layout = layouts[0]
+    _refuse_other_codes(folder, [_case_id(case) for case, _ in found])
     _refuse_doubles(folder, [_case_id(case) for case, _ in found])
     cases, problems = [], []
     for case, _ in found:
@@ -158,6 +159,17 @@ def _read_brats(folder: Path) -> Dataset:
             cases.append(files)
     labels = _BRATS_LABELS[layout]
     return _dataset(folder, folder.resolve().name, layout, CANONICAL_CHANNELS, labels, cases, problems)
+
+
+def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
+    """BraTS-PED has the layout of BraTS 2023, but codes of its own: read as a glioma's they would train nonsense."""
+    rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
+    other = [case_id for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
+    if other:
+        raise InputError(
+            *(f"case {case_id} of {folder} {rule}" for case_id in other),
+            "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out",
+        )
 
 
 def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:

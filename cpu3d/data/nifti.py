@@ -159,7 +159,10 @@ def _layout(path: Path, header: nibabel.Nifti1Header):
 
 
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
-    affine = np.asarray(header.get_best_affine(), np.float64)
+    try:
+        affine = np.asarray(header.get_best_affine(), np.float64)
+    except Exception as error:  # as above: an impossible quaternion is a bare ValueError
+        raise InputError(f"{path} must have a valid qform, got {error}; mend its header") from None
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
         raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; mend its header")

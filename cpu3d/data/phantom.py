@@ -17,10 +17,11 @@ from typing import Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.store import Geometry
 from cpu3d.errors import InputError
+from cpu3d.lock import locked
 from cpu3d.progress import bar
 from cpu3d.workers import KILLED, run_jobs, worker_count
 
@@ -63,25 +64,16 @@ def write_phantom(
     """Write `cases` phantom cases below `out` and return that folder.
 
     Case n depends on (seed, n, shape) alone, so more cases can be added later and workers do not matter. dataset.json
-    comes last. Raises InputError for a shape or count that is too small and for a folder that holds anything else.
+    comes last. Raises InputError for a shape or count that is too small, a shape that is too large for the memory, and
+    a folder that holds anything else or that another process writes.
     """
-    out = Path(out)
     workers = worker_count(workers)
     _check(cases, shape, seed)
-    _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape)})
-    jobs = [(out, index, shape, seed) for index in range(cases)]
-    try:
-        results = run_jobs(_write_case, jobs, workers)
-        with contextlib.closing(results), bar("phantom", total=cases) as advance:
-            for (_, index, *_), result in results:
-                if result is KILLED:
-                    raise MemoryError(
-                        f"case {_case_id(index)} was killed, most likely out of memory; free some, run again"
-                    )
-                advance()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
-    write_json(out / "dataset.json", _dataset_json(cases))
+    out = writable_folder(out, "phantom folder")
+    with locked(out, "phantom folder"):
+        _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape)})
+        _write_cases([(out, index, shape, seed) for index in range(cases)], workers)
+        write_json(out / "dataset.json", _dataset_json(cases))
     print(f"{cases} phantom cases of {'x'.join(map(str, shape))}x{len(CHANNELS)} in {out}")
     return out
 
@@ -294,6 +286,9 @@ def _signal(name: str, head: _Head, tissue: Dict[str, np.ndarray], tumour: Dict[
 
 # --- Private helpers: files ---
 
+_Job = Tuple[Path, int, Tuple[int, int, int], int]
+"""Folder, number of the case, shape, seed."""
+
 
 def _check(cases: int, shape: Sequence[int], seed: int) -> None:
     problems = []
@@ -308,7 +303,7 @@ def _check(cases: int, shape: Sequence[int], seed: int) -> None:
 
 
 def _claim(out: Path, identity: dict) -> None:
-    """Make the folder, or take up an earlier one of the same phantom; phantom.json says which it is."""
+    """Take an empty folder, or take up an earlier one of the same phantom; phantom.json says which it is."""
     path = out / "phantom.json"
     rule = f"phantom folder {out} must be empty, or the same phantom to be continued"
     if path.is_file():
@@ -318,20 +313,36 @@ def _claim(out: Path, identity: dict) -> None:
             found = None
         if found != identity:
             raise InputError(f"{rule} ({identity}), got {found}; choose another folder")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif any(out.iterdir()):
         raise InputError(f"{rule}, got other content; choose another folder")
+    for name in ("imagesTr", "labelsTr"):
+        (out / name).mkdir(exist_ok=True)
+        for partial in (out / name).glob(".*.partial"):
+            partial.unlink(missing_ok=True)
+    if not path.is_file():
+        write_json(path, identity)
+
+
+def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
+    """Write all cases, in `workers` processes."""
+    out, _, shape, _ = jobs[0]
     try:
-        for name in ("imagesTr", "labelsTr"):
-            (out / name).mkdir(parents=True, exist_ok=True)
-            for partial in (out / name).glob(".*.partial"):
-                partial.unlink(missing_ok=True)
-        if not path.is_file():
-            write_json(path, identity)
-    except PermissionError as error:
-        raise InputError(f"phantom folder {out} must be writable, got {error.strerror}; choose another") from None
+        results = run_jobs(_write_case, jobs, workers)
+        with contextlib.closing(results), bar("phantom", total=len(jobs)) as advance:
+            for _, result in results:
+                if result is KILLED:
+                    raise MemoryError
+                advance()
+    except MemoryError:
+        told = "x".join(map(str, shape))
+        raise InputError(
+            f"--shape must fit into memory, got {told}; choose a smaller one or run again with fewer --workers"
+        ) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
 
 
-def _write_case(job: Tuple[Path, int, Tuple[int, int, int], int]) -> None:
+def _write_case(job: _Job) -> None:
     """Write a case's two files unless both are there; each appears whole or not at all."""
     out, index, shape, seed = job
     image_path, label_path = (out / folder / f"{_case_id(index)}.nii.gz" for folder in ("imagesTr", "labelsTr"))

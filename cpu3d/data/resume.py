@@ -1,13 +1,12 @@
 """A store as `prepare` finds it: empty, cut short, finished or another's; what is done, what must stay untouched."""
 
 import contextlib
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import file_sha256, source_name
 from cpu3d.data.layouts import CaseFiles, Dataset
 from cpu3d.data.store import (
@@ -21,6 +20,7 @@ from cpu3d.data.store import (
     record_path,
 )
 from cpu3d.errors import InputError
+from cpu3d.lock import locked
 
 
 @contextlib.contextmanager
@@ -31,19 +31,12 @@ def claimed(store_dir: Path, dataset: Dataset) -> Iterator[None]:
     """
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
-    try:
-        store_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(store_dir, os.O_RDONLY)
-    except OSError as error:
-        reason = error.strerror
-        raise InputError(f"store {store_dir} must be a folder to write to, got {reason}; choose another") from None
-    try:
-        _lock(handle, store_dir)
+    if not (store_dir / "manifest.json").exists():  # a finished store may lie where nobody writes any more
+        writable_folder(store_dir, "store")
+    with locked(store_dir, "store"):
         _refuse_other_owner(store_dir, _identity(dataset))
         sweep(store_dir)
         yield
-    finally:
-        os.close(handle)
 
 
 def old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -118,16 +111,6 @@ def sweep(store_dir: Path) -> None:
 # --- Private helpers ---
 
 
-def _lock(handle: int, store_dir: Path) -> None:
-    """Hold the folder until the handle is closed, by whatever end the process takes."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"store {store_dir} must be written by one `prepare` at a time; wait for the other") from None
-    except OSError:
-        pass  # a network file system without locks
-
-
 def _identity(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
     """What makes two data sets the same as far as a store is concerned, as JSON content."""
     return {
@@ -161,12 +144,9 @@ def _refuse_other_owner(store_dir: Path, identity: Dict[str, Any]) -> None:
     ]
     if problems:
         raise InputError(*problems, "choose another --store; nothing was touched")
-    try:
-        (store_dir / "cases").mkdir(exist_ok=True)
-        if not path.is_file():
-            write_json(path, identity)
-    except PermissionError as error:
-        raise InputError(f"store {store_dir} must be writable, got {error.strerror}; mend its permissions") from None
+    (store_dir / "cases").mkdir(exist_ok=True)
+    if not path.is_file():
+        write_json(path, identity)
 
 
 def _is_whole(path: Path, size_bytes: int, sha256: str, verify: bool) -> bool:

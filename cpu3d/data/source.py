@@ -19,7 +19,7 @@ from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, flip, resample, sample
 from cpu3d.data.extent import case_region, grid_size
 from cpu3d.data.region import Region, Shape3, crop
 from cpu3d.data.sampling import sample_at
-from cpu3d.data.store import CaseRecord, Store, open_store
+from cpu3d.data.store import CaseRecord, Store, check_names, open_store
 from cpu3d.errors import InputError
 
 __all__ = ["case_region", "grid_size", "normalise", "open_store", "stored_volumes", "volume_dataset"]
@@ -64,7 +64,7 @@ def volume_dataset(
     names = _pick("regions", regions, tuple(store.manifest.regions))
     table = _region_table(store, [tuple(store.manifest.regions)[i] for i in names])
     place = [case_region(record, size, extent) for record in records]
-    everything = len(picked) == len(store.manifest.channels)
+    everything = picked == tuple(range(len(store.manifest.channels)))
 
     def draw(position):
         sample = sample_at(int(position), cases=len(records), seed=seed, shuffle=shuffle)
@@ -143,6 +143,7 @@ def _labelled(store: Store, split: str) -> Tuple[CaseRecord, ...]:
     bare = [record.case_id for record in records if not record.has_label]
     if bare:
         raise InputError(*(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare))
+    store.check(records)
     return records
 
 
@@ -150,11 +151,7 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
     """Indices of the wanted names; all of them for None."""
     if wanted is None:
         return tuple(range(len(there)))
-    unknown = [name for name in wanted if name not in there]
-    if unknown or not wanted:
-        raise InputError(
-            f"{what} must be among {', '.join(there)}, got {', '.join(wanted) or 'none'}; choose from those"
-        )
+    check_names(what, wanted, there)
     return tuple(there.index(name) for name in wanted)
 
 

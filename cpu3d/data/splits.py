@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import defaultdict
-from typing import Dict, List, Mapping, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.data.store import SPLITS
 from cpu3d.errors import InputError
@@ -24,7 +24,6 @@ def split_cases(
         raise InputError(
             f"--split must be three shares, none negative, one positive, got {fractions}; try --split 8 1 1"
         )
-    fractions = tuple(fraction / total for fraction in fractions)
     cases_of = defaultdict(list)
     for case_id, patient in patients.items():
         cases_of[patient].append(case_id)
@@ -36,7 +35,7 @@ def split_cases(
             f" {len(order)}; add cases, or put them all into training with --split 1 0 0"
         )
     split, start = {}, 0
-    for name, count in zip(SPLITS, _shares(len(order), fractions)):
+    for name, count in zip(SPLITS, _shares(len(order), [share / total for share in fractions])):
         chosen = order[start : start + count]
         split[name] = tuple(sorted(case_id for patient in chosen for case_id in cases_of[patient]))
         start += count
@@ -46,7 +45,7 @@ def split_cases(
 # --- Private helpers ---
 
 
-def _shares(total: int, fractions: Tuple[float, ...]) -> List[int]:
+def _shares(total: int, fractions: Sequence[float]) -> List[int]:
     """`total` in whole parts near `fractions`: one to each that is above 0, then always to the one furthest behind."""
     shares = [int(fraction > 0) for fraction in fractions]
     while sum(shares) < total:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Tuple, Union
+from typing import Dict, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -109,9 +109,10 @@ class Manifest:
 
     @property
     def split_hash(self) -> str:
-        """Twelve hex digits that change whenever a case moves between, into or out of the splits."""
-        text = json.dumps({name: sorted(self.split[name]) for name in SPLITS}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Twelve hex digits that change whenever a case moves between, into or out of the splits, or is another."""
+        content = {case.case_id: (case.image_sha256, case.label_sha256) for case in self.cases}
+        split = {name: [(case_id, content.get(case_id)) for case_id in sorted(self.split[name])] for name in SPLITS}
+        return hashlib.sha256(json.dumps(split).encode()).hexdigest()[:12]
 
 
 class Store:
@@ -137,6 +138,18 @@ class Store:
         """
         record = self.case(case_id)
         return _map(image_path(self.folder, case_id), record.image_bytes)
+
+    def check(self, records: Sequence[CaseRecord]) -> None:
+        """Map every array of `records` once, reading only headers. Raises InputError naming all that are damaged."""
+        problems = []
+        for record in records:
+            for read in (self.image, *([self.label] if record.has_label else [])):
+                try:
+                    read(record.case_id)
+                except InputError as error:
+                    problems.extend(error.problems)
+        if problems:
+            raise InputError(*problems)
 
     def label(self, case_id: str) -> np.ndarray:
         """The label `(X, Y, Z)` uint8 as a read-only map. Raises InputError for a case without one."""
@@ -170,6 +183,12 @@ def open_store(folder: Union[str, Path]) -> Store:
         return Store(folder, manifest_from_json(content))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+
+
+def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
+    """Raise InputError unless `wanted` names some of `there`, each once."""
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
+        raise InputError(f"{what} must be among {', '.join(there)}, each once, got {', '.join(wanted) or 'none'}")
 
 
 def image_path(folder: Path, case_id: str) -> Path:
@@ -224,4 +243,7 @@ def _map(path: Path, size_bytes: int) -> np.ndarray:
         raise InputError(
             f"store file {path} must be {size_bytes} bytes long, got {found}; delete it and run `prepare` again"
         )
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise InputError(f"store file {path} must be a .npy array, got {error}; run `prepare --verify`") from None

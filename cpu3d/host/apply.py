@@ -15,11 +15,11 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from cpu3d.errors import InputError
-from cpu3d.host.thread_plan import ThreadPlan
-from cpu3d.host.topology import Host
+from cpu3d.host.thread_plan import ThreadPlan, thread_plan
+from cpu3d.host.topology import Host, read_host
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
 
@@ -68,6 +68,23 @@ def import_tensorflow(engine: str = "auto") -> Any:
         tf.config.threading.set_intra_op_parallelism_threads(_threads("TF_NUM_INTRAOP_THREADS"))
         tf.config.threading.set_inter_op_parallelism_threads(_threads("TF_NUM_INTEROP_THREADS"))
     return tf
+
+
+def set_up(engine: str = "auto") -> Tuple[Host, ThreadPlan, Any]:
+    """Plan for this host, apply the plan, import TensorFlow: what every command that computes begins with.
+
+    Where the process has imported TensorFlow before, the plan is only returned; the engine is still checked.
+    """
+    host = read_host()
+    plan = thread_plan(host)
+    if "tensorflow" not in sys.modules:
+        apply(plan, engine)
+    return host, plan, import_tensorflow(engine)
+
+
+def in_force(plan: ThreadPlan) -> Dict[str, str]:
+    """The plan's variables as they are in this process: a user's own setting has won over the plan's."""
+    return {name: os.environ[name] for name in plan.environment if name in os.environ}
 
 
 def engine_name(tf: Any) -> str:

@@ -9,7 +9,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, FrozenSet, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple, Union
 
 ISA_FLAGS = (
     "avx",
@@ -64,6 +64,20 @@ class Host:
         if self.cgroup_limit_bytes is None:
             return self.available_bytes
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
+
+    @property
+    def best_dtype(self) -> str:
+        """The compute dtype that training is fastest in here: "bfloat16" or "float32"."""
+        return "bfloat16" if self.fast_bfloat16 else "float32"
+
+    def summary(self) -> Dict[str, Any]:
+        """What a log or a record says of the host, as JSON content."""
+        return {
+            "cpu": self.cpu_model,
+            "cores": self.usable_cores,
+            "memory_bytes": self.memory_bytes,
+            "isa": list(self.isa),
+        }
 
     @property
     def fast_bfloat16(self) -> bool:

@@ -30,19 +30,21 @@ LPS_2MM = Geometry(
 
 @dataclass
 class FakePredictor:
-    """Reads the label off the first channel, which `write_case` made `10 + label` inside the head."""
+    """Reads the label off FLAIR, which `write_case` made `10 + label` inside the head."""
 
     store: Path
     regions: Dict[str, Tuple[int, ...]]
     labels: Dict[int, str]
     channels: Tuple[str, ...] = CHANNELS
+    inputs: Tuple[str, ...] = CHANNELS
     shift: int = 0
     """Voxels along X by which every answer is off."""
     sure: float = 0.9
 
-    def probabilities(self, image, record):
-        assert tuple(image.shape[:3]) == tuple(record.shape)
-        label = np.maximum(np.asarray(image[..., 0], np.int16) - 10, 0)
+    def probabilities(self, image, record, channels=None):
+        channels = self.channels if channels is None else channels
+        assert tuple(image.shape) == (*record.shape, len(channels))
+        label = np.maximum(np.asarray(image[..., channels.index("FLAIR")], np.int16) - 10, 0)
         answers = np.stack([np.isin(label, codes) for codes in self.regions.values()], axis=-1)
         return np.roll(answers, self.shift, axis=0).astype(np.float32) * self.sure
 

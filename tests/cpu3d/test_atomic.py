@@ -3,10 +3,14 @@ import os
 import resource
 import signal
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from cpu3d.atomic import atomic_write, write_json
+from cpu3d import atomic
+from cpu3d.atomic import atomic_write, writable_folder, write_json
+from cpu3d.errors import InputError
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
@@ -58,6 +62,47 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
     assert (tmp_path / "a").read_text(encoding="utf-8") == "é"
+
+
+def test_the_umask_is_read_and_never_changed_while_other_threads_may_make_files(tmp_path, monkeypatch):
+    if "\nUmask:" not in Path("/proc/self/status").read_text():
+        pytest.skip("this kernel does not tell the umask")
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+    write_json(tmp_path / "a.json", {})
+
+
+def test_where_the_kernel_does_not_tell_the_umask_it_is_asked_once(monkeypatch):
+    atomic._umask_by_setting.cache_clear()
+    asked, real = [], os.umask
+    monkeypatch.setattr(os, "umask", lambda mask: asked.append(mask) or real(mask))
+    before = real(0o027)
+    try:
+        assert (atomic._umask_by_setting(), atomic._umask_by_setting()) == (0o027, 0o027)
+    finally:
+        real(before)
+        atomic._umask_by_setting.cache_clear()
+    assert asked == [0o077, 0o027]
+
+
+def test_a_folder_to_write_to_is_made_and_left_empty(tmp_path):
+    assert writable_folder(tmp_path / "a/b", "--out") == tmp_path / "a/b"
+    assert os.listdir(writable_folder(tmp_path / "a/b", "--out")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(InputError, match=f"--out {file} must be a folder to write to, got a file; choose another"):
+        writable_folder(file, "--out")
+    with pytest.raises(InputError, match="got Not a directory; choose another or mend its permissions"):
+        writable_folder(file / "below", "--out")
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    with pytest.raises(InputError, match="got Permission denied"):
+        writable_folder(tmp_path, "--out")
 
 
 def test_json_is_written_whole_and_never_with_nan(tmp_path):

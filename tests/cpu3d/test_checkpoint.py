@@ -59,3 +59,20 @@ def test_another_version_is_refused(tmp_path):
 def test_a_missing_one_is_refused(tmp_path):
     with pytest.raises(InputError, match="must exist, found none"):
         load_checkpoint(tmp_path / "best.npz")
+
+
+def test_no_flipped_bit_loads_as_something_else(tmp_path):
+    """Header, data, directory: whichever byte is hit, the file is refused or comes back as it was."""
+    path = tmp_path / "last.npz"
+    save_checkpoint(path, {"model/000": np.arange(24, dtype="f4").reshape(2, 3, 4)}, {"step": 3})
+    good = path.read_bytes()
+    for position in range(len(good)):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << position % 8]) + good[position + 1 :])
+        try:
+            arrays, state = load_checkpoint(path)
+        except InputError:
+            continue
+        assert state == {"step": 3}
+        assert set(arrays) == {"model/000"}
+        np.testing.assert_array_equal(arrays["model/000"].ravel(), np.arange(24))
+        assert arrays["model/000"].shape == (2, 3, 4)

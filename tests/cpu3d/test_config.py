@@ -45,6 +45,10 @@ def test_differences_give_both_values_and_pass_what_may_change():
         ("{", "must be JSON with a schema"),
         ('{"schema": 9}', "must have schema 1, got 9"),
         ('{"schema": 1, "nonsense": 2}', "must be complete"),
+        (
+            json.dumps({"schema": 1, **dataclasses.asdict(CONFIG), "unet": {"depth": 99}}),
+            "depth must be between 2 and 8",
+        ),
     ],
 )
 def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):

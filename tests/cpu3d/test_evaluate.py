@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +104,45 @@ def test_an_evaluation_cut_off_leaves_the_earlier_one_whole(tiny_store, tiny_run
     assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
 
 
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("killed", [False, True], ids=["Ctrl-C", "killed"])
+def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
+    tiny_store, tiny_run, fake_predictor, monkeypatch, position, killed
+):
+    def content():
+        return {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
+
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    before = content()
+    fake_predictor.shift = 1
+    done, rename, bring_back = [], Path.rename, evaluate._bring_back
+
+    def cut_off(path, target):
+        if path.parent.name == ".new" or target.parent.name == ".old":
+            done.append(path)
+        if len(done) > position:
+            if killed:  # nothing is put in order any more
+                monkeypatch.setattr(evaluate, "_bring_back", lambda *_: None)
+            monkeypatch.setattr(Path, "rename", rename)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    if killed:
+        assert position == 0 or not scores_path(tiny_run).exists()
+        monkeypatch.setattr(evaluate, "_bring_back", bring_back)
+        fake_predictor.sure = np.nan  # the next attempt fails early
+        with pytest.raises(InputError):
+            evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+        fake_predictor.sure = 0.9
+    assert content() == before
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
+    assert content()["e.nii.gz"] != before["e.nii.gz"]
+
+
 def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):
     fake_predictor.sure = np.nan
     with pytest.raises(InputError, match="case e must be finite"):
@@ -159,7 +199,7 @@ def test_a_folder_that_is_no_run_is_refused(tiny_store, tmp_path):
 
 def test_the_store_can_have_moved(tiny_store, tiny_run, trained, tmp_path):
     moved = tiny_store.folder.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match="must hold a finished manifest"):
+    with pytest.raises(InputError, match=r"must hold a finished manifest(.|\n)*--store must name"):
         evaluate.run(arguments("--run", str(tiny_run)))
     assert evaluate.run(arguments("--run", str(tiny_run), "--store", str(moved))) == 0
 
@@ -191,6 +231,13 @@ def test_the_command_warns_loudly_of_seen_cases(tiny_run, trained, capsys):
 def test_json_on_stdout_is_json_and_nothing_else(tiny_run, trained, capsys):
     assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "val")) == 0
     assert json.loads(capsys.readouterr().out)["split"] == "val"
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tiny_run, trained):
+    (tiny_run / "evaluation").write_text("in the way")
+    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert trained == []
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])

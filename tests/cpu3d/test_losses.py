@@ -77,9 +77,9 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
     np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
 
 
-def test_hard_counts_are_voxels_above_zero():
+def test_hard_counts_are_voxels_of_at_least_one_half():
     counts = hard_dice_counts(volume([1, 1, 0, 0]), volume([3, -1, 0.5, 0]))
-    np.testing.assert_array_equal(counts, [[[1, 2, 2]]])
+    np.testing.assert_array_equal(counts, [[[1, 3, 2]]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -14,8 +13,6 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.errors import InputError
 from cpu3d.predict import find_cases, predict_case
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
-
-REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 @pytest.fixture
@@ -101,11 +98,77 @@ def test_one_file_per_channel_is_one_case_and_4d_files_are_cases_of_their_own(tm
     both = read_volume(one)[0]
     for channel in (0, 1):
         write_volume(tmp_path / f"x{channel}.nii.gz", both[::-1, ::-1, :, channel], LPS_2MM)
-    cases, problems = find_cases([one, tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz", two], CHANNELS)
+    cases, problems = find_cases([one, tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz", two], CHANNELS, CHANNELS)
     assert not problems
     assert [len(files.images) for files in cases] == [1, 1, 2]
-    cases, _ = find_cases([tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz"], CHANNELS[:1])
+    cases, _ = find_cases([tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz"], CHANNELS[:1], CHANNELS[:1])
     assert [files.case_id for files in cases] == ["x0", "x1"]
+
+
+@pytest.fixture
+def flair_only(predictor):
+    predictor.inputs = ("FLAIR",)
+    return predictor
+
+
+def split_channels(image, *names):
+    """The channels of a 4D file as files of their own."""
+    volume = read_volume(image)[0][::-1, ::-1]  # from L P S
+    paths = [image.parent / name for name in names]
+    for channel, path in enumerate(paths):
+        write_volume(path, volume[..., channel], LPS_2MM)
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["4D of the store", "3D", "4D of one", "folder", "folder of FLAIR", "3D of the store"])
+def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(flair_only, call, tmp_path, kind):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    label = read_volume(files.label)[0]
+    (tmp_path / "in/case").mkdir()
+    flair, t1gd = split_channels(files.images[0], "case/case_flair.nii.gz", "case/case_t1ce.nii.gz")
+    thick = tmp_path / "in/thick.nii.gz"
+    write_volume(thick, read_volume(flair)[0][::-1, ::-1, :, None], LPS_2MM)
+    images = {
+        "4D of the store": [files.images[0]],
+        "3D": [flair],
+        "4D of one": [thick],
+        "3D of the store": [flair, t1gd],
+    }
+    if kind == "folder of FLAIR":
+        t1gd.unlink()
+    name = {"4D of the store": "a", "4D of one": "thick"}.get(kind, "case")
+    assert call("--image", *images.get(kind, [flair.parent]), "--out", tmp_path / "out") == 0
+    np.testing.assert_array_equal(read_volume(tmp_path / f"out/{name}.nii.gz")[0], label)
+    sources = json.loads((tmp_path / f"out/{name}.json").read_text())["sources"]
+    assert len(sources) == (2 if kind in ("folder", "3D of the store") else 1)
+
+
+def test_several_flair_images_are_cases_of_their_own_and_another_modality_is_refused(tmp_path):
+    one, two = (write_case(tmp_path / name, name, seed=1).images[0] for name in ("one", "two"))
+    first, t1 = split_channels(one, "one_flair.nii.gz", "one_t1.nii.gz")
+    second, _ = split_channels(two, "two_flair.nii.gz", "two_t1.nii.gz")
+    stores = ("FLAIR", "T1w", "T1gd", "T2w")
+    cases, problems = find_cases([first, second], stores, ("FLAIR",))
+    assert [(files.case_id, files.images) for files in cases] == [("one", (first,)), ("two", (second,))]
+    assert not problems
+    assert find_cases([t1], stores, ("FLAIR",))[1][0].startswith("channel FLAIR of")
+    assert find_cases([first, t1], stores, ("FLAIR", "T1w"))[0][0].images == (first, t1)
+    plain = split_channels(one, "x0.nii.gz", "x1.nii.gz")
+    (problem,) = find_cases([first, *plain], stores, ("FLAIR", "T1gd"))[1]
+    assert "one file for each of FLAIR, T1gd, got 3 files" in problem
+
+
+def test_damaged_headers_are_told_file_by_file_and_the_good_are_found(tmp_path):
+    images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in ("a", "b", "c")]
+    plain = split_channels(images[2], "x0.nii.gz", "x1.nii.gz")
+    for image in images[:2]:
+        image.write_bytes(b"no image at all")
+    cases, problems = find_cases([*images, *plain], CHANNELS, CHANNELS)
+    assert [files.case_id for files in cases] == ["c", "x0"]
+    assert [problem.split()[0] for problem in problems] == [str(images[0]), str(images[1])]
+    stores = ("one", "two", "three")
+    _, problems = find_cases([images[0], *plain], stores, stores)  # a third file is there, so "got 2" would mislead
+    assert [problem.split()[0] for problem in problems] == [str(images[0])]
 
 
 def test_a_bad_case_costs_nothing_else_and_is_reported_at_the_end(tmp_path, call, capsys):
@@ -126,6 +189,13 @@ def test_images_that_are_not_there_are_all_listed_before_any_work(tmp_path, call
         call("--image", image, tmp_path / "no.nii.gz", tmp_path / "nor this", "--out", tmp_path / "out")
     assert len(caught.value.problems) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tmp_path, call, monkeypatch):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    monkeypatch.setattr(predict, "trained_predictor", lambda *_: pytest.fail("the network was loaded"))
+    with pytest.raises(InputError, match=r"--out .* must be a folder to write to, got Not a directory"):
+        call("--image", image, "--out", image / "below")
 
 
 def test_a_source_image_is_never_overwritten(tmp_path, call):
@@ -174,7 +244,7 @@ def test_two_cases_of_one_name_are_refused_and_both_are_named(tmp_path, call):
 
 def test_the_out_folder_must_be_a_folder_and_none_that_is_predicted_on(tmp_path, call):
     image = write_case(tmp_path / "in", "a", seed=1).images[0]
-    with pytest.raises(InputError, match="must be a folder, found a file"):
+    with pytest.raises(InputError, match="must be a folder to write to, got a file"):
         call("--image", image, "--out", image)
     case = tmp_path / "case"
     for name, channel in (("case_flair", 0), ("case_t1ce", 1)):
@@ -196,9 +266,7 @@ def test_a_diverged_network_is_told_and_writes_nothing(predictor, tmp_path):
     ["brats-met-00110-000/BraTS-MET-00110-000", "brats-gli-real/BraTS-GLI-99001-000"],
     ids=["int16 RAS", "float64 LPS"],
 )
-def test_a_real_case_comes_back_on_its_own_grid(name, tmp_path):
-    if not (REAL / name).is_dir():
-        pytest.skip(f"no real case at {REAL / name}")
+def test_a_real_case_comes_back_on_its_own_grid(name, real_cases, tmp_path):
     channels = ("FLAIR", "T1w", "T1gd", "T2w")
 
     class Bright:
@@ -206,12 +274,12 @@ def test_a_real_case_comes_back_on_its_own_grid(name, tmp_path):
 
         regions, labels = {"WT": (1, 2, 3)}, LABELS
 
-        def probabilities(self, image, record):
+        def probabilities(self, image, record, channels):
             flair = image[..., 0].astype(np.float32)
             return (flair > record.channel_mean[0] + 2 * record.channel_std[0])[..., None].astype(np.float32)
 
-    Bright.channels = channels
-    files = case_files([REAL / name], channels)
+    Bright.channels = Bright.inputs = channels
+    files = case_files([real_cases / name], channels)
     predict_case(Bright(), files, tmp_path / "out")
     source, answer = nibabel.load(files.images[0]), nibabel.load(tmp_path / "out" / f"{files.case_id}.nii.gz")
     assert answer.shape == source.shape

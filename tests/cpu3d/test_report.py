@@ -172,6 +172,27 @@ def test_damaged_scores_are_refused(tiny_run, evaluated, content):
         write_report(tiny_run)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("split",),
+        ("label_codes",),
+        ("summary", "TC"),
+        ("summary", "WT", "empty", "both"),
+        ("cases", 1, "regions", "ET", "dice"),
+    ],
+)
+def test_scores_that_lack_something_are_refused_by_name(tiny_run, evaluated, path):
+    content = json.loads((tiny_run / "evaluation/scores.json").read_text())
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    del part[path[-1]]
+    (tiny_run / "evaluation/scores.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"scores\.json must be complete, got none of .*{path[-1]}; run `evaluate`"):
+        write_report(tiny_run)
+
+
 def test_scores_of_another_version_are_refused_and_the_old_page_stays(tiny_run, evaluated):
     path = write_report(tiny_run)
     before = path.read_bytes()
@@ -190,5 +211,9 @@ def test_the_page_can_be_written_elsewhere_but_not_onto_a_folder(tiny_run, tmp_p
     assert str(page) in capsys.readouterr().out
     with pytest.raises(InputError, match="must be a file, found a folder"):
         write_report(tiny_run, tmp_path)
-    with pytest.raises(InputError, match="must lie in a folder that exists"):
-        write_report(tiny_run, tmp_path / "no" / "page.html")
+    assert write_report(tiny_run, tmp_path / "new" / "page.html").is_file()
+    with pytest.raises(InputError, match=r"folder of --out .* must be a folder to write to, got a file"):
+        write_report(tiny_run, page / "page.html")
+    with pytest.raises(InputError, match="must hold a config"):
+        write_report(tmp_path / "no run")
+    assert not (tmp_path / "no run").exists()

@@ -15,7 +15,6 @@ from cpu3d.schedule import learning_rate
         (8, "polynomial", 0.5**0.9),
         (8, "constant", 1.0),
         (11, "polynomial", (1 / 8) ** 0.9),  # the last step still moves
-        (50, "polynomial", (1 / 8) ** 0.9),  # a run extended keeps the last rate
     ],
 )
 def test_rate_of_a_twelve_step_run_with_four_to_warm_up(step, schedule, rate):

@@ -37,6 +37,12 @@ def test_kept_maps_of_a_two_level_net_are_those_counted_by_hand():
     assert sizes == [3 * 20 * 64 * 4, 3 * 18 * 8 * 4]
 
 
+def test_without_a_norm_a_convolution_s_output_is_not_kept():
+    plan = layer_plan(UNetConfig(filters=2, depth=2, norm="none"), (4, 4, 4))
+    # Level 0: four ReLUs of 2 and the concat of 4. Level 1: pool 2 and two ReLUs of 4.
+    assert [line.bytes for line in activation_bytes(plan, batch=1)] == [12 * 64 * 4, 10 * 8 * 4]
+
+
 def test_input_is_two_batches_of_image_and_target():
     config = UNetConfig(channels=4, outputs=3, dtype="bfloat16")
     assert input_bytes(config, (16, 16, 16), batch=2).bytes == 2 * 2 * 4096 * (4 * 2 + 3)

@@ -64,6 +64,18 @@ def test_brats_2023_folders_are_recognised_and_time_points_share_their_patient(t
     assert dataset.cases[0].label.name == "BraTS-GLI-00001-000-seg.nii.gz"
 
 
+def test_paediatric_cases_are_all_told_and_never_read_with_the_codes_of_gliomas(tmp_path, brats_case):
+    for case_id in ("BraTS-GLI-00001-000", "BraTS-PED-00001-000", "BraTS-PED-00002-000"):
+        brats_case(tmp_path / case_id)
+    with pytest.raises(InputError, match=r"Decathlon layout with a dataset\.json that names their codes") as error:
+        read_dataset(tmp_path)
+    assert [problem.split()[1] for problem in error.value.problems[:-1]] == [
+        "BraTS-PED-00001-000",
+        "BraTS-PED-00002-000",
+    ]
+    assert case_files([tmp_path / "BraTS-PED-00001-000"], CANONICAL).images  # an image has no codes
+
+
 def test_a_single_case_folder_is_a_data_set_of_one(tmp_path, brats_case):
     brats_case(tmp_path / "BraTS-GLI-00001-000")
     dataset = read_dataset(tmp_path / "BraTS-GLI-00001-000")
@@ -210,6 +222,16 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
         case_files(plain, CANONICAL)
     with pytest.raises(InputError, match="got a folder"):
         case_files([tmp_path / "x", plain[0]], CANONICAL)
+
+
+def test_a_single_channel_takes_the_file_named_after_it_and_no_other(tmp_path, brats_case):
+    files = brats_case(tmp_path / "x")
+    for several in (["t2f"], ["t1n", "t2f", "seg"]):
+        found = case_files([files[suffix] for suffix in several], ("FLAIR",))
+        assert (names(found.images), found.case_id) == (["x-t2f.nii.gz"], "x")
+    for wrong in (["t1n"], ["seg"], ["seg", "seg"]):
+        with pytest.raises(InputError, match=r"channel FLAIR .* found none"):
+            case_files([files[suffix] for suffix in wrong], ("FLAIR",))
 
 
 def test_the_real_folders_are_recognised(real_cases):

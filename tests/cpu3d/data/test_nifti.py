@@ -139,6 +139,15 @@ def test_an_affine_without_an_inverse_is_refused(tmp_path, write_nifti):
         read_volume(path)
 
 
+def test_an_impossible_quaternion_is_refused_by_name(tmp_path, write_nifti):
+    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16), codes=(0, 1))
+    content = bytearray(path.read_bytes())
+    content[256:264] = np.array([1, 1], "<f4").tobytes()  # quatern_b and _c: longer than 1 together
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.nii must have a valid qform"):
+        read_volume(path)
+
+
 @pytest.mark.parametrize("axes", ORIENTATIONS)
 def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, write_nifti, axes):
     array = np.arange(48, dtype=np.int16).reshape(2, 3, 4, 2)

@@ -10,6 +10,8 @@ from cpu3d.data import phantom as phantom_module
 from cpu3d.data.layouts import read_dataset
 from cpu3d.data.phantom import CHANNELS, phantom_case, write_phantom
 from cpu3d.errors import InputError
+from cpu3d.lock import locked
+from cpu3d.workers import KILLED
 
 SMALL = (40, 48, 36)
 
@@ -142,7 +144,7 @@ def test_a_folder_with_anything_else_in_it_is_refused(tmp_path):
     (tmp_path / "other/file").write_text("")
     with pytest.raises(InputError, match="other content"):
         write_phantom(tmp_path / "other", cases=1, shape=SMALL, workers=1)
-    with pytest.raises(InputError, match="other content"):
+    with pytest.raises(InputError, match="folder to write to, got a file"):
         write_phantom(tmp_path / "other/file", cases=1, shape=SMALL, workers=1)
     assert os.listdir(tmp_path / "other") == ["file"]
 
@@ -171,6 +173,28 @@ def test_ctrl_c_keeps_finished_cases_and_says_so(tmp_path, monkeypatch):
         write_phantom(tmp_path / "p", cases=3, shape=SMALL, workers=1)
     assert [path.name for path in (tmp_path / "p/imagesTr").iterdir()] == ["BRATS_001.nii.gz"]
     assert not (tmp_path / "p/dataset.json").exists()
+
+
+def test_two_into_one_folder_at_a_time_are_refused_and_neither_sweeps_the_others_files(tmp_path):
+    out = write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
+    others = out / "imagesTr/.BRATS_002.nii.gz.x.partial"
+    others.write_bytes(b"being written")
+    with locked(out, "phantom folder"), pytest.raises(InputError, match="one process at a time"):
+        write_phantom(out, cases=2, shape=SMALL, workers=1)
+    assert others.exists()
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["told", "killed"])
+def test_a_shape_too_large_for_the_memory_is_bad_input(tmp_path, monkeypatch, killed):
+    def too_large(*_):
+        raise MemoryError
+
+    if killed:
+        monkeypatch.setattr(phantom_module, "run_jobs", lambda function, jobs, workers: ((job, KILLED) for job in jobs))
+    else:
+        monkeypatch.setattr(phantom_module, "phantom_case", too_large)
+    with pytest.raises(InputError, match="--shape must fit into memory, got 40x48x36; choose a smaller one"):
+        write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
 
 
 def test_the_command_line_has_the_size_of_brats_by_default(tmp_path):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -258,6 +259,24 @@ def test_too_few_cases_are_told_before_any_work_together_with_the_bad_ones(tmp_p
     assert counted == []
 
 
+def test_an_error_nobody_thought_of_is_its_cases_own_problem(tmp_path, dataset, monkeypatch):
+    real = convert.load_case
+
+    def surprise(files, **options):
+        if files.case_id == "BRATS_001":
+            raise ZeroDivisionError("of something")
+        return real(files, **options)
+
+    monkeypatch.setattr(convert, "load_case", surprise)
+    (dataset / "labelsTr/BRATS_002.nii.gz").write_bytes(b"damaged")
+    with pytest.raises(InputError) as error:
+        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    assert "case BRATS_001 must be readable, got ZeroDivisionError: of something" in error.value.problems[0]
+    assert "BRATS_002" in error.value.problems[1]
+    manifest = prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1, skip_bad=True)
+    assert [case.case_id for case in manifest.cases] == ["BRATS_000", "BRATS_003"]
+
+
 @pytest.mark.parametrize("at", ["claiming", "writing"])
 def test_a_full_disk_keeps_what_is_finished_and_the_same_command_continues(tmp_path, dataset, monkeypatch, at):
     prepare(dataset, tmp_path / "whole", **THIRDS)
@@ -311,7 +330,7 @@ def test_two_at_a_time_are_refused(tmp_path, dataset):
     handle = os.open(tmp_path / "store", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
-        with pytest.raises(InputError, match="one `prepare` at a time"):
+        with pytest.raises(InputError, match=r"store .* by one process at a time; wait for the other"):
             prepare(dataset, tmp_path / "store", **THIRDS)
     finally:
         os.close(handle)
@@ -321,19 +340,27 @@ def test_two_at_a_time_are_refused(tmp_path, dataset):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_write_permission_is_refused(tmp_path, dataset):
     (tmp_path / "store").mkdir(mode=0o555)
-    with pytest.raises(InputError, match="must be writable"):
+    with pytest.raises(InputError, match="folder to write to"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     with pytest.raises(InputError, match="folder to write to"):
         prepare(dataset, tmp_path / "store/below", **THIRDS)
 
 
-def test_missing_write_permission_is_told_as_bad_input(tmp_path, dataset, monkeypatch):
-    def denied(*_):
+def test_missing_write_permission_is_told_before_any_work_unless_there_is_none_to_do(
+    tmp_path, dataset, counted, monkeypatch, capsys
+):
+    def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("cpu3d.data.resume.write_json", denied)
-    with pytest.raises(InputError, match="must be writable, got Permission denied"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", denied)
+        with pytest.raises(InputError, match=r"store .* folder to write to, got Permission denied; choose another"):
+            prepare(dataset, tmp_path / "store", **THIRDS)
+        assert counted == []
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    assert "Nothing to do" in capsys.readouterr().out
 
 
 def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_case):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,7 @@ import tensorflow as tf
 
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.region import crop
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.source import case_region, grid_size, normalise, stored_volumes, volume_dataset
+from cpu3d.data.source import case_region, grid_size, normalise, open_store, stored_volumes, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 
@@ -142,8 +142,8 @@ def test_bfloat16_is_the_rounded_float32(phantom_store):
     ("wrong", "message"),
     [
         ({"split": "dev"}, "split must be one of train, val, test, got 'dev'"),
-        ({"channels": ("PET",)}, "channels must be among FLAIR, T1w, t1gd, T2w, got PET"),
-        ({"regions": ()}, "regions must be among WT, TC, ET, got none"),
+        ({"channels": ("PET",)}, "channels must be among FLAIR, T1w, t1gd, T2w, each once, got PET"),
+        ({"regions": ()}, "regions must be among WT, TC, ET, each once, got none"),
         ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
     ],
 )
@@ -152,6 +152,33 @@ def test_bad_arguments_are_refused_by_name(phantom_store, wrong, message):
         volume_dataset(phantom_store, **wrong)
 
 
-def test_an_endless_stream_holds_each_case_once_an_epoch(phantom_store):
-    names = [sample_at(p, cases=4, seed=0).index for p in range(12)]
-    assert [sorted(names[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+def test_all_channels_in_another_order_come_in_that_order(phantom_store):
+    image, _ = next(iter(volume_dataset(phantom_store)))
+    turned, _ = next(iter(volume_dataset(phantom_store, channels=("T2w", "t1gd", "T1w", "FLAIR"))))
+    np.testing.assert_array_equal(turned, image[..., ::-1])
+
+
+def test_rotation_and_scaling_move_image_and_target_alike(phantom_store):
+    augment = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=20, scaling=0.2)
+    plain = next(iter(volume_dataset(phantom_store, seed=2)))
+    image, target = next(iter(volume_dataset(phantom_store, seed=2, augment=augment)))
+    assert image.shape == plain[0].shape
+    assert not np.array_equal(target, plain[1])
+    inside, outside = (float(tf.reduce_mean(image[..., 0][target[..., 0] == value])) for value in (1, 0))
+    before = float(tf.reduce_mean(plain[0][..., 0][plain[1][..., 0] == 1]))
+    assert inside > outside + 0.5 * (before - outside)
+
+
+def test_damaged_files_are_all_named_before_the_first_volume(phantom_store, tmp_path):
+    shutil.copytree(phantom_store.folder, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    first, second = (record.case_id for record in store.cases("train")[:2])
+    image = tmp_path / "store" / "cases" / f"{first}.x.npy"
+    image.write_bytes(image.read_bytes()[:-10])
+    label = tmp_path / "store" / "cases" / f"{second}.y.npy"
+    label.write_bytes(b"not numpy" + label.read_bytes()[9:])
+    with pytest.raises(InputError) as caught:
+        volume_dataset(store)
+    assert len(caught.value.problems) == 2
+    assert f"{first}.x.npy must be" in caught.value.problems[0]
+    assert f"{second}.y.npy must be a .npy array" in caught.value.problems[1]

@@ -70,6 +70,8 @@ def test_shares_are_a_ratio_whatever_they_sum_to():
 def test_too_few_patients_are_refused_with_the_way_out():
     with pytest.raises(InputError, match=r"at least 3 patients, got 2; .*--split 1 0 0"):
         split_cases({"a": "p", "b": "p", "c": "q"}, fractions=THIRDS, seed=0)
+    with pytest.raises(InputError, match="--split 80 10 10 must have at least 3"):
+        split_cases(one_each(2), fractions=(80, 10, 10), seed=0)
     with pytest.raises(InputError, match="got 0"):
         split_cases({}, fractions=(1, 0, 0), seed=0)
 

@@ -1,0 +1,76 @@
+"""The whole way through the command line, small: what the README's first command does."""
+
+import json
+
+import nibabel
+import numpy as np
+import pytest
+
+from cpu3d import demo
+from cpu3d.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    assert main(["demo", "--smoke", "--out", str(out)]) == 0
+    return out / "smoke"
+
+
+def test_it_leaves_scores_of_untouched_cases_and_a_page(folder):
+    scores = json.loads((folder / "run" / "evaluation" / "scores.json").read_text())
+    assert scores["untouched"]
+    assert len(scores["cases"]) == 2
+    assert set(scores["summary"]) == {"WT", "TC", "ET"}
+    page = (folder / "run" / "report.html").read_text()
+    assert scores["split_hash"] in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_prediction_lies_on_its_source(folder):
+    source = nibabel.load(folder / "data" / "imagesTr" / "BRATS_001.nii.gz")
+    prediction = nibabel.load(folder / "predictions" / "BRATS_001.nii.gz")
+    assert prediction.shape == source.shape[:3]
+    np.testing.assert_array_equal(prediction.affine, source.affine)
+    assert nibabel.aff2axcodes(prediction.affine) == nibabel.aff2axcodes(source.affine)
+    assert set(np.unique(prediction.dataobj)) <= {0, 1, 2, 3}
+
+
+def test_the_same_command_again_has_little_to_do(folder):
+    log = (folder / "run" / "log.jsonl").read_bytes()
+    assert main(["demo", "--smoke", "--out", str(folder.parent)]) == 0
+    assert (folder / "run" / "log.jsonl").read_bytes() == log
+
+
+def test_every_step_of_the_demo_is_a_command_that_a_user_can_type():
+    for smoke in (True, False):
+        commands = demo.commands(demo.Path("out"), smoke)
+        assert [command[0] for command in commands] == ["phantom", "prepare", "train", "evaluate", "predict", "report"]
+        assert all(isinstance(word, str) for command in commands for word in command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--store", "nowhere", "--run", "r"], "store nowhere must hold a finished manifest.json"),
+        (["evaluate", "--run", "nowhere"], "must hold a config.json"),
+        (["report", "--run", "nowhere"], "must hold a config.json"),
+        (["predict", "--run", "nowhere", "--image", "x", "--out", "y"], "--image x must exist"),
+    ],
+)
+def test_bad_input_exits_with_2_and_says_why(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_exits_with_130_and_says_what_to_do(monkeypatch, capsys):
+    from cpu3d import report
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "run", interrupted)
+    assert main(["report", "--run", "r"]) == 130
+    assert "the same command continues" in capsys.readouterr().err
