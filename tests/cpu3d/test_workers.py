@@ -44,7 +44,7 @@ def test_a_job_whose_process_dies_once_is_tried_again_alone(tmp_path):
 
 
 def workers_left():
-    """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag behind a shared join."""
+    """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag behind shared joins."""
     children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
