@@ -10,9 +10,9 @@ MOMENTUM = 0.9
 class NormActivation(tf.keras.layers.Layer):
     """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same shape and dtype out.
 
-    The fused batch-norm kernel over one sample *is* instance norm, at no extra cost: Keras' GroupNormalization takes
-    1.7 times as long. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for which
-    oneDNN's graph passes fuse the ReLU into the kernel, which saves one pass over the map each way.
+    The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
+    is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
+    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way.
     """
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):

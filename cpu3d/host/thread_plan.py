@@ -24,18 +24,19 @@ def thread_plan(host: Host) -> ThreadPlan:
     """The plan for one process that has `host` to itself.
 
     One thread a physical core: oneDNN's kernels fill a core's vector units, so a second hyper-thread only
-    halves its cache. One operation at a time: 8 % faster than two and a lower, steadier memory peak, because
-    parallel gradient operations delay each other's frees (measured on 2 cores, 128^3, bfloat16).
+    halves its cache. One operation at a time: as fast as two and a memory peak 7 % lower, because parallel
+    gradient operations delay each other's frees (measured on 2 cores, 128^3, bfloat16).
     """
     threads = host.usable_cores
     environment = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": "1",
         "OMP_NUM_THREADS": str(threads),
-        # Assumed, from the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after
-        # an operation Intel's OpenMP spins this many ms before it sleeps; its 200 would starve the data threads.
+        # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
+        # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 and 200 (docs/log.md);
+        # that the data threads fare better with 1 than with 200 is assumed.
         "KMP_BLOCKTIME": "1",
-        # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it a step takes 6x as long.
+        # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (records).
         "TF_ENABLE_ONEDNN_OPTS": "1",
         # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
         "TF_USE_LEGACY_KERAS": "1",
