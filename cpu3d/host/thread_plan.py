@@ -33,8 +33,8 @@ def thread_plan(host: Host) -> ThreadPlan:
         "TF_NUM_INTEROP_THREADS": "1",
         "OMP_NUM_THREADS": str(threads),
         # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
-        # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 and 200 (docs/log.md);
-        # that the data threads fare better with 1 than with 200 is assumed.
+        # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
+        # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
         "KMP_BLOCKTIME": "1",
         # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (records).
         "TF_ENABLE_ONEDNN_OPTS": "1",
