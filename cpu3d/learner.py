@@ -81,7 +81,9 @@ class Learner:
             many = isinstance(logits, (list, tuple))
             loss, dice = (deep_supervision_loss if many else dice_cross_entropy)(target, logits)
         gradients = tape.gradient(loss, self.model.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+        # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.
+        with tf.control_dependencies(gradients):
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
         # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
         updates = tf.cast(self._updates, tf.float32)

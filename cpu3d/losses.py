@@ -33,7 +33,9 @@ def dice_cross_entropy(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
             scale = upstream / tf.cast(tf.size(dice), tf.float32)
             a, b, c = -2 * scale / size, scale * dice / size, upstream / voxels
             a, b = (_like_rows(weight, z) for weight in (a, b))
-            dz = p * ((1 - p) * (a * t + b) + c) - c * t
+            # The loss first: its temporaries are gone, and z with them, before the backward pass begins.
+            with tf.control_dependencies([cross_entropy]):
+                dz = p * ((1 - p) * (a * t + b) + c) - c * t
             return tf.reshape(tf.cast(dz, dtype), tf.shape(logits))
 
         return (1 - tf.reduce_mean(dice) + cross_entropy, dice), gradient

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from models.config import UNetConfig
 from models.norm import NormActivation
+from models.ordered import Convolution, Join, UpConvolution
 
 layers = tf.keras.layers
 
@@ -31,7 +32,7 @@ def initial_kernel(config: UNetConfig, name: str):
 
 def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bias: bool = False):
     """A convolution that keeps the grid; bias-free where a norm follows and would cancel it."""
-    return layers.Conv3D(
+    return Convolution(
         channels,
         kernel,
         padding="same",
@@ -64,7 +65,7 @@ def down(x, config: UNetConfig, name: str):
 def up(x, config: UNetConfig, name: str, width: int):
     """Double the grid. Bias-free: the next norm takes a constant out again, and its gradient is a pass over the map."""
     if config.up == "transposed":
-        return layers.Conv3DTranspose(
+        return UpConvolution(
             width,
             2,
             strides=2,
@@ -80,7 +81,7 @@ def up(x, config: UNetConfig, name: str, width: int):
 
 def join(skip, x, config: UNetConfig, name: str):
     """The skip connection: encoder maps first, then the up-sampled ones."""
-    return layers.Concatenate(dtype=policy(config), name=f"{name}_concat")([skip, x])
+    return Join(dtype=policy(config), name=f"{name}_concat")([skip, x])
 
 
 def head(x, config: UNetConfig, name: str):
@@ -88,7 +89,7 @@ def head(x, config: UNetConfig, name: str):
 
     Casting the head's *input* instead would hold a float32 copy of the widest map of the network.
     """
-    return layers.Conv3D(
+    return Convolution(
         config.outputs,
         1,
         kernel_initializer=initial_kernel(config, name),

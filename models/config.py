@@ -7,6 +7,8 @@ NETWORKS = ("unet3d", "cicek2016")
 NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
+POLICIES = ("speed",)
+"""What may be traded for memory in a step: "speed" keeps every map that the backward pass reads."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ NEED_TENSORFLOW = {
     "cpu3d.losses",
     "models.blocks",
     "models.norm",
+    "models.ordered",
     "models.unet3d",
 }
 """The modules that import TensorFlow at the top. Every other one must not: a laptop without TensorFlow plans, prepares,

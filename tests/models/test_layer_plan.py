@@ -11,13 +11,13 @@ from models.unet3d import build_unet3d
 
 KINDS = {
     "InputLayer": {"input"},
-    "Conv3D": {"conv", "head"},
-    "Conv3DTranspose": {"up_conv"},
+    "Convolution": {"conv", "head"},
+    "UpConvolution": {"up_conv"},
     "NormActivation": {"norm_act", "norm"},
     "ReLU": {"act"},
     "MaxPooling3D": {"pool"},
     "UpSampling3D": {"upsample"},
-    "Concatenate": {"concat"},
+    "Join": {"concat"},
     "Add": {"add"},
 }
 

@@ -1,0 +1,79 @@
+"""Convolution, up-convolution and join whose backward passes run in one fixed order: the one that frees maps earliest.
+
+Left alone, TensorFlow runs whichever gradient became ready last and puts the others off; with ITEX that is every filter
+gradient of the network, and each keeps two maps alive until the end of the step. Here the filter gradient comes first:
+it is the last that reads the convolution's input. The order is also what makes a step's memory predictable.
+"""
+
+import tensorflow as tf
+
+UNIT = (1, 1, 1, 1, 1)
+HALF = (1, 2, 2, 2, 1)
+
+
+class Convolution(tf.keras.layers.Conv3D):
+    """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same"."""
+
+    def convolution_op(self, inputs, kernel):
+        return _convolution(inputs, tf.convert_to_tensor(kernel))
+
+
+class UpConvolution(tf.keras.layers.Conv3DTranspose):
+    """A transposed convolution of kernel and stride 2, without bias: (N, X, Y, Z, C) -> (N, 2X, 2Y, 2Z, filters)."""
+
+    def call(self, inputs):
+        return _up_convolution(inputs, tf.convert_to_tensor(self.kernel))
+
+
+class Join(tf.keras.layers.Concatenate):
+    """Maps side by side: (N, X, Y, Z, A) and (N, X, Y, Z, B) -> (N, X, Y, Z, A + B)."""
+
+    def call(self, inputs):
+        return _join(*inputs)
+
+
+# --- Private helpers ---
+
+
+@tf.custom_gradient
+def _convolution(x, kernel):
+    def gradient(upstream):
+        to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
+            input=x, filter_sizes=kernel.shape, out_backprop=upstream, strides=UNIT, padding="SAME"
+        )
+        size = tf.shape(x)
+        with tf.control_dependencies([to_kernel]):
+            to_x = tf.raw_ops.Conv3DBackpropInputV2(
+                input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
+            )
+        return to_x, to_kernel
+
+    return tf.nn.conv3d(x, kernel, UNIT, "SAME"), gradient
+
+
+@tf.custom_gradient
+def _up_convolution(x, kernel):
+    samples, size_x, size_y, size_z, _ = tf.unstack(tf.shape(x))
+    shape = tf.stack([samples, 2 * size_x, 2 * size_y, 2 * size_z, kernel.shape[3]])
+
+    def gradient(upstream):
+        to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
+            input=upstream, filter_sizes=kernel.shape, out_backprop=x, strides=HALF, padding="SAME"
+        )
+        with tf.control_dependencies([to_kernel]):
+            to_x = tf.nn.conv3d(upstream, kernel, HALF, "SAME")
+        return to_x, to_kernel
+
+    return tf.nn.conv3d_transpose(x, kernel, shape, HALF, "SAME"), gradient
+
+
+@tf.custom_gradient
+def _join(first, second):
+    def gradient(upstream):
+        # Both halves at once: cut apart where each is needed, the whole would live until the encoder's backward pass.
+        to_first = upstream[..., : first.shape[-1]]
+        with tf.control_dependencies([to_first]):
+            to_second = upstream[..., first.shape[-1] :]
+        return to_first, to_second
+
+    return tf.concat([first, second], -1), gradient
