@@ -1,0 +1,105 @@
+"""oneDNN's scratch: buffers that live during one convolution, from oneDNN 3's own rules for AVX-512 CPUs.
+
+Sources: `init_conf`, `balance` and `init_scratchpad` of src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp, read beside
+the allocator's log. Two things drive it: the bfloat16 filter gradient transposes both its maps, once for every
+group of threads that shares the depth, and the up-convolution copies its input once a thread. Both therefore grow with
+the number of threads. Checked against the log with 2, 4 and 8 threads; AMX has kernels of its own, with
+the same buffers by their source, not checked.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Tuple
+
+VECTOR = 16
+"""Channels are worked on in blocks of as many float32 values as a register holds."""
+
+
+@dataclass(frozen=True)
+class FilterGradient:
+    """A convolution's filter gradient as oneDNN sees it."""
+
+    batch: int
+    source: Tuple[int, int, int]
+    """Voxels of the map that the filter slides over; the up-convolution's is its output."""
+    target: Tuple[int, int, int]
+    """Voxels of the other map."""
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int
+    bias: bool
+
+
+def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
+    """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
+    if dtype != "bfloat16":
+        return 0
+    in_block = job.in_channels if job.in_channels < VECTOR else VECTOR
+    in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
+    row = _source_row(job) if job.in_channels > 1 else 0
+    source = in_blocks * in_block * row * job.source[0] * job.source[1]
+    target = out_blocks * VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
+    weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
+    groups = depth_groups(job, threads)
+    bias = out_blocks * VECTOR if job.bias else 0
+    return groups * (2 * (source + target) + 4 * (weights + bias))
+
+
+def up_convolution_bytes(input_bytes: int, threads: int) -> int:
+    """Scratch of an up-convolution's forward pass: its input once a thread."""
+    return threads * input_bytes
+
+
+def depth_groups(job: FilterGradient, threads: int) -> int:
+    """How many groups of threads share the depth, each with transposed maps and weights of its own.
+
+    oneDNN's own search: the split of threads over depth, output and input channels that moves the least memory.
+    """
+    in_block = job.in_channels if job.in_channels < VECTOR else VECTOR
+    in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
+    slabs = job.batch * job.target[0]
+    row = _source_row(job) if job.in_channels > 1 else job.source[2]
+    source = job.batch * in_block * job.source[0] * job.source[1] * row
+    target = job.batch * VECTOR * job.target[0] * job.target[1] * _even(job.target[2])
+    weights = job.kernel**3 * in_block * VECTOR
+    ratio = out_blocks / in_blocks
+    scale = (
+        0.5 * 2 * (job.in_channels / in_block * source + job.out_channels / VECTOR * target)
+        / (4 * job.out_channels * job.in_channels * job.kernel**3)
+    )
+    source_weight = max(1 / ratio, 1.0) * (4 if scale < 1 else 1) / job.stride**3
+
+    def cost(groups: int, over_out: int, over_in: int) -> float:
+        share = _up(slabs, groups) / slabs
+        ins, outs = _up(in_blocks, over_in), _up(out_blocks, over_out)
+        moved = source_weight * share * ins * source + max(ratio, 1.0) * share * outs * target
+        return moved + max(scale, 1.0) * outs * ins * weights
+
+    best, found = cost(1, 1, 1), 1
+    for groups in range(1, min(threads, slabs) + 1):
+        left = threads // groups
+        for over_out in range(1, min(left, out_blocks) + 1):
+            now = cost(groups, over_out, min(left // over_out, in_blocks))
+            if now <= best:
+                best, found = now, groups
+    return min(slabs, threads) if threads / 2 < found < threads else found
+
+
+# --- Private helpers ---
+
+
+def _up(number: int, block: int) -> int:
+    return -(-number // block)
+
+
+def _even(number: int) -> int:
+    return number + number % 2
+
+
+def _source_row(job: FilterGradient) -> int:
+    """A transposed row with its padding, which two neighbours share."""
+    if job.kernel == 1:
+        return job.source[2]
+    padding = job.kernel // 2 + 1 if job.stride == 1 else 1
+    return _even(math.ceil(job.source[2] / job.stride) + _even(padding)) * job.stride

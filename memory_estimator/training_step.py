@@ -1,0 +1,413 @@
+"""The closed form: the training step of `cpu3d.learner`, written down from the layer plan with its tensors' lifetimes.
+
+Whatever the network, the step is the same five parts: weights cast, forward, loss, backward in reverse, update.
+`models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind.
+Engines differ in what they fuse, in what they keep for a gradient beside the maps, and in what they write in place;
+each such rule names the engine. All of it was read off the allocator's log and is held against it by tests.
+"""
+
+import math
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from memory_estimator.job import Job
+from memory_estimator.program import Program, StepOp, Tensor
+from memory_estimator.scratch import FilterGradient, filter_gradient_bytes, up_convolution_bytes
+from models.layer_plan import LayerOp, layer_plan
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+SLOTS = {"adam": 2, "sgd": 1}
+"""Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
+
+CONVOLUTIONS = ("conv", "head", "up_conv")
+
+
+def training_step(job: Job) -> Program:
+    """The program of `job`. Raises ValueError for a shape that the network cannot take."""
+    step = _Step(job)
+    step.prepare()
+    step.cast_weights()
+    for op in step.plan:
+        step.forward(op)
+    step.loss()
+    for op in reversed(step.plan):
+        step.backward(op)
+    step.update()
+    return step.program()
+
+
+# --- Private helpers ---
+
+
+class _Step:
+    """Writes the program down, operation by operation."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.plan = layer_plan(job.unet, job.shape)
+        self.by_name = {op.name: op for op in self.plan}
+        self.itex = job.engine == "itex"
+        self.mixed = job.unet.dtype == "bfloat16"
+        self.compute = DTYPE_BYTES[job.unet.dtype]
+        self.before: List[StepOp] = []
+        self.ops: List[StepOp] = []
+        self.resident: List[Tensor] = []
+        self.tensors: Dict[str, Tensor] = {}
+        self.upstream: Dict[str, str] = {}
+        """Layer -> the tensor that holds the gradient of its output."""
+        self.gradients: List[str] = []
+
+    def program(self) -> Program:
+        return Program(tuple(self.resident), tuple(self.ops), tuple(self.before))
+
+    # --- The vocabulary of the parts below ---
+
+    def tensor(self, name: str, size_bytes: int, group: str) -> Tensor:
+        tensor = Tensor(name, size_bytes, group)
+        self.tensors[name] = tensor
+        return tensor
+
+    def run(
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        writes: Sequence[Tensor] = (),
+        *,
+        scratch: Sequence[int] = (),
+        takes_over: Optional[str] = None,
+        keeps: Sequence[Tensor] = (),
+        hidden_bytes: int = 0,
+        flops: int = 0,
+        layer: Optional[LayerOp] = None,
+    ) -> None:
+        """Add an operation; its traffic is what it reads and writes, each once."""
+        traffic = sum(self.tensors[read].bytes for read in reads) + sum(tensor.bytes for tensor in writes)
+        self.ops.append(
+            StepOp(
+                name,
+                kind,
+                tuple(reads),
+                tuple(writes),
+                tuple(Tensor(f"{name}/scratch{i}", size, "scratch") for i, size in enumerate(scratch) if size),
+                takes_over,
+                tuple(keeps),
+                hidden_bytes,
+                flops,
+                traffic,
+                layer.in_channels if layer else 0,
+                layer.shape[3] if layer else 0,
+            )
+        )
+
+    def map_bytes(self, op: LayerOp) -> int:
+        return self.job.batch * op.elements * DTYPE_BYTES[op.dtype]
+
+    def activation(self, op: LayerOp, suffix: str = "", parts: int = 1) -> Tensor:
+        return self.tensor(op.name + suffix, self.map_bytes(op) // parts, f"activations, level {op.level}")
+
+    def transient(self, name: str, size_bytes: int) -> Tensor:
+        return self.tensor(name, size_bytes, "transients")
+
+    def kernel(self, op: LayerOp) -> str:
+        """The name of the kernel that the convolution reads: the variable, or its bfloat16 copy."""
+        return f"{op.name}/kernel_cast" if self.mixed else f"{op.name}/kernel"
+
+    def kernel_elements(self, op: LayerOp) -> int:
+        """Without the bias."""
+        return op.trainable - (op.shape[3] if self.has_bias(op) else 0)
+
+    def has_bias(self, op: LayerOp) -> bool:
+        """As the layer plan has it: the head, and 3x3x3 convolutions where no norm follows."""
+        return op.kind == "head" or (op.kind == "conv" and op.kernel == 3 and self.job.unet.norm == "none")
+
+    def reordered(self, op: LayerOp) -> int:
+        """Bytes of a kernel in the layout that oneDNN prefers."""
+        return self.kernel_elements(op) * self.compute
+
+    # --- Before the first step ---
+
+    def prepare(self) -> None:
+        """Weights by Glorot's three operations, slots as zeros, the batch: in the order that `Learner` makes them."""
+        weights = [(op, self.kernel_elements(op)) for op in self.plan if op.kind in CONVOLUTIONS]
+        for op, elements in weights:
+            names = [f"{op.name}/{part}" for part in ("uniform", "scaled", "kernel")]
+            uniform, scaled, kernel = (self.tensor(name, 4 * elements, "weights") for name in names)
+            self.before.append(StepOp(uniform.name, "update", writes=(uniform,)))
+            self.before.append(StepOp(scaled.name, "update", (uniform.name,), (scaled,)))
+            self.before.append(StepOp(kernel.name, "update", (uniform.name, scaled.name), (kernel,)))
+            self.resident.append(kernel)
+        small = sum(op.trainable + op.frozen for op in self.plan) - sum(elements for _, elements in weights)
+        self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
+        copies = [("optimizer slots", f"slot{slot}") for slot in range(SLOTS[self.job.optimizer])]
+        copies = [(group, suffix, op, n) for op, n in weights for group, suffix in copies]
+        if self.job.averaged:
+            copies += [("averaged weights", "average", op, n) for op, n in weights]
+        for group, suffix, op, elements in copies:
+            copy = self.tensor(f"{op.name}/{suffix}", 4 * elements, group)
+            self.before.append(StepOp(copy.name, "update", writes=(copy,)))
+            self.resident.append(copy)
+        trained = sum(op.trainable for op in self.plan) - sum(elements for _, elements in weights)
+        slots = SLOTS[self.job.optimizer]
+        self.resident.append(self.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
+        unet, voxels = self.job.unet, self.job.voxels
+        given = self.tensor("image/float32", 4 * voxels * unet.channels, "input")
+        image = self.tensor("image", self.compute * voxels * unet.channels, "input")
+        target = self.tensor("target", voxels * unet.outputs, "input")
+        if self.mixed:
+            self.before.append(StepOp(given.name, "pointwise", writes=(given,)))
+            self.before.append(StepOp(image.name, "pointwise", (given.name,), (image,)))
+        else:
+            self.before.append(StepOp(image.name, "pointwise", writes=(image,)))
+        self.before.append(StepOp(target.name, "pointwise", writes=(target,)))
+        self.resident += [image, target]
+
+    # --- The step's parts ---
+
+    def cast_weights(self) -> None:
+        """The target's float32 copy, which the loss keeps, and the kernels in the compute dtype."""
+        size = 4 * self.job.voxels * self.job.unet.outputs
+        self.run("target/float32", "pointwise", ["target"], [self.transient("target/float32", size)])
+        for op in self.plan:
+            if self.mixed and op.kind in CONVOLUTIONS:
+                cast = self.tensor(self.kernel(op), 2 * self.kernel_elements(op), "weights, bfloat16 copies")
+                self.run(cast.name, "update", [f"{op.name}/kernel"], [cast])
+
+    def forward(self, op: LayerOp) -> None:
+        if op.kind != "input":
+            getattr(self, f"_{op.kind}")(op)
+
+    def backward(self, op: LayerOp) -> None:
+        if op.kind != "input":
+            getattr(self, f"_{op.kind}_gradient")(op)
+
+    def loss(self) -> None:
+        """Soft Dice and cross-entropy as `cpu3d.losses` computes them: float32 maps of the regions."""
+        for op in self.plan:
+            if op.kind == "head":
+                self._loss(op)
+
+    def update(self) -> None:
+        """All gradients cast and squared, then weight by weight: a temporary of the weight's size at a time."""
+        weights = [op for op in self.plan if op.kind in CONVOLUTIONS]
+        for op in weights:
+            size = 4 * self.kernel_elements(op)
+            gradient = f"{op.name}/filter_gradient"
+            if self.mixed:
+                cast = self.tensor(f"{gradient}/float32", size, "gradients")
+                self.run(cast.name, "update", [gradient], [cast])
+            if self.job.optimizer == "adam":
+                square = self.tensor(f"{op.name}/square", size, "transients")
+                self.run(square.name, "update", [self._final_gradient(op)], [square])
+        for op in weights:
+            reads = [self._final_gradient(op)] + [f"{op.name}/slot{slot}" for slot in range(SLOTS[self.job.optimizer])]
+            reads += [f"{op.name}/square"] if self.job.optimizer == "adam" else []
+            step = self.transient(f"{op.name}/update", 4 * self.kernel_elements(op))
+            self.run(step.name, "update", [*reads, f"{op.name}/kernel"], [step])
+
+    def _final_gradient(self, op: LayerOp) -> str:
+        return f"{op.name}/filter_gradient" + ("/float32" if self.mixed else "")
+
+    # --- Convolutions ---
+
+    def _conv(self, op: LayerOp, activates: bool = False) -> None:
+        """ITEX keeps the reordered kernel; it fuses the ReLU into a convolution with bias."""
+        kept = [self.tensor(f"{op.name}/reordered", self.reordered(op), "weights, reordered")] if self.itex else []
+        reads = [*op.inputs, self.kernel(op)]
+        self.run(
+            op.name, "conv", reads, [self.activation(op)], keeps=kept, flops=self.job.batch * op.flops, layer=op
+        )
+
+    _head = _conv
+
+    def _conv_gradient(self, op: LayerOp) -> None:
+        below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
+        flops = self.job.batch * op.flops
+        self._filter_gradient(op, "conv_filter_gradient", below.name, upstream, self._seen_by_onednn(op, below), flops)
+        if below.kind == "input":
+            return
+        down = self.transient(f"{op.name}/input_gradient", self.map_bytes(below))
+        self.run(
+            down.name,
+            "conv_input_gradient",
+            [upstream, self.kernel(op)],
+            [down],
+            scratch=[self.reordered(op)] if self.itex else [],
+            flops=flops,
+            layer=op,
+        )
+        self._receive(below, down.name)
+
+    _head_gradient = _conv_gradient
+
+    def _up_conv(self, op: LayerOp) -> None:
+        scratch = [self.reordered(op)] if self.itex else []
+        buffers = up_convolution_bytes(self.map_bytes(self.by_name[op.inputs[0]]), self.job.threads)
+        self.run(
+            op.name,
+            "up_conv",
+            [*op.inputs, self.kernel(op)],
+            [self.activation(op)],
+            scratch=[buffers, *scratch] if self.itex else [],
+            hidden_bytes=0 if self.itex else buffers,
+            flops=self.job.batch * op.flops,
+            layer=op,
+        )
+
+    def _up_conv_gradient(self, op: LayerOp) -> None:
+        below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
+        flops = self.job.batch * op.flops
+        seen = FilterGradient(self.job.batch, op.shape[:3], below.shape[:3], op.shape[3], below.shape[3], 2, 2, False)
+        self._filter_gradient(op, "up_conv_filter_gradient", below.name, upstream, seen, flops)
+        down = self.transient(f"{op.name}/input_gradient", self.map_bytes(below))
+        kept = [self.tensor(f"{op.name}/reordered", self.reordered(op), "weights, reordered")] if self.itex else []
+        reads = [upstream, self.kernel(op)]
+        self.run(down.name, "up_conv_input_gradient", reads, [down], keeps=kept, flops=flops, layer=op)
+        self._receive(below, down.name)
+
+    def _seen_by_onednn(self, op: LayerOp, below: LayerOp) -> FilterGradient:
+        grid = op.shape[:3]
+        bias = self.has_bias(op) and self.itex
+        return FilterGradient(self.job.batch, grid, grid, below.shape[3], op.shape[3], op.kernel, 1, bias)
+
+    def _filter_gradient(
+        self, op: LayerOp, kind: str, below: str, upstream: str, seen: FilterGradient, flops: int
+    ) -> None:
+        """ITEX takes oneDNN's scratch from the allocator, stock TensorFlow leaves it to oneDNN."""
+        gradient = self.tensor(f"{op.name}/filter_gradient", self.kernel_elements(op) * self.compute, "gradients")
+        buffers = filter_gradient_bytes(seen, self.job.unet.dtype, self.job.threads)
+        self.run(
+            gradient.name,
+            kind,
+            [below, upstream],
+            [gradient],
+            scratch=[buffers, self.reordered(op)] if self.itex else [],
+            hidden_bytes=0 if self.itex else buffers,
+            flops=flops,
+            layer=op,
+        )
+        self.gradients.append(gradient.name)
+
+    def _receive(self, op: LayerOp, gradient: str) -> None:
+        """Take a gradient for a layer's output; a second one is added to the later of the two, in place."""
+        first = self.upstream.get(op.name)
+        if first is not None:
+            total = self.transient(f"{op.name}/gradient", self.map_bytes(op))
+            self.run(total.name, "pointwise", [first, gradient], [total], takes_over=gradient)
+            gradient = total.name
+        self.upstream[op.name] = gradient
+
+    # --- Norm and ReLU ---
+
+    def _norm_act(self, op: LayerOp) -> None:
+        """One fused operation a sample (instance) or batch; its mask of positive values is kept for the gradient."""
+        source = op.inputs[0]
+        if self.job.unet.norm == "none":
+            if not self.itex:
+                return self.run(op.name, "pointwise", [source], [self.activation(op)], takes_over=source)
+            return self.run(op.name, "pointwise", [source], [self.activation(op)], takes_over=source)
+        samples = self._samples()
+        for sample in reversed(range(samples)):
+            part = f"/sample{sample}" if samples > 1 else ""
+            mask = self.tensor(f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, f"activations, level {op.level}")
+            output = self.activation(op, part, samples)
+            writes = [output, mask] if self.itex else [mask, output]
+            self.run(f"{op.name}{part}", "norm", [source], writes)
+        if samples > 1:
+            parts = [f"{op.name}/sample{sample}" for sample in range(samples)]
+            self.run(f"{op.name}", "join", parts, [self.activation(op)])
+
+    def _norm_act_gradient(self, op: LayerOp) -> None:
+        source, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
+        size = self.map_bytes(op)
+        down = f"{op.name}/gradient_below"
+        if self.job.unet.norm == "none":
+            over = None if self.itex else upstream
+            self.run(down, "pointwise", [upstream, op.name], [self.transient(down, size)], takes_over=over)
+            return self._receive(source, down)
+        samples = self._samples()
+        if samples == 1:
+            self._norm_gradient(op, source.name, upstream, op.name, down, "0", size)
+            return self._receive(source, down)
+        for sample in reversed(range(samples)):
+            slice_ = self.transient(f"{op.name}/slice{sample}", size // samples)
+            self.run(slice_.name, "slice", [upstream], [slice_])
+            part = f"{op.name}/sample{sample}"
+            self._norm_gradient(op, source.name, slice_.name, part, f"{down}{sample}", str(sample), size // samples)
+        parts = [f"{down}{sample}" for sample in range(samples)]
+        self.run(down, "join", parts, [self.transient(down, size)])
+        self._receive(source, down)
+
+    def _norm_gradient(
+        self, op: LayerOp, source: str, upstream: str, output: str, down: str, sample: str, size: int
+    ) -> None:
+        """ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first, in place."""
+        mask = f"{op.name}/mask{sample}"
+        if self.itex:
+            reads = [upstream, source, output, mask]
+            return self.run(down, "norm_gradient", reads, [self.transient(down, size)])
+        passed = self.transient(f"{down}/relu", size)
+        self.run(passed.name, "pointwise", [upstream, output], [passed], takes_over=upstream)
+        self.run(down, "norm_gradient", [passed.name, source, mask], [self.transient(down, size)])
+
+    def _samples(self) -> int:
+        """Instance norm takes a batch apart: one operation a sample."""
+        return self.job.batch if self.job.unet.norm == "instance" else 1
+
+    def _mask_bytes(self, op: LayerOp) -> int:
+        """A bit a value where oneDNN's vector kernel runs, else a byte; stock TensorFlow reserves four times that."""
+        elements = self.job.batch * op.elements
+        whole = op.shape[3] % (16 if self.mixed else 8) == 0
+        return (elements // 8 if whole else elements) * (1 if self.itex else 4)
+
+    # --- Everything else ---
+
+    def _pool(self, op: LayerOp) -> None:
+        winners = self.tensor(f"{op.name}/winners", self.job.batch * op.elements, f"activations, level {op.level}")
+        self.run(op.name, "pool", op.inputs, [self.activation(op), winners])
+
+    def _pool_gradient(self, op: LayerOp) -> None:
+        below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
+        down = self.transient(f"{op.name}/gradient_below", self.map_bytes(below))
+        self.run(down.name, "pool_gradient", [upstream, below.name, op.name, f"{op.name}/winners"], [down])
+        self._receive(below, down.name)
+
+    def _concat(self, op: LayerOp) -> None:
+        self.run(op.name, "join", op.inputs, [self.activation(op)])
+
+    def _concat_gradient(self, op: LayerOp) -> None:
+        upstream = self.upstream.pop(op.name)
+        for name in op.inputs:
+            part = self.transient(f"{op.name}/gradient_of_{name}", self.map_bytes(self.by_name[name]))
+            self.run(part.name, "slice", [upstream], [part])
+            self._receive(self.by_name[name], part.name)
+
+    def _loss(self, head: LayerOp) -> None:
+        size = 4 * self.job.batch * head.elements
+        logits = head.name
+        if self.mixed:
+            logits = f"{head.name}/float32"
+            self.run(logits, "pointwise", [head.name], [self.transient(logits, size)])
+        target, loss = "target/float32", f"{head.name}/loss"
+        names = ("probability", "overlap", "product", "softplus", "rest", "weighted", "slope", "gradient")
+        probability, overlap, product, softplus, rest, weighted, slope, gradient = (f"{loss}/{n}" for n in names)
+        new = {name: self.transient(name, size) for name in (probability, overlap, product, rest, weighted, gradient)}
+        self.run(probability, "pointwise", [logits], [new[probability]])
+        self.run(overlap, "pointwise", [probability, target], [new[overlap]])
+        self.run(f"{overlap}/sum", "reduce", [overlap])
+        self.run(product, "pointwise", [logits, target], [new[product]])
+        self.run(f"{product}/sum", "reduce", [product])
+        self.run(softplus, "pointwise", [logits], [self.transient(softplus, size)], takes_over=logits)
+        self.run(f"{softplus}/sum", "reduce", [softplus])
+        self.run(rest, "pointwise", [probability], [new[rest]])
+        self.run(weighted, "pointwise", [target], [new[weighted]])
+        self.run(slope, "pointwise", [rest, weighted], [self.transient(slope, size)], takes_over=rest)
+        if self.itex:
+            self.run(gradient, "pointwise", [slope, probability, target], [new[gradient]])
+        else:
+            self.run(gradient, "pointwise", [slope, probability, target], [new[gradient]], takes_over=slope)
+        if self.mixed:
+            cast = self.transient(f"{gradient}/cast", size // 2)
+            self.run(cast.name, "pointwise", [gradient], [cast])
+            gradient = cast.name
+        self.upstream[head.name] = gradient
