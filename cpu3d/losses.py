@@ -21,21 +21,25 @@ def dice_cross_entropy(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
     @tf.custom_gradient
     def loss_and_dice(logits):
         z, t = _rows(logits), _rows(target)
-        p = tf.sigmoid(z)
+        voxels = tf.cast(tf.size(z), tf.float32)
+        cross_entropy = (tf.reduce_sum(tf.nn.softplus(z)) - tf.reduce_sum(z * t)) / voxels
+        # In this order the sigmoid can lie where z lay, and no more than four maps live at a time.
+        with tf.control_dependencies([cross_entropy]):
+            p = tf.sigmoid(z)
         overlap, predicted, true = (_per_region(m, shape[-1]) for m in (p * t, p, t))
         size = predicted + true + SMOOTH
         dice = (2 * overlap + SMOOTH) / size
-        voxels = tf.cast(tf.size(z), tf.float32)
-        cross_entropy = (tf.reduce_sum(tf.nn.softplus(z)) - tf.reduce_sum(z * t)) / voxels
 
         def gradient(upstream, _):
             # d loss / dz = p (1 - p) (a t + b) + c (p - t), with a and b per sample and region.
             scale = upstream / tf.cast(tf.size(dice), tf.float32)
             a, b, c = -2 * scale / size, scale * dice / size, upstream / voxels
             a, b = (_like_rows(weight, z) for weight in (a, b))
-            # The loss first: its temporaries are gone, and z with them, before the backward pass begins.
-            with tf.control_dependencies([cross_entropy]):
-                dz = p * ((1 - p) * (a * t + b) + c) - c * t
+            dz = a * t + b
+            with tf.control_dependencies([dz]):
+                dz = p * ((1 - p) * dz + c)
+            with tf.control_dependencies([dz]):
+                dz = dz - c * t
             return tf.reshape(tf.cast(dz, dtype), tf.shape(logits))
 
         return (1 - tf.reduce_mean(dice) + cross_entropy, dice), gradient

@@ -65,7 +65,9 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
     weights = job.kernel**3 * in_block * VECTOR
     ratio = out_blocks / in_blocks
     scale = (
-        0.5 * 2 * (job.in_channels / in_block * source + job.out_channels / VECTOR * target)
+        0.5
+        * 2
+        * (job.in_channels / in_block * source + job.out_channels / VECTOR * target)
         / (4 * job.out_channels * job.in_channels * job.kernel**3)
     )
     source_weight = max(1 / ratio, 1.0) * (4 if scale < 1 else 1) / job.stride**3

@@ -213,10 +213,8 @@ class _Step:
     def _conv(self, op: LayerOp, activates: bool = False) -> None:
         """ITEX keeps the reordered kernel; it fuses the ReLU into a convolution with bias."""
         kept = [self.tensor(f"{op.name}/reordered", self.reordered(op), "weights, reordered")] if self.itex else []
-        reads = [*op.inputs, self.kernel(op)]
-        self.run(
-            op.name, "conv", reads, [self.activation(op)], keeps=kept, flops=self.job.batch * op.flops, layer=op
-        )
+        reads = [op.inputs[0], self.kernel(op)]
+        self.run(op.name, "conv", reads, [self.activation(op)], keeps=kept, flops=self.job.batch * op.flops, layer=op)
 
     _head = _conv
 
@@ -309,7 +307,9 @@ class _Step:
         samples = self._samples()
         for sample in reversed(range(samples)):
             part = f"/sample{sample}" if samples > 1 else ""
-            mask = self.tensor(f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, f"activations, level {op.level}")
+            mask = self.tensor(
+                f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, f"activations, level {op.level}"
+            )
             output = self.activation(op, part, samples)
             writes = [output, mask] if self.itex else [mask, output]
             self.run(f"{op.name}{part}", "norm", [source], writes)
@@ -389,23 +389,35 @@ class _Step:
             logits = f"{head.name}/float32"
             self.run(logits, "pointwise", [head.name], [self.transient(logits, size)])
         target, loss = "target/float32", f"{head.name}/loss"
-        names = ("probability", "overlap", "product", "softplus", "rest", "weighted", "slope", "gradient")
-        probability, overlap, product, softplus, rest, weighted, slope, gradient = (f"{loss}/{n}" for n in names)
-        new = {name: self.transient(name, size) for name in (probability, overlap, product, rest, weighted, gradient)}
-        self.run(probability, "pointwise", [logits], [new[probability]])
-        self.run(overlap, "pointwise", [probability, target], [new[overlap]])
-        self.run(f"{overlap}/sum", "reduce", [overlap])
-        self.run(product, "pointwise", [logits, target], [new[product]])
-        self.run(f"{product}/sum", "reduce", [product])
-        self.run(softplus, "pointwise", [logits], [self.transient(softplus, size)], takes_over=logits)
+        names = (
+            "products",
+            "softplus",
+            "probability",
+            "weighted",
+            "overlap",
+            "rest",
+            "slope",
+            "scaled",
+            "truth",
+            "gradient",
+        )
+        products, softplus, probability, weighted, overlap, rest, slope, scaled, truth, gradient = (
+            f"{loss}/{name}" for name in names
+        )
+        new = lambda name: [self.transient(name, size)]  # noqa: E731
+        self.run(products, "pointwise", [logits, target], new(products))
+        self.run(f"{products}/sum", "reduce", [products])
+        self.run(softplus, "pointwise", [logits], new(softplus))
         self.run(f"{softplus}/sum", "reduce", [softplus])
-        self.run(rest, "pointwise", [probability], [new[rest]])
-        self.run(weighted, "pointwise", [target], [new[weighted]])
-        self.run(slope, "pointwise", [rest, weighted], [self.transient(slope, size)], takes_over=rest)
-        if self.itex:
-            self.run(gradient, "pointwise", [slope, probability, target], [new[gradient]])
-        else:
-            self.run(gradient, "pointwise", [slope, probability, target], [new[gradient]], takes_over=slope)
+        self.run(probability, "pointwise", [logits], new(probability), takes_over=logits)
+        self.run(weighted, "pointwise", [target], new(weighted))
+        self.run(overlap, "pointwise", [probability, target], new(overlap))
+        self.run(f"{overlap}/sum", "reduce", [overlap])
+        self.run(rest, "pointwise", [probability], new(rest))
+        self.run(slope, "pointwise", [rest, weighted], new(slope), takes_over=rest)
+        self.run(scaled, "pointwise", [slope, probability], new(scaled), takes_over=slope)
+        self.run(truth, "pointwise", [target], new(truth), takes_over=target)
+        self.run(gradient, "pointwise", [scaled, truth], new(gradient), takes_over=scaled)
         if self.mixed:
             cast = self.transient(f"{gradient}/cast", size // 2)
             self.run(cast.name, "pointwise", [gradient], [cast])

@@ -4,7 +4,7 @@ This is all that the memory estimator sees; a test holds it against the built Ke
 """
 
 from dataclasses import dataclass
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 from models.config import UNetConfig
 
@@ -112,11 +112,22 @@ class _Plan:
         return op
 
     def convolution(
-        self, name: str, kind: str, x: LayerOp, level: int, channels: int, *, kernel: int, bias: bool
+        self,
+        name: str,
+        kind: str,
+        x: LayerOp,
+        level: int,
+        channels: int,
+        *,
+        kernel: int,
+        bias: bool,
+        after: Optional[LayerOp] = None,
     ) -> LayerOp:
+        """`after` is another layer that it waits for."""
         fan_in = x.shape[3]
         weights = kernel**3 * fan_in * channels + (channels if bias else 0)
-        return self.add(name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
+        inputs = (x,) if after is None else (x, after)
+        return self.add(name, kind, inputs, level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
 
     def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
         """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
@@ -127,7 +138,7 @@ class _Plan:
         if not self.config.residual:
             return self.norm(f"{name}_act2", "norm_act", x)
         x = self.norm(f"{name}_norm2", "norm", x)
-        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, bias=False)
+        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, bias=False, after=x)
         x = self.add(f"{name}_add", "add", (x, shortcut), level, widths[1])
         return self.add(f"{name}_act2", "act", (x,), level, widths[1])
 

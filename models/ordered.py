@@ -18,6 +18,30 @@ class Convolution(tf.keras.layers.Conv3D):
         return _convolution(inputs, tf.convert_to_tensor(kernel))
 
 
+class Shortcut(tf.keras.layers.Layer):
+    """A 1x1x1 convolution of the first of its inputs, without bias, that waits for the second: it runs when it must."""
+
+    def __init__(self, filters: int, kernel_initializer="glorot_uniform", **kwargs):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.kernel_initializer = tf.keras.initializers.get(kernel_initializer)
+
+    def build(self, input_shape):
+        shape = (1, 1, 1, input_shape[0][-1], self.filters)
+        self.kernel = self.add_weight(name="kernel", shape=shape, initializer=self.kernel_initializer)
+        super().build(input_shape)
+
+    def call(self, inputs):
+        entry, after = inputs
+        with tf.control_dependencies([after]):
+            entry = tf.identity(entry)
+        return _convolution(entry, tf.convert_to_tensor(self.kernel))
+
+    def get_config(self):
+        initializer = tf.keras.initializers.serialize(self.kernel_initializer)
+        return {**super().get_config(), "filters": self.filters, "kernel_initializer": initializer}
+
+
 class UpConvolution(tf.keras.layers.Conv3DTranspose):
     """A transposed convolution of kernel and stride 2, without bias: (N, X, Y, Z, C) -> (N, 2X, 2Y, 2Z, filters)."""
 

@@ -12,6 +12,7 @@ from models.unet3d import build_unet3d
 KINDS = {
     "InputLayer": {"input"},
     "Convolution": {"conv", "head"},
+    "Shortcut": {"conv"},
     "UpConvolution": {"up_conv"},
     "NormActivation": {"norm_act", "norm"},
     "ReLU": {"act"},
