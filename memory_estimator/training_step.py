@@ -115,11 +115,7 @@ class _Step:
 
     def kernel_elements(self, op: LayerOp) -> int:
         """Without the bias."""
-        return op.trainable - (op.shape[3] if self.has_bias(op) else 0)
-
-    def has_bias(self, op: LayerOp) -> bool:
-        """As the layer plan has it: the head, and 3x3x3 convolutions where no norm follows."""
-        return op.kind == "head" or (op.kind == "conv" and op.kernel == 3 and self.job.unet.norm == "none")
+        return op.trainable - (op.shape[3] if op.kind == "head" else 0)
 
     def reordered(self, op: LayerOp) -> int:
         """Bytes of a kernel in the layout that oneDNN prefers."""
@@ -265,7 +261,7 @@ class _Step:
 
     def _seen_by_onednn(self, op: LayerOp, below: LayerOp) -> FilterGradient:
         grid = op.shape[:3]
-        bias = self.has_bias(op) and self.itex
+        bias = op.kind == "head" and self.itex
         return FilterGradient(self.job.batch, grid, grid, below.shape[3], op.shape[3], op.kernel, 1, bias)
 
     def _filter_gradient(

@@ -30,13 +30,13 @@ def initial_kernel(config: UNetConfig, name: str):
     return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{config.seed}/{name}".encode()) & 0x7FFFFFFF)
 
 
-def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bias: bool = False):
-    """A convolution that keeps the grid; bias-free where a norm follows and would cancel it."""
+def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int):
+    """A convolution that keeps the grid, without bias: what follows normalises or adds one."""
     return Convolution(
         channels,
         kernel,
         padding="same",
-        use_bias=bias,
+        use_bias=False,
         kernel_initializer=initial_kernel(config, name),
         dtype=policy(config),
         name=name,
@@ -45,10 +45,10 @@ def convolution(x, config: UNetConfig, name: str, channels: int, kernel: int, bi
 
 def block(x, config: UNetConfig, name: str, widths):
     """Two 3x3x3 convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
-    entry, bias = x, config.norm == "none"
-    x = convolution(x, config, f"{name}_conv1", widths[0], 3, bias)
+    entry = x
+    x = convolution(x, config, f"{name}_conv1", widths[0], 3)
     x = NormActivation(config.norm, dtype=policy(config), name=f"{name}_act1")(x)
-    x = convolution(x, config, f"{name}_conv2", widths[1], 3, bias)
+    x = convolution(x, config, f"{name}_conv2", widths[1], 3)
     if not config.residual:
         return NormActivation(config.norm, dtype=policy(config), name=f"{name}_act2")(x)
     x = NormActivation(config.norm, activate=False, dtype=policy(config), name=f"{name}_norm2")(x)

@@ -120,7 +120,7 @@ class _Plan:
         channels: int,
         *,
         kernel: int,
-        bias: bool,
+        bias: bool = False,
         after: Optional[LayerOp] = None,
     ) -> LayerOp:
         """`after` is another layer that it waits for."""
@@ -131,21 +131,20 @@ class _Plan:
 
     def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
         """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
-        bias = self.config.norm == "none"
-        x = self.convolution(f"{name}_conv1", "conv", entry, level, widths[0], kernel=3, bias=bias)
+        x = self.convolution(f"{name}_conv1", "conv", entry, level, widths[0], kernel=3)
         x = self.norm(f"{name}_act1", "norm_act", x)
-        x = self.convolution(f"{name}_conv2", "conv", x, level, widths[1], kernel=3, bias=bias)
+        x = self.convolution(f"{name}_conv2", "conv", x, level, widths[1], kernel=3)
         if not self.config.residual:
             return self.norm(f"{name}_act2", "norm_act", x)
         x = self.norm(f"{name}_norm2", "norm", x)
-        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, bias=False, after=x)
+        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, after=x)
         x = self.add(f"{name}_add", "add", (x, shortcut), level, widths[1])
         return self.add(f"{name}_act2", "act", (x,), level, widths[1])
 
     def norm(self, name: str, kind: str, x: LayerOp) -> LayerOp:
-        """Scale and shift train; batch norm's moving mean and variance do not."""
+        """Scale and shift train, or the shift alone; batch norm's moving mean and variance do not."""
         channels = x.shape[3]
-        trainable = 0 if self.config.norm == "none" else 2 * channels
+        trainable = channels if self.config.norm == "none" else 2 * channels
         frozen = 2 * channels if self.config.norm == "batch" else 0
         return self.add(name, kind, (x,), x.level, channels, trainable=trainable, frozen=frozen)
 
@@ -157,5 +156,5 @@ def _up(plan: _Plan, x: LayerOp, level: int) -> LayerOp:
     if plan.config.up == "transposed":
         weights = 8 * x.shape[3] * width
         return plan.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
-    x = plan.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1, bias=False)
+    x = plan.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
     return plan.add(name, "upsample", (x,), level, width)

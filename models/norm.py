@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from models.ordered import add_bias
+
 EPSILON = 1e-5
 MOMENTUM = 0.9
 """Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
@@ -9,6 +11,8 @@ MOMENTUM = 0.9
 
 class NormActivation(tf.keras.layers.Layer):
     """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same shape and dtype out.
+
+    Without a norm it adds a bias, so that convolutions never need one.
 
     The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
     is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
@@ -31,6 +35,8 @@ class NormActivation(tf.keras.layers.Layer):
             shared = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
             self.gamma = self.add_weight(name="gamma", initializer="ones", **shared)
             self.beta = self.add_weight(name="beta", initializer="zeros", **shared)
+        if self.norm == "none":
+            self.bias = self.add_weight(name="bias", shape=(input_shape[-1],), initializer="zeros")
         super().build(input_shape)
 
     def call(self, x, training=None):
@@ -43,7 +49,7 @@ class NormActivation(tf.keras.layers.Layer):
             return tf.concat(parts, 0) if samples > 1 else parts[0]
         if self.norm == "batch":
             return self._unfold(self._activate(self.batch_norm(self._fold(x), training=training)), x)
-        return self._activate(x)
+        return self._activate(add_bias(x, tf.convert_to_tensor(self.bias)))
 
     def get_config(self):
         return {**super().get_config(), "norm": self.norm, "activate": self.activate}

@@ -56,6 +56,18 @@ class Join(tf.keras.layers.Concatenate):
         return _join(*inputs)
 
 
+@tf.custom_gradient
+def add_bias(maps, bias):
+    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off."""
+
+    def gradient(upstream):
+        to_bias = tf.raw_ops.BiasAddGrad(out_backprop=upstream)
+        with tf.control_dependencies([to_bias]):
+            return tf.identity(upstream), to_bias
+
+    return tf.nn.bias_add(maps, bias), gradient
+
+
 # --- Private helpers ---
 
 
