@@ -11,6 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Tuple
 
+ALIGNMENT_BYTES = 8 * 1024
+"""Barriers, guards and alignment: what the log shows beyond the buffers themselves."""
+
 VECTOR = 16
 """Channels are worked on in blocks of as many float32 values as a register holds."""
 
@@ -43,12 +46,12 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
     weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
     groups = depth_groups(job, threads)
     bias = out_blocks * VECTOR if job.bias else 0
-    return groups * (2 * (source + target) + 4 * (weights + bias))
+    return groups * (2 * (source + target) + 4 * (weights + bias)) + ALIGNMENT_BYTES
 
 
 def up_convolution_bytes(input_bytes: int, threads: int) -> int:
     """Scratch of an up-convolution's forward pass: its input once a thread."""
-    return threads * input_bytes
+    return threads * (input_bytes + ALIGNMENT_BYTES) + ALIGNMENT_BYTES
 
 
 def depth_groups(job: FilterGradient, threads: int) -> int:

@@ -30,7 +30,7 @@ def training_step(job: Job) -> Program:
     for op in step.plan:
         step.forward(op)
     step.loss()
-    for op in reversed(step.plan):
+    for op in step.backward_order():
         step.backward(op)
     step.update()
     return step.program()
@@ -175,7 +175,21 @@ class _Step:
 
     def backward(self, op: LayerOp) -> None:
         if op.kind != "input":
-            getattr(self, f"_{op.kind}_gradient")(op)
+            getattr(self, f"_{op.kind}_backward")(op)
+
+    def backward_order(self) -> List[LayerOp]:
+        """Layers in reverse; a block's shortcut last, since the sum of both ways waits for the longer one."""
+        order: List[LayerOp] = []
+        shortcut = None
+        for op in reversed(self.plan):
+            if len(op.inputs) == 2 and op.kind == "conv":
+                shortcut = op
+                continue
+            order.append(op)
+            if shortcut is not None and op.kind == "conv" and op.inputs[0] == shortcut.inputs[0]:
+                order.append(shortcut)
+                shortcut = None
+        return order
 
     def loss(self) -> None:
         """Soft Dice and cross-entropy as `cpu3d.losses` computes them: float32 maps of the regions."""
@@ -214,7 +228,7 @@ class _Step:
 
     _head = _conv
 
-    def _conv_gradient(self, op: LayerOp) -> None:
+    def _conv_backward(self, op: LayerOp) -> None:
         below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
         flops = self.job.batch * op.flops
         self._filter_gradient(op, "conv_filter_gradient", below.name, upstream, self._seen_by_onednn(op, below), flops)
@@ -232,7 +246,7 @@ class _Step:
         )
         self._receive(below, down.name)
 
-    _head_gradient = _conv_gradient
+    _head_backward = _conv_backward
 
     def _up_conv(self, op: LayerOp) -> None:
         scratch = [self.reordered(op)] if self.itex else []
@@ -248,7 +262,7 @@ class _Step:
             layer=op,
         )
 
-    def _up_conv_gradient(self, op: LayerOp) -> None:
+    def _up_conv_backward(self, op: LayerOp) -> None:
         below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
         flops = self.job.batch * op.flops
         seen = FilterGradient(self.job.batch, op.shape[:3], below.shape[:3], op.shape[3], below.shape[3], 2, 2, False)
@@ -284,6 +298,8 @@ class _Step:
 
     def _receive(self, op: LayerOp, gradient: str) -> None:
         """Take a gradient for a layer's output; a second one is added to the later of the two, in place."""
+        if op.kind == "input":
+            return
         first = self.upstream.get(op.name)
         if first is not None:
             total = self.transient(f"{op.name}/gradient", self.map_bytes(op))
@@ -295,56 +311,65 @@ class _Step:
 
     def _norm_act(self, op: LayerOp) -> None:
         """One fused operation a sample (instance) or batch; its mask of positive values is kept for the gradient."""
-        source = op.inputs[0]
+        source, samples, kept = op.inputs[0], self._samples(), f"activations, level {op.level}"
         if self.job.unet.norm == "none":
-            if not self.itex:
-                return self.run(op.name, "pointwise", [source], [self.activation(op)], takes_over=source)
-            return self.run(op.name, "pointwise", [source], [self.activation(op)], takes_over=source)
-        samples = self._samples()
+            return self.run(op.name, "pointwise", [source], [self._normed(op)], takes_over=source)
         for sample in reversed(range(samples)):
             part = f"/sample{sample}" if samples > 1 else ""
-            mask = self.tensor(
-                f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, f"activations, level {op.level}"
-            )
-            output = self.activation(op, part, samples)
-            writes = [output, mask] if self.itex else [mask, output]
+            writes = [self._normed(op, part, samples)]
+            if op.kind == "norm_act":
+                mask = self.tensor(f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, kept)
+                writes = [*writes, mask] if self.itex else [mask, *writes]
             self.run(f"{op.name}{part}", "norm", [source], writes)
         if samples > 1:
             parts = [f"{op.name}/sample{sample}" for sample in range(samples)]
-            self.run(f"{op.name}", "join", parts, [self.activation(op)])
+            self.run(op.name, "join", parts, [self._normed(op)])
 
-    def _norm_act_gradient(self, op: LayerOp) -> None:
+    _norm = _norm_act
+
+    def _norm_act_backward(self, op: LayerOp) -> None:
         source, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
-        size = self.map_bytes(op)
-        down = f"{op.name}/gradient_below"
+        size, samples, down = self.map_bytes(op), self._samples(), f"{op.name}/gradient_below"
         if self.job.unet.norm == "none":
-            over = None if self.itex else upstream
-            self.run(down, "pointwise", [upstream, op.name], [self.transient(down, size)], takes_over=over)
-            return self._receive(source, down)
-        samples = self._samples()
+            if op.kind == "norm_act":
+                over = None if self.itex else upstream
+                self.run(down, "pointwise", [upstream, op.name], [self.transient(down, size)], takes_over=over)
+                upstream = down
+            return self._receive(source, upstream)
         if samples == 1:
-            self._norm_gradient(op, source.name, upstream, op.name, down, "0", size)
+            self._norm_gradient(op, "0", upstream, source.name, op.name, down, size)
             return self._receive(source, down)
         for sample in reversed(range(samples)):
-            slice_ = self.transient(f"{op.name}/slice{sample}", size // samples)
-            self.run(slice_.name, "slice", [upstream], [slice_])
-            part = f"{op.name}/sample{sample}"
-            self._norm_gradient(op, source.name, slice_.name, part, f"{down}{sample}", str(sample), size // samples)
-        parts = [f"{down}{sample}" for sample in range(samples)]
+            cut = self.transient(f"{op.name}/slice{sample}", size // samples)
+            self.run(cut.name, "slice", [upstream], [cut])
+            output, part = f"{op.name}/sample{sample}", f"{down}/sample{sample}"
+            self._norm_gradient(op, str(sample), cut.name, source.name, output, part, size // samples)
+        parts = [f"{down}/sample{sample}" for sample in range(samples)]
         self.run(down, "join", parts, [self.transient(down, size)])
         self._receive(source, down)
 
+    _norm_backward = _norm_act_backward
+
     def _norm_gradient(
-        self, op: LayerOp, source: str, upstream: str, output: str, down: str, sample: str, size: int
+        self, op: LayerOp, sample: str, upstream: str, source: str, output: str, down: str, size: int
     ) -> None:
         """ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first, in place."""
-        mask = f"{op.name}/mask{sample}"
-        if self.itex:
-            reads = [upstream, source, output, mask]
-            return self.run(down, "norm_gradient", reads, [self.transient(down, size)])
-        passed = self.transient(f"{down}/relu", size)
-        self.run(passed.name, "pointwise", [upstream, output], [passed], takes_over=upstream)
-        self.run(down, "norm_gradient", [passed.name, source, mask], [self.transient(down, size)])
+        reads = [upstream, source]
+        if op.kind == "norm_act":
+            mask = f"{op.name}/mask{sample}"
+            if self.itex:
+                reads += [output, mask]
+            else:
+                passed = self.transient(f"{down}/relu", size)
+                self.run(passed.name, "pointwise", [upstream, output], [passed], takes_over=upstream)
+                reads = [passed.name, source, mask]
+        self.run(down, "norm_gradient", reads, [self.transient(down, size)])
+
+    def _normed(self, op: LayerOp, part: str = "", parts: int = 1) -> Tensor:
+        """A norm's output is kept where a ReLU is in it; before a sum it is not."""
+        if op.kind == "norm_act":
+            return self.activation(op, part, parts)
+        return self.transient(op.name + part, self.map_bytes(op) // parts)
 
     def _samples(self) -> int:
         """Instance norm takes a batch apart: one operation a sample."""
@@ -356,13 +381,56 @@ class _Step:
         whole = op.shape[3] % (16 if self.mixed else 8) == 0
         return (elements // 8 if whole else elements) * (1 if self.itex else 4)
 
+    # --- The residual way ---
+
+    def _add(self, op: LayerOp) -> None:
+        self.run(op.name, "pointwise", op.inputs, [self.transient(op.name, self.map_bytes(op))], takes_over=op.inputs[1])
+
+    def _add_backward(self, op: LayerOp) -> None:
+        """Both ways read the same gradient."""
+        upstream = self.upstream.pop(op.name)
+        self.upstream.update({name: upstream for name in op.inputs})
+
+    def _act(self, op: LayerOp) -> None:
+        self.run(op.name, "pointwise", op.inputs, [self.activation(op)], takes_over=op.inputs[0])
+
+    def _act_backward(self, op: LayerOp) -> None:
+        upstream, down = self.upstream.pop(op.name), f"{op.name}/gradient_below"
+        over = None if self.itex else upstream
+        self.run(down, "pointwise", [upstream, op.name], [self.transient(down, self.map_bytes(op))], takes_over=over)
+        self._receive(self.by_name[op.inputs[0]], down)
+
     # --- Everything else ---
+
+    def _upsample(self, op: LayerOp) -> None:
+        """Axis by axis: Keras cuts the map into planes and joins each plane twice."""
+        self._resample(op, op.inputs[0], op.name, [1, 2, 4, 8])
+
+    def _upsample_backward(self, op: LayerOp) -> None:
+        down = f"{op.name}/gradient_below"
+        self._resample(op, self.upstream.pop(op.name), down, [8, 4, 2, 1])
+        self._receive(self.by_name[op.inputs[0]], down)
+
+    def _resample(self, op: LayerOp, source: str, result: str, sizes: Sequence[int]) -> None:
+        grows = sizes[0] == 1
+        for axis, (now, then) in enumerate(zip(sizes, sizes[1:])):
+            planes = self.job.shape[axis] // 2**op.level // (2 if grows else 1)
+            pieces = [
+                self.transient(f"{result}/axis{axis}/plane{plane}", self.map_bytes(op) * now // 8 // planes)
+                for plane in range(planes)
+            ]
+            self.run(f"{result}/cut{axis}", "slice", [source], pieces)
+            last = then == sizes[-1]
+            size = self.map_bytes(op) * then // 8
+            joined = self.activation(op) if last and grows else self.transient(result + (f"/{axis}" * (not last)), size)
+            self.run(f"{result}/join{axis}", "join", [piece.name for piece in pieces], [joined])
+            source = joined.name
 
     def _pool(self, op: LayerOp) -> None:
         winners = self.tensor(f"{op.name}/winners", self.job.batch * op.elements, f"activations, level {op.level}")
         self.run(op.name, "pool", op.inputs, [self.activation(op), winners])
 
-    def _pool_gradient(self, op: LayerOp) -> None:
+    def _pool_backward(self, op: LayerOp) -> None:
         below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
         down = self.transient(f"{op.name}/gradient_below", self.map_bytes(below))
         self.run(down.name, "pool_gradient", [upstream, below.name, op.name, f"{op.name}/winners"], [down])
@@ -371,7 +439,7 @@ class _Step:
     def _concat(self, op: LayerOp) -> None:
         self.run(op.name, "join", op.inputs, [self.activation(op)])
 
-    def _concat_gradient(self, op: LayerOp) -> None:
+    def _concat_backward(self, op: LayerOp) -> None:
         upstream = self.upstream.pop(op.name)
         for name in op.inputs:
             part = self.transient(f"{op.name}/gradient_of_{name}", self.map_bytes(self.by_name[name]))
