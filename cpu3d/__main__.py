@@ -32,14 +32,14 @@ OVERVIEW = {
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 3 does not fit the memory, 130 interrupted."""
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         return importlib.import_module(COMMANDS[args.command]).run(args)
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
         return 130

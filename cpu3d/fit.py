@@ -19,13 +19,13 @@ from cpu3d.data.source import volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.topology import Host
 from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 from cpu3d.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.run_log import append_event, forget_after
 from cpu3d.schedule import learning_rate
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
+from memory_estimator.host import Host
 from models.layer_plan import training_flops
 
 
@@ -75,8 +75,8 @@ class Fit:
             lines.append("no validation cases in this split: the last weights count as the best")
         return lines
 
-    def log_start(self, host: Host, engine: str, threads: Dict[str, str]) -> None:
-        """Log where and with what this attempt runs."""
+    def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
+        """Log where and with what this attempt runs, and what it was predicted to take."""
         self._log(
             "start",
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -89,6 +89,7 @@ class Fit:
             grid=list(self.config.grid),
             parameters=parameter_count(self.learner.model),
             precision=self.config.unet.dtype,
+            predicted=predicted,
         )
 
     def run(self) -> None:

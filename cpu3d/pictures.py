@@ -3,19 +3,16 @@
 Nothing here touches pyplot or any other state of the process: every function makes a figure, draws and encodes it.
 """
 
-import io
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.region import bounding_box
+from memory_estimator.figure import PALETTE, new_figure, plain, png
 
 PREDICTION_ONLY, TRUTH_ONLY, BOTH = "#ff4a33", "#2a66ff", "#c388ff"
 """Red, blue and purple as in the paper, set apart by lightness too, so that a colour-blind reader can tell them."""
-
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's colours, for regions in their order and for lines."""
 
 VIEWS = ("axial", "coronal", "sagittal")
 
@@ -57,7 +54,7 @@ def overlay(
     sizes_mm = [_plane_size_mm(plane, view, spacing_mm) for plane, view in zip(planes, VIEWS)]
     widths, height = [w for w, _ in sizes_mm], max(h for _, h in sizes_mm)
     wide = 10.2  # inches; the height follows from the views' extents in mm
-    figure = _figure(wide, wide * height / sum(widths) + 0.62, facecolor="black")
+    figure = new_figure(wide, wide * height / sum(widths) + 0.62, facecolor="black")
     grid = figure.add_gridspec(
         1, 3, width_ratios=widths, left=0.005, right=0.995, top=1 - 0.30 / figure.get_figheight(),
         bottom=0.30 / figure.get_figheight(), wspace=0.015,
@@ -74,7 +71,7 @@ def overlay(
                 axes.contour(mask, levels=[0.5], colors=[colour], linewidths=0.9)
         _letters(axes, view)
     _legend_of_overlay(figure, title)
-    return _png(figure)
+    return png(figure)
 
 
 def chart(
@@ -89,7 +86,7 @@ def chart(
 
     Points that are not finite are left out; no line at all is fine. A legend appears where a line has a name.
     """
-    figure = _figure(5.4, 2.8)
+    figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
         x, y = np.asarray(line.x, float), np.asarray(line.y, float)
@@ -105,11 +102,11 @@ def chart(
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _limit(axes, y_range)
-    _plain(axes, title)
+    plain(axes, title)
     if any(line.name for line in lines):
         axes.legend(frameon=False, fontsize=8, ncols=min(3, len(lines)))
     figure.tight_layout(pad=0.6)
-    return _png(figure)
+    return png(figure)
 
 
 def strips(
@@ -120,7 +117,7 @@ def strips(
     y_range: Optional[Tuple[float, Optional[float]]] = None,
 ) -> bytes:
     """One column per name: every value as a dot, and a box of the quartiles from five values on. PNG bytes."""
-    figure = _figure(3.3, 2.6)
+    figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
     for position, (name, column) in enumerate(values.items()):
         y = np.asarray(column, float)
@@ -140,28 +137,12 @@ def strips(
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)
     _limit(axes, y_range)
-    _plain(axes, title)
+    plain(axes, title)
     figure.tight_layout(pad=0.6)
-    return _png(figure)
+    return png(figure)
 
 
 # --- Private helpers ---
-
-
-def _figure(width: float, height: float, facecolor: str = "white") -> Any:
-    # Imported on first use: matplotlib takes half a second and may write a font cache.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=130, facecolor=facecolor)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
-    return buffer.getvalue()
 
 
 def _window(image: np.ndarray) -> np.ndarray:
@@ -243,15 +224,6 @@ def _limit(axes: Any, y_range: Optional[Tuple[float, Optional[float]]]) -> None:
         bottom, top = y_range
         highest = axes.dataLim.y1 if np.isfinite(axes.dataLim.y1) and axes.dataLim.y1 > bottom else bottom + 1
         axes.set_ylim(bottom, bottom + 1.08 * (highest - bottom) if top is None else top)
-
-
-def _plain(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
-    axes.grid(True, color="#e4e4e4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(labelsize=8)
 
 
 def _running_median(y: np.ndarray) -> np.ndarray:

@@ -83,6 +83,7 @@ def render(files: RunFiles) -> str:
         cases=_overlays(files) if scores else [],
         curves=_curves(events),
         costs=_costs(events, scores),
+        foreseen=_foreseen(starts, events),
         split=files.store.manifest.split if files.store else {},
         flat=_flat,
         picture=_data_url,
@@ -165,6 +166,34 @@ def _costs(events: Sequence[Mapping[str, Any]], scores: Optional[Mapping[str, An
         )
         rows.append(("scoring", f"{np.median(_column(scores['cases'], 'score_s')):.1f} s a volume", "median"))
     return [row for row in rows if row[1] != "-"]
+
+
+def _foreseen(starts: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> List[Tuple[str, ...]]:
+    """(what, predicted, measured, how far off) of the last attempt; empty where nothing was predicted of it."""
+    predicted = starts[-1].get("predicted") if starts else None
+    if not predicted:
+        return []
+    end, attempt = _end(events), events[max(i for i, event in enumerate(events) if event is starts[-1]) :]
+    # The first step compiles; it is left out wherever another one tells the time.
+    steps = [event for event in attempt if event["event"] == "step"]
+    step_s = [event["step_s"] - event["wait_s"] for event in steps if "step_s" in event and "wait_s" in event]
+    measured = {**end, "step_s": float(np.median(step_s[1:] or step_s)) if step_s else None}
+    rows = []
+    for name, key, measured_key, show in (
+        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", _gib),
+        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", _gib),
+        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", _gib),
+        (
+            "time per step, waiting for data aside",
+            "step_s",
+            "step_s",
+            lambda seconds: f"{seconds:.2f} s" if seconds else "-",
+        ),
+    ):
+        told, found = predicted.get(key), measured.get(measured_key)
+        off = f"{told / found - 1:+.1%}" if told and found else "-"
+        rows.append((name, show(told), show(found), off))
+    return rows
 
 
 def _end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

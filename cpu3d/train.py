@@ -9,44 +9,59 @@ The same command again continues a run that was cut off; a longer --epochs exten
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from rich.console import Console
 
+from cpu3d import memory_plan
 from cpu3d.atomic import writable_folder
 from cpu3d.config import RunConfig, differences, load_config, save_config
 from cpu3d.data.extent import grid_size
+from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, check_names, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import describe, engine_name, in_force, set_up
-from cpu3d.host.topology import Host, read_host
 from cpu3d.lock import locked
 from cpu3d.recipes import RECIPES
 from cpu3d.run_log import read_events
 from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+from memory_estimator.host import Host, read_host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", required=True, metavar="DIR", help="store that `prepare` has written")
     parser.add_argument("--run", required=True, metavar="DIR", help="folder for the run; continued where it exists")
+    parser.add_argument("--force", action="store_true", help="train although it may not fit the memory that is free")
     add_training_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    train(Path(args.store), Path(args.run), settings=chosen_settings(args), recipe=args.recipe)
+    settings = chosen_settings(args)
+    train(Path(args.store), Path(args.run), settings=settings, recipe=args.recipe, force=args.force)
     return 0
 
 
 def train(
-    store_folder: Path, run_folder: Path, *, settings: Optional[Dict[str, Any]] = None, recipe: Optional[str] = None
+    store_folder: Path,
+    run_folder: Path,
+    *,
+    settings: Optional[Dict[str, Any]] = None,
+    recipe: Optional[str] = None,
+    force: bool = False,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
 
     Leaves config.json, log.jsonl, checkpoints/{last,best}.npz and tensorboard/ in the run folder. SIGINT and SIGTERM
-    finish the step, save, and raise KeyboardInterrupt. Raises InputError for bad settings before anything is written.
+    finish the step, save, and raise KeyboardInterrupt. Before anything is written it raises InputError for bad settings
+    and, unless `force`, DoesNotFitError for a run that the free memory may not hold.
     """
     store = open_store(store_folder)
-    config = resolve(store, run_folder, read_host(), settings or {}, recipe)
+    host = read_host()
+    config = resolve(store, run_folder, host, settings or {}, recipe)
+    foreseen = memory_plan.foresee(config, host, len(store.cases("train")))
+    _say(*memory_plan.describe(foreseen, host.free_bytes))
+    if not force:
+        memory_plan.check_fits(foreseen, host.free_bytes, _other_grids(store, config))
     host, threads, tf = set_up(config.engine)
     engine = engine_name(tf)
 
@@ -57,12 +72,11 @@ def train(
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         save_config(config, run_folder)
         fit = Fit(store, run_folder, config)
-        for line in (*describe(host, threads, engine), *fit.plan(), *_engine_change(run_folder, engine)):
-            _console.print(line, highlight=False, soft_wrap=True)
+        _say(*describe(host, threads, engine), *fit.plan(), *_engine_change(run_folder, engine))
         if fit.is_over:
-            _console.print(f"nothing to do after step {fit.step}; a larger --epochs goes on", soft_wrap=True)
+            _say(f"nothing to do after step {fit.step}; a larger --epochs goes on")
         else:
-            fit.log_start(host, engine, in_force(threads))
+            fit.log_start(host, engine, in_force(threads), memory_plan.for_log(foreseen))
             fit.run()
     return config
 
@@ -92,6 +106,17 @@ def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any]
 # --- Private helpers ---
 
 _console = Console(stderr=True)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        _console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
+    """The grid that the store gives at the other extent, with the option for it, where it is smaller."""
+    brain = grid_size(store, extent="brain", multiple=config.unet.divisor)
+    return [("--extent brain", brain)] if config.extent == "full" and brain != config.grid else []
 
 
 def _engine_change(run_folder: Path, engine: str) -> List[str]:

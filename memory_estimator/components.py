@@ -1,21 +1,10 @@
-"""The lines of the memory bill: one pure function each. Bytes of one process, from the plan on paper."""
+"""The lines of the memory bill: what a process holds when the step is at its peak, grouped by cause."""
 
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
-from models.config import UNetConfig
-from models.layer_plan import LayerOp, layer_plan
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-
-OPTIMIZER_SLOTS = {"sgd": 1, "adam": 2}
-"""Float32 copies of every weight that the optimizer keeps: momentum; mean and variance of the gradient."""
-
-READS_INPUT = ("conv", "head", "up_conv", "norm", "norm_act", "pool")
-"""Layers whose gradient reads what they were given: convolutions for the filter, norms, the pool for its winners."""
-
-READS_OUTPUT = ("act", "norm_act")
-"""Layers whose gradient reads what they gave: ReLU passes where its output is positive."""
+from memory_estimator.liveness import Timeline, rounded
+from memory_estimator.program import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,60 +15,62 @@ class Component:
     """Such as "optimizer slots"."""
     bytes: int
     source: str
-    """ "exact", or "derived: " and the rule."""
+    """How it is known: "exact", "derived: " and the rule, or "measured: " and where."""
 
 
-def weight_bytes(plan: Sequence[LayerOp]) -> Component:
-    """The weights, moving statistics included, in float32 whatever the network computes in. Exact."""
-    return Component("weights", 4 * sum(op.trainable + op.frozen for op in plan), "exact")
+RULES: Tuple[Tuple[str, str], ...] = (
+    ("weights,", "exact: copies that the convolutions read"),
+    ("weights", "exact: float32"),
+    ("optimizer slots", "exact: float32 copies of the trainable weights"),
+    ("averaged weights", "exact: a float32 copy of the trainable weights"),
+    ("gradients", "exact: float32, one a trainable weight that has it by then"),
+    ("activations", "derived: the maps that a gradient still reads"),
+    ("transients", "derived: the maps on their way down the backward pass"),
+    ("scratch", "derived: oneDNN's buffers for this operation"),
+    ("input", "exact: images in the compute dtype, targets in one byte"),
+)
+"""Groups of tensors by how their names begin, in the order of the bill, and how each is known."""
 
 
-def gradient_bytes(plan: Sequence[LayerOp]) -> Component:
-    """One float32 gradient a trainable weight, all held until the optimizer applies them. Exact."""
-    return Component("gradients", 4 * sum(op.trainable for op in plan), "exact")
+def bill(
+    line: Timeline, *, overhead_bytes: int, hidden_bytes: int, baseline_bytes: int, baseline: str
+) -> List[Component]:
+    """Every byte of the process's peak, once: the tensors live at the peak by group, then what lies around them.
 
-
-def optimizer_bytes(plan: Sequence[LayerOp], optimizer: str) -> Component:
-    """What the optimizer keeps between steps. Excludes its step counter (8 bytes) and any averaged weights."""
-    slots = OPTIMIZER_SLOTS[optimizer]
-    return Component("optimizer slots", 4 * slots * sum(op.trainable for op in plan), "exact")
-
-
-def activation_bytes(plan: Sequence[LayerOp], batch: int) -> List[Component]:
-    """Maps kept from the forward pass for the backward pass, a line a level.
-
-    Excludes what lives only during one op: its scratch, the gradients on their way down, the loss.
+    `baseline` says where `baseline_bytes` come from. Lines of nothing are left out.
     """
-    # Without a norm, "norm_act" is a bare ReLU, whose gradient reads its output alone.
-    bare = {op.name for op in plan if op.kind == "norm_act" and not op.trainable}
-    read = {name for op in plan if op.kind in READS_INPUT and op.name not in bare for name in op.inputs}
-    levels: Dict[int, int] = {}
-    for op in plan:
-        kept = op.kind != "input" and (op.name in read or op.kind in READS_OUTPUT)
-        levels[op.level] = levels.get(op.level, 0) + batch * kept * map_bytes(op)
-    rule = "derived: the maps that some gradient reads"
-    return [Component(f"activations, level {level}", size, rule) for level, size in sorted(levels.items())]
-
-
-def input_bytes(config: UNetConfig, shape: Tuple[int, int, int], batch: int) -> Component:
-    """The batch in use and the one ahead: images in the compute dtype, targets in one byte an output."""
-    voxels = batch * shape[0] * shape[1] * shape[2]
-    size = 2 * voxels * (config.channels * DTYPE_BYTES[config.dtype] + config.outputs)
-    return Component("input batches", size, "derived: two batches")
-
-
-def map_bytes(op: LayerOp) -> int:
-    """One sample's output of a layer."""
-    return op.elements * DTYPE_BYTES[op.dtype]
-
-
-def bill(config: UNetConfig, shape: Tuple[int, int, int], *, batch: int, optimizer: str) -> List[Component]:
-    """Everything that is held at the end of the forward pass. The step's peak is higher: see `activation_bytes`."""
-    plan = layer_plan(config, shape)
-    return [
-        weight_bytes(plan),
-        gradient_bytes(plan),
-        optimizer_bytes(plan, optimizer),
-        *activation_bytes(plan, batch),
-        input_bytes(config, shape, batch),
+    groups: Dict[str, List[Tensor]] = {}
+    for tensor in line.peak_tensors:
+        groups.setdefault(tensor.group, []).append(tensor)
+    lines = [
+        Component(group, sum(rounded(tensor.bytes) for tensor in groups[group]), _source(group, groups[group]))
+        for group in sorted(groups, key=_place)
     ]
+    lines += [
+        Component("scratch outside the allocator", hidden_bytes, "derived: oneDNN's buffers, at their largest"),
+        Component("allocator overhead", overhead_bytes, "derived: TensorFlow's allocator replayed"),
+        Component("runtime baseline", baseline_bytes, baseline),
+    ]
+    return [component for component in lines if component.bytes]
+
+
+# --- Private helpers ---
+
+
+def _rule(group: str) -> int:
+    starts = (index for index, (start, _) in enumerate(RULES) if group.startswith(start))
+    return next(starts, len(RULES))
+
+
+def _place(group: str) -> Tuple[int, str]:
+    return _rule(group), group
+
+
+def _source(group: str, tensors: Sequence[Tensor]) -> str:
+    """The group's rule; for what lives during few operations alone, the tensors as well."""
+    index = _rule(group)
+    rule = RULES[index][1] if index < len(RULES) else "derived"
+    if not group.startswith(("transients", "scratch")):
+        return rule
+    names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
+    return f"{rule}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,34 +1,109 @@
-"""The command line of a network: options of UNetConfig, for the estimator and for what measures its predictions."""
+"""The command line of a job: for the estimator, and for what measures its predictions."""
 
 import argparse
+import dataclasses
+import importlib.util
+from typing import Optional
 
-from models.config import NETWORKS, NORMS, UPS, UNetConfig
+from memory_estimator.job import ENGINES, OPTIMIZERS, Job
+from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+
+PLANNED_POLICIES = ("balanced", "lean")
+"""Policies that are to come: known by name, and refused until the trainer has them."""
+
+NETWORK_FIELDS = {
+    "channels": "channels",
+    "classes": "outputs",
+    "filters": "filters",
+    "depth": "depth",
+    "network": "network",
+    "norm": "norm",
+    "up": "up",
+    "residual": "residual",
+    "deep_supervision": "deep_supervision",
+    "dtype": "dtype",
+}
+"""Option -> field of UNetConfig."""
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """Add every setting of the network that memory and time depend on, the batch and the input shape aside."""
-    parser.add_argument("--channels", type=int, default=4, metavar="C", help="image channels (default: 4)")
-    parser.add_argument("--classes", type=int, default=3, metavar="K", help="output regions (default: 3)")
-    parser.add_argument("--filters", type=int, default=16, metavar="F", help="default: 16")
-    parser.add_argument("--depth", type=int, default=5, metavar="L", help="default: 5")
-    parser.add_argument("--network", choices=NETWORKS, default="unet3d", help="default: unet3d")
-    parser.add_argument("--norm", choices=NORMS, default="instance", help="default: instance")
-    parser.add_argument("--up", choices=UPS, default="transposed", help="default: transposed")
-    parser.add_argument("--residual", action="store_true", help="residual blocks")
-    parser.add_argument("--deep-supervision", action="store_true", help="a loss at every decoder level")
+    """Add every setting of the network that memory and time depend on, the batch and the input shape aside.
+
+    Options that are not given leave no attribute, so that they can come from a recipe or a run instead.
+    """
+    add = _adder(parser)
+    add("--channels", type=int, metavar="C", help="image channels (default: 4)")
+    add("--classes", type=int, metavar="K", help="output regions (default: 3)")
+    add("--filters", type=int, metavar="F", help="default: 16")
+    add("--depth", type=int, metavar="L", help="default: 5")
+    add("--network", choices=NETWORKS, help="default: unet3d")
+    add("--norm", choices=NORMS, help="default: instance")
+    add("--up", choices=UPS, help="default: transposed")
+    add("--residual", action="store_true", help="residual blocks")
+    add("--deep-supervision", action="store_true", help="a loss at every decoder level")
 
 
-def network_from(args: argparse.Namespace, dtype: str) -> UNetConfig:
-    """The network of the options of `add_network_options`. Raises ValueError for settings out of range."""
-    return UNetConfig(
-        channels=args.channels,
-        outputs=args.classes,
-        filters=args.filters,
-        depth=args.depth,
-        network=args.network,
-        norm=args.norm,
-        up=args.up,
-        residual=args.residual,
-        deep_supervision=args.deep_supervision,
-        dtype=dtype,
-    )
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add what makes a `Job`: the network, and how it is trained."""
+    add = _adder(parser)
+    add("--shape", type=int, nargs=3, metavar=("X", "Y", "Z"), help="voxels")
+    add("--batch", type=int, metavar="B", help="volumes a step (default: 1)")
+    add("--micro-batch", type=int, metavar="M", help="volumes at a time; so far all of the batch")
+    add_network_options(parser)
+    add("--dtype", choices=DTYPES, help="compute dtype (default: bfloat16)")
+    add("--optimizer", choices=OPTIMIZERS, help="default: adam")
+    add("--policy", choices=(*POLICIES, *PLANNED_POLICIES), help="memory policy (default: speed, so far the only one)")
+    add("--engine", choices=("auto", *ENGINES), help="default: auto, ITEX unless only stock TensorFlow is installed")
+    add("--threads", type=int, metavar="N", help="default: this host's physical cores")
+
+
+def network_from(
+    args: argparse.Namespace, dtype: Optional[str] = None, base: Optional[UNetConfig] = None
+) -> UNetConfig:
+    """`base`, by default UNetConfig's defaults, with the options that were given. Raises ValueError out of range."""
+    given = {field: getattr(args, name) for name, field in NETWORK_FIELDS.items() if hasattr(args, name)}
+    if dtype is not None:
+        given["dtype"] = dtype
+    return dataclasses.replace(base or UNetConfig(), **given)
+
+
+def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
+    """The job of the options of `add_job_options`; what was not given is as in `base`.
+
+    Raises ValueError for settings out of range, and for those that the trainer cannot do yet: an estimate that nobody
+    can check is none.
+    """
+    if base is None and not hasattr(args, "shape"):
+        raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+    base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+    policy = getattr(args, "policy", base.policy)
+    if policy in PLANNED_POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy}; the trainer has no other yet")
+    names = ("batch", "optimizer", "engine", "threads", "cases", "from_store")
+    given = {name: getattr(args, name) for name in names if getattr(args, name, "auto") != "auto"}
+    if hasattr(args, "shape"):
+        given["shape"] = tuple(args.shape)
+    job = dataclasses.replace(base, unet=network_from(args, base=base.unet), policy=policy, **given)
+    if getattr(args, "micro_batch", job.batch) != job.batch:
+        raise ValueError(
+            f"micro-batch must be the batch of {job.batch}, got {args.micro_batch}; leave it out, a smaller one "
+            "comes with the memory policies"
+        )
+    return job
+
+
+def installed_engine() -> str:
+    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
+    if importlib.util.find_spec("intel_extension_for_tensorflow") is None and importlib.util.find_spec("tensorflow"):
+        return "stock"
+    return "itex"
+
+
+# --- Private helpers ---
+
+
+def _adder(parser: argparse.ArgumentParser):
+    def add(*names: str, **more) -> None:
+        parser.add_argument(*names, default=argparse.SUPPRESS, **more)
+
+    return add

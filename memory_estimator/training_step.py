@@ -198,7 +198,13 @@ class _Step:
                 self._loss(op)
 
     def update(self) -> None:
-        """All gradients cast and squared, then weight by weight: a temporary of the weight's size at a time."""
+        """All gradients cast and squared, then weight by weight: a temporary of the weight's size at a time.
+
+        The head's bias gradient comes here too, and its map lives until then, unless the engine fuses it into the
+        filter gradient, which ITEX does in bfloat16.
+        """
+        for head, upstream in self.upstream.items():
+            self.run(f"{head}/bias_gradient", "reduce", [upstream])
         weights = [op for op in self.plan if op.kind in CONVOLUTIONS]
         for op in weights:
             size = 4 * self.kernel_elements(op)
@@ -229,7 +235,9 @@ class _Step:
     _head = _conv
 
     def _conv_backward(self, op: LayerOp) -> None:
-        below, upstream = self.by_name[op.inputs[0]], self.upstream.pop(op.name)
+        below, upstream = self.by_name[op.inputs[0]], self.upstream[op.name]
+        if op.kind != "head" or self._fuses_bias():
+            del self.upstream[op.name]
         flops = self.job.batch * op.flops
         self._filter_gradient(op, "conv_filter_gradient", below.name, upstream, self._seen_by_onednn(op, below), flops)
         if below.kind == "input":
@@ -275,8 +283,11 @@ class _Step:
 
     def _seen_by_onednn(self, op: LayerOp, below: LayerOp) -> FilterGradient:
         grid = op.shape[:3]
-        bias = op.kind == "head" and self.itex
+        bias = op.kind == "head" and self._fuses_bias()
         return FilterGradient(self.job.batch, grid, grid, below.shape[3], op.shape[3], op.kernel, 1, bias)
+
+    def _fuses_bias(self) -> bool:
+        return self.itex and self.mixed
 
     def _filter_gradient(
         self, op: LayerOp, kind: str, below: str, upstream: str, seen: FilterGradient, flops: int
@@ -478,8 +489,8 @@ class _Step:
         self.run(overlap, "pointwise", [probability, target], new(overlap))
         self.run(f"{overlap}/sum", "reduce", [overlap])
         self.run(rest, "pointwise", [probability], new(rest))
-        self.run(slope, "pointwise", [rest, weighted], new(slope), takes_over=rest)
-        self.run(scaled, "pointwise", [slope, probability], new(scaled), takes_over=slope)
+        self.run(slope, "pointwise", [rest, weighted], new(slope), takes_over=weighted)
+        self.run(scaled, "pointwise", [slope, probability], new(scaled), takes_over=probability)
         self.run(truth, "pointwise", [target], new(truth), takes_over=target)
         self.run(gradient, "pointwise", [scaled, truth], new(gradient), takes_over=scaled)
         if self.mixed:

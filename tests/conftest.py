@@ -9,7 +9,7 @@ import pytest
 
 from cpu3d.host.apply import apply
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.host.topology import read_host
+from memory_estimator.host import read_host
 
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))

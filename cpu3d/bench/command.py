@@ -1,7 +1,8 @@
-"""Measure the training step: `bench step` times one, `bench engines` compares them (the paper's Fig. 2).
+"""Measure the training step: its time, its memory, on every engine (the paper's Fig. 2).
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
+    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png --timeline step.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
 
 A measurement wants a quiet machine. Every one runs in a fresh process.
@@ -9,12 +10,14 @@ A measurement wants a quiet machine. Every one runs in a fresh process.
 
 import argparse
 
-from cpu3d.bench import engines, step, tables
+from cpu3d.bench import engines, memory, step, tables, validate
+
+KINDS = {"step": step, "memory": memory, "engines": engines, "validate": validate, "tables": tables}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, module in (("step", step), ("engines", engines), ("tables", tables)):
+    for name, module in KINDS.items():
         sub = kinds.add_parser(
             name,
             help=module.__doc__.splitlines()[0],

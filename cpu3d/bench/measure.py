@@ -8,13 +8,14 @@ import json
 import statistics
 import sys
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
+from cpu3d.bench.allocations import record_allocations
 from cpu3d.config import RunConfig
 from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.versions import versions
 from models.config import UNetConfig
 from models.layer_plan import training_flops
@@ -31,27 +32,32 @@ MATMUL_SIDES = (1024, 2048, 4096)
 
 
 def measure(request: Dict[str, Any]) -> Dict[str, Any]:
-    """Time `steps` training steps and the host's matrix product, in the dtype and on the engine of `request`.
+    """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    The peak of the matrix product is the best of all products before and after the steps: a share of it is then never
-    flattered by a slow moment of the host.
+    `request["matmul"]` says when the host's matrix product is timed, "before" and "after" the steps. Both is fairest,
+    as the best of all products counts: a share of it is then never flattered by a slow moment of the host. Where memory
+    is the question it must not come before, because the matrices' pages would stay with the process.
+
+    With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume;
+    with `request["profile"]` it lists the allocator's calls of one step more. All peaks are read before that and
+    before the products after the steps.
     """
     host, threads, tf = set_up(request["engine"])
     from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 
     unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
     learner = Learner(RunConfig(grid=grid, unet=unet, batch=batch, optimizer=request["optimizer"]))
-    rng = np.random.default_rng(0)
-    image = tf.cast(rng.standard_normal((batch, *grid, unet.channels), np.float32), unet.dtype)
-    target = tf.constant(rng.integers(0, 10, (batch, *grid, unet.outputs), np.uint8) == 9)
-    target = tf.cast(target, tf.uint8)
+    peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
+    moments = _Moments()
+    before = resident()
+    with moments.named("data"):
+        image, target = made_up(tf, unet, batch, grid)
 
     def step() -> float:
-        begin = time.perf_counter()
-        float(learner.step(image, target, 1e-4)[0])
+        with moments.named("step") as begin:
+            float(learner.step(image, target, 1e-4)[0])
         return time.perf_counter() - begin
 
-    peaks = [_matmul_gflops(tf, unet.dtype)]
     first = [step()]
     while len(first) < WARM_UP_STEPS and sum(first) < LONG_ENOUGH_S:
         first.append(step())
@@ -59,8 +65,17 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     timed = [step()]
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
-    allocator_peak, process_peak = allocator_peak_bytes(), peak_rss_bytes()
-    peaks.append(_matmul_gflops(tf, unet.dtype))
+    allocator_peak, process_peak, after = allocator_peak_bytes(), peak_rss_bytes(), resident()
+
+    more: Dict[str, Any] = {}
+    if request.get("watched"):
+        more["baseline_bytes"] = before and before.total_bytes
+        more["resident_bytes"] = after and after.total_bytes
+        more["moments"] = moments.found
+    if request.get("profile"):
+        more["allocations"] = _allocations(tf, step)
+    if "after" in request["matmul"]:
+        peaks.append(_matmul_gflops(tf, unet.dtype))
 
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
@@ -74,10 +89,11 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
         "steps_timed": len(timed),
         "volume_s": step_s / batch,
         "gflops": gflops,
-        "matmul_gflops": max(peaks),
-        "matmul_peak_share": gflops / max(peaks),
+        "matmul_gflops": max(peaks, default=None),
+        "matmul_peak_share": gflops / max(peaks) if peaks else None,
         "allocator_peak_bytes": allocator_peak,
         "process_peak_bytes": process_peak,
+        **more,
         "parameters": parameter_count(learner.model),
         "threads": in_force(threads),
         "host": host.summary(),
@@ -85,7 +101,37 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
+def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
+    """Noise, and targets of a tenth of the voxels."""
+    rng = np.random.default_rng(0)
+    image = tf.cast(rng.standard_normal((batch, *grid, unet.channels), np.float32), unet.dtype)
+    target = tf.constant(rng.integers(0, 10, (batch, *grid, unet.outputs), np.uint8) == 9)
+    return image, tf.cast(target, tf.uint8)
+
+
 # --- Private helpers ---
+
+
+class _Moments:
+    """When each part ran: (name, begin, end) of the clock of `time.time`, which a watching process shares."""
+
+    def __init__(self):
+        self.found: List[Tuple[str, float, float]] = []
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[float]:
+        """Yields the begin on `time.perf_counter`, which alone is fit for short times."""
+        begin = time.time()
+        yield time.perf_counter()
+        self.found.append((name, begin, time.time()))
+
+
+def _allocations(tf: Any, step: Callable[[], Any]) -> Any:
+    """What `record_allocations` returns, or the text of its complaint: what was measured before stands either way."""
+    try:
+        return record_allocations(tf, step)
+    except RuntimeError as error:
+        return str(error)
 
 
 def _matmul_gflops(tf: Any, dtype: str) -> float:

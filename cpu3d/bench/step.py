@@ -9,12 +9,13 @@ JSON with "step_s"; it runs in turn with ours, and the ratio is taken round by r
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from rich.console import Console
 from rich.table import Table
@@ -23,18 +24,20 @@ from cpu3d.bench.record import append_record
 from cpu3d.config import OPTIMIZERS
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
-from cpu3d.host.topology import read_host
-from memory_estimator.options import add_network_options, network_from
-from models.config import DTYPES
+from memory_estimator.host import read_host
+from memory_estimator.options import PLANNED_POLICIES, add_network_options, network_from
+from models.config import DTYPES, POLICIES
 from models.layer_plan import layer_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
+LOOK_EVERY_S = 0.02
+"""Between two looks at a measuring process; a look takes 0.1 ms of another core."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: bfloat16 where it is fast")
-    parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, ITEX where it is installed")
+    add_engine_options(parser)
     parser.add_argument(
         "--peer", action="append", default=[], metavar="COMMAND", help="run in turn with ours; repeatable"
     )
@@ -49,7 +52,14 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
     add_network_options(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--policy", choices=(*POLICIES, *PLANNED_POLICIES), default="speed", help="default: speed")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What one measurement runs on; `bench engines` tries them all."""
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: bfloat16 where it is fast")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, ITEX where it is installed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,6 +88,10 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
     """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
     if dtype == "auto":
         dtype = read_host().best_dtype
+    if args.policy not in POLICIES:
+        raise InputError(
+            f"policy must be one of {', '.join(POLICIES)}, got {args.policy}; the trainer has no other yet"
+        )
     for name in ("batch", "steps"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
@@ -91,15 +105,24 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
         "batch": args.batch,
         "unet": dataclasses.asdict(unet),
         "optimizer": args.optimizer,
+        "policy": args.policy,
         "steps": args.steps,
         "engine": engine,
+        "matmul": ["before", "after"],
     }
 
 
-def measure_in_fresh_process(request: Dict[str, Any]) -> Dict[str, Any]:
-    """Run `bench.measure` on `request` in a new process: nothing allocated or compiled before counts."""
+def measure_in_fresh_process(
+    request: Dict[str, Any], look: Optional[Callable[[int], None]] = None, threads: Optional[int] = None
+) -> Dict[str, Any]:
+    """Run `bench.measure` on `request` in a new process: nothing allocated or compiled before counts.
+
+    `look` is called with the process's id every 20 ms as long as it runs; `threads` are the host's own number or what
+    the environment says where None is given.
+    """
     command = [sys.executable, "-m", "cpu3d.bench.measure", json.dumps(request)]
-    return _last_json_line(command, "the measured step")
+    more = {} if threads is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(threads))
+    return _last_json_line(command, "the measured step", look=look, environment={**os.environ, **more})
 
 
 # --- Private helpers ---
@@ -112,15 +135,42 @@ def _peer(command: str) -> Dict[str, Any]:
     return result
 
 
-def _last_json_line(command: List[str], who: str, cwd: Optional[Path] = ROOT) -> Dict[str, Any]:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
+def _last_json_line(
+    command: List[str],
+    who: str,
+    cwd: Optional[Path] = ROOT,
+    look: Optional[Callable[[int], None]] = None,
+    environment: Optional[Dict[str, str]] = None,
+) -> Dict[str, Any]:
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        out, err = _watched(process, look)
+    except BaseException:  # Ctrl-C among them: nothing is left running
+        process.kill()
+        process.communicate()
+        raise
+    lines = out.strip().splitlines()
     try:
         return json.loads(lines[-1])
     except (IndexError, ValueError):
-        told = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        told = (err.strip().splitlines() or ["nothing"])[-1]
         # A negative code is a signal: -9 is what the kernel's out-of-memory killer sends.
-        raise InputError(f"{who} must end with a line of JSON, exited with {done.returncode} saying: {told}") from None
+        raise InputError(
+            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}"
+        ) from None
+
+
+def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:
+    """What the process printed, once it has ended."""
+    while look:
+        look(process.pid)
+        try:
+            return process.communicate(timeout=LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            continue
+    return process.communicate()
 
 
 def _middle(results: List[Dict[str, Any]]) -> Dict[str, Any]:

@@ -1,23 +1,45 @@
-"""Print the README's tables from benchmark records, as Markdown.
+"""Print the README's tables from benchmark records, as Markdown, and write what else is made from them.
 
-./run.sh bench tables --records records
+    ./run.sh bench tables --records records
+    ./run.sh bench tables --records records --page docs/validation.md --accuracy memory_estimator/accuracy.json
+
+The page holds every measured configuration beside what the estimator says of it now; the accuracy file is what the
+estimator itself knows of its errors, and the margin of its upper bound.
 """
 
 import argparse
+import functools
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
+from cpu3d.atomic import atomic_write, write_json
 from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.record import read_records
+from cpu3d.bench.validation_page import page, summary_table
+from cpu3d.errors import InputError
+from memory_estimator.calibration import shipped_constants
+from memory_estimator.estimate import estimate
+from memory_estimator.validation import Measured, Row, compare, digest, read_measured
 
 GIB = 2**30
+
+VALIDATION = "memory.jsonl"
+"""In the folder of records: what `bench validate` measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, required=True, metavar="DIR", help="folder of .jsonl records")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the validation page")
+    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="write the digest that the estimator reads")
 
 
 def run(args: argparse.Namespace) -> int:
+    # First the digest: the page shows upper bounds, which follow from it.
+    if args.accuracy:
+        write_json(args.accuracy, digest(validation(args.records)[1], f"records/{VALIDATION}"))
+    if args.page:
+        with atomic_write(args.page, "w") as file:
+            file.write("\n".join(page(*validation(args.records))) + "\n")
     print("\n".join(tables(args.records)))
     return 0
 
@@ -25,7 +47,21 @@ def run(args: argparse.Namespace) -> int:
 def tables(folder: Path) -> List[str]:
     """The lines of all tables: the newest record of each kind counts."""
     step, engines = (read_records(folder / f"{kind}.jsonl", kind)[-1] for kind in ("step", "engines"))
-    return [*step_table(step), "", *engine_table(engines)]
+    lines = [*step_table(step), "", *engine_table(engines)]
+    if (folder / VALIDATION).is_file():
+        lines += ["", *summary_table([row for row in validation(folder)[1] if row.measured.held_out])]
+    return lines
+
+
+def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
+    """The measured steps, and each beside what the estimator as it stands says of it."""
+    try:
+        measured = read_measured(folder / VALIDATION)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
+    constants = functools.lru_cache(maxsize=None)(shipped_constants)
+    return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
 
 
 def step_table(record: Dict[str, Any]) -> List[str]:

@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import ThreadPlan, thread_plan
-from cpu3d.host.topology import Host, read_host
+from memory_estimator.host import Host, read_host
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Mapping
 
-from cpu3d.host.topology import Host
+from memory_estimator.host import Host
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,26 @@ def test_a_whole_run_gives_one_page_with_everything_on_it(tiny_run, evaluated):
     assert "NOT untouched" not in text
 
 
+def test_predictions_stand_beside_what_was_measured(tiny_run):
+    path = tiny_run / "log.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    peaks = {"allocator_peak_bytes": 3 * 2**30, "process_peak_bytes": 4 * 2**30, "upper_bound_bytes": 5 * 2**30}
+    lines[0]["predicted"] = {**peaks, "step_s": 2.178}
+    lines[1]["step_s"] = 30.0  # compiles
+    end = {"event": "end", "step": 40, "reason": "finished", "seconds": 90.0, "wait_share": 0.01}
+    lines.append({**end, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, text = read(write_report(tiny_run))
+    assert "peak of TensorFlow's allocator 3.00 GiB 2.00 GiB +50.0%" in text
+    assert "peak memory of the process 4.00 GiB 5.00 GiB -20.0%" in text
+    assert "upper bound of it 5.00 GiB 5.00 GiB +0.0%" in text
+    assert "time per step, waiting for data aside 2.18 s 1.98 s +10.0%" in text
+
+
+def test_without_predictions_nothing_is_said_of_them(tiny_run):
+    assert "Predicted before the start" not in read(write_report(tiny_run))[1]
+
+
 def test_the_page_needs_no_script_and_no_network(tiny_run, evaluated):
     page, _ = read(write_report(tiny_run))
     assert "script" not in page.tags

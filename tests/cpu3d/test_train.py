@@ -18,13 +18,13 @@ from cpu3d.checkpoint import load_checkpoint
 from cpu3d.config import save_config
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.fit import Fit
-from cpu3d.host.topology import read_host
 from cpu3d.inference import load_predictor
 from cpu3d.lock import locked
 from cpu3d.run_log import append_event, read_events
 from cpu3d.train import resolve, train
+from memory_estimator.host import read_host
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
@@ -231,6 +231,41 @@ def test_every_kind_of_network_trains_and_predicts(phantom_store, tmp_path, sett
     assert np.isfinite(answers).all()
     assert answers.min() >= 0
     assert answers.max() <= 1
+
+
+def hungry(store, folder, free_bytes, monkeypatch, **options):
+    """Train on a host that has this much free."""
+    host = dataclasses.replace(read_host(), available_bytes=free_bytes, cgroup_limit_bytes=None)
+    monkeypatch.setattr("cpu3d.train.read_host", lambda: host)
+    settings = {**SMALL, "epochs": 1, "batch": 2, "extent": "full"}
+    return train(store.folder, folder, settings=settings, **options)
+
+
+def test_a_run_that_may_not_fit_is_refused_with_what_would_before_anything_is_written(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
+    with pytest.raises(
+        DoesNotFitError, match=r"memory must hold this training, up to .*iB, got 200 MiB free; .*--force"
+    ):
+        hungry(phantom_store, tmp_path / "run", 200 * 2**20, monkeypatch)
+    assert not (tmp_path / "run").exists()
+    assert "plan: allocator peak" in capsys.readouterr().err
+
+
+def test_a_forced_run_trains_and_logs_what_was_predicted(phantom_store, tmp_path, monkeypatch):
+    hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, force=True)
+    first, *_, last = read_events(tmp_path)
+    predicted = first["predicted"]
+    assert 0 < predicted["allocator_peak_bytes"] < predicted["process_peak_bytes"] < predicted["upper_bound_bytes"]
+    assert predicted["step_s"] > 0
+    assert last["reason"] == "finished"
+
+
+def test_a_run_that_does_not_fit_ends_with_code_3(phantom_store, tmp_path, monkeypatch, capsys):
+    host = dataclasses.replace(read_host(), available_bytes=10 * 2**20)
+    monkeypatch.setattr("cpu3d.train.read_host", lambda: host)
+    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 3
+    assert "10 MiB free" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,76 +1,64 @@
-"""The bill against live variables and sums done by hand."""
-
-import json
-import subprocess
-import sys
+"""The bill of a timeline made by hand, and its exact lines against live Keras variables."""
 
 import pytest
 import tensorflow as tf
 
-from memory_estimator.__main__ import main
-from memory_estimator.components import activation_bytes, gradient_bytes, input_bytes, optimizer_bytes, weight_bytes
+from memory_estimator.components import bill
+from memory_estimator.job import Job
+from memory_estimator.liveness import Moment, Timeline
+from memory_estimator.program import Tensor
+from memory_estimator.training_step import training_step
 from models.config import UNetConfig
-from models.layer_plan import layer_plan
 from models.unet3d import build_unet3d
+
+PEAK = (
+    Tensor("encoder0_conv1", 4096, "activations, level 0"),
+    Tensor("decoder0_act2/gradient", 2048, "transients"),
+    Tensor("encoder1_conv1", 1000, "activations, level 1"),
+    Tensor("kernel/m", 700, "optimizer slots"),
+    Tensor("kernel/v", 700, "optimizer slots"),
+    Tensor("kernel", 512, "weights"),
+    Tensor("surprise", 256, "something new"),
+)
+
+
+def lines(**around):
+    around = {"overhead_bytes": 0, "hidden_bytes": 0, "baseline_bytes": 0, "baseline": "measured: here", **around}
+    return bill(Timeline((Moment("op", 0, 0),), 0, PEAK), **around)
+
+
+def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
+    assert [(line.name, line.bytes) for line in lines()] == [
+        ("weights", 512),
+        ("optimizer slots", 2 * 768),  # rounded up to 256 each, as the allocator does
+        ("activations, level 0", 4096),
+        ("activations, level 1", 1024),
+        ("transients", 2048),
+        ("something new", 256),
+    ]
+
+
+def test_what_lies_around_the_tensors_comes_last_and_nothing_is_left_out():
+    found = lines(overhead_bytes=300, hidden_bytes=20, baseline_bytes=1)
+    assert [line.bytes for line in found[-3:]] == [20, 300, 1]
+    assert found[-1].source == "measured: here"
+    assert sum(line.bytes for line in found) == 512 + 1536 + 4096 + 1024 + 2048 + 256 + 321
+
+
+def test_transients_are_named():
+    (line,) = [line for line in lines() if line.name == "transients"]
+    assert "decoder0_act2/gradient" in line.source
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("norm", ["instance", "batch", "none"])
-def test_weights_gradients_and_slots_are_those_of_keras(norm, optimizer):
-    config = UNetConfig(filters=4, depth=3, norm=norm, dtype="bfloat16")
-    plan = layer_plan(config, (8, 8, 8))
-    model = build_unet3d(config, (8, 8, 8), 1)
+def test_weights_and_slots_are_those_of_keras(norm, optimizer):
+    job = Job(UNetConfig(filters=4, depth=3, norm=norm, dtype="bfloat16"), (8, 8, 8), optimizer=optimizer)
+    model = build_unet3d(job.unet, job.shape, 1)
     keras = tf.keras.optimizers.Adam() if optimizer == "adam" else tf.keras.optimizers.SGD(momentum=0.9)
     keras.build(model.trainable_variables)
     slots = [v for v in keras.variables if v.shape.rank]
     size = lambda variables: sum(int(tf.size(v)) * v.dtype.size for v in variables)
-    assert weight_bytes(plan).bytes == size(model.weights)
-    assert gradient_bytes(plan).bytes == size(model.trainable_variables)
-    assert optimizer_bytes(plan, optimizer).bytes == size(slots)
-
-
-def test_kept_maps_of_a_two_level_net_are_those_counted_by_hand():
-    # Level 0, 4x4x4, f=2: encoder conv, act, conv, act (2 each), concat 4, decoder conv, act, conv, act: 20 maps.
-    # The up-sampled 2 go into the concat and no gradient reads them. Level 1, 2x2x2: pool 2, conv, act, conv, act of 4.
-    plan = layer_plan(UNetConfig(filters=2, depth=2), (4, 4, 4))
-    sizes = [line.bytes for line in activation_bytes(plan, batch=3)]
-    assert sizes == [3 * 20 * 64 * 4, 3 * 18 * 8 * 4]
-
-
-def test_without_a_norm_a_convolution_s_output_is_not_kept():
-    plan = layer_plan(UNetConfig(filters=2, depth=2, norm="none"), (4, 4, 4))
-    # Level 0: four ReLUs of 2 and the concat of 4. Level 1: pool 2 and two ReLUs of 4.
-    assert [line.bytes for line in activation_bytes(plan, batch=1)] == [12 * 64 * 4, 10 * 8 * 4]
-
-
-def test_input_is_two_batches_of_image_and_target():
-    config = UNetConfig(channels=4, outputs=3, dtype="bfloat16")
-    assert input_bytes(config, (16, 16, 16), batch=2).bytes == 2 * 2 * 4096 * (4 * 2 + 3)
-
-
-def test_a_terabyte_job_is_billed_without_overflow(capsys):
-    size = ["--shape", "240", "240", "144", "--batch", "16"]
-    network = ["--network", "cicek2016", "--filters", "32", "--depth", "4", "--dtype", "float32"]
-    code = main([*size, *network, "--json"])
-    assert code == 0
-    lines = {line["name"]: line["bytes"] for line in json.loads(capsys.readouterr().out)["components"]}
-    # Level 0 keeps 32 + 32 + 64 + 64 in the encoder, 192 joined, 4 * 64 in the decoder: 640 float32 maps a volume.
-    assert lines["activations, level 0"] == 16 * 240 * 240 * 144 * 640 * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--shape 240 240 155", "pad to (240, 240, 160)"),
-        ("--shape 16 16 16 --batch 0", "batch must be at least 1, got 0"),
-    ],
-)
-def test_bad_input_is_told_with_what_to_do(arguments, message, capsys):
-    assert main(arguments.split()) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_it_answers_without_tensorflow():
-    code = "import sys, memory_estimator.__main__ as m; m.main(['--shape', '16', '16', '16']); "
-    code += "sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+    held = lambda group: sum(tensor.bytes for tensor in training_step(job).resident if tensor.group == group)
+    assert held("weights") == size(model.weights)
+    assert held("optimizer slots") == size(slots)

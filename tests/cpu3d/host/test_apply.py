@@ -13,7 +13,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.host.apply import apply, describe, import_tensorflow
 from cpu3d.host.thread_plan import ThreadPlan, thread_plan
-from cpu3d.host.topology import Host, read_host
+from memory_estimator.host import Host, read_host
 
 ROOT = Path(__file__).resolve().parents[3]
 TENSORFLOW = importlib.metadata.version("tensorflow")
@@ -24,7 +24,7 @@ import json, os, sys
 from cpu3d.errors import InputError
 from cpu3d.host import apply as host_apply
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.host.topology import read_host
+from memory_estimator.host import read_host
 exists = os.path.exists
 host_apply.apply(thread_plan(read_host()), sys.argv[1])
 try:

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.host.topology import Host
+from memory_estimator.host import Host
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
 XEON = Host("Xeon", 2, 56, 112, 2, 1536 * 2**30, 1500 * 2**30, None, 0, None, ("avx2",))
