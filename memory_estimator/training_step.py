@@ -19,6 +19,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLOTS = {"adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
 
+MOST_PARTS = 8
+
 CONVOLUTIONS = ("conv", "head", "up_conv")
 
 
@@ -161,9 +163,15 @@ class _Step:
     # --- The step's parts ---
 
     def cast_weights(self) -> None:
-        """The target's float32 copy, which the loss keeps, and the kernels in the compute dtype."""
-        size = 4 * self.job.voxels * self.job.unet.outputs
-        self.run("target/float32", "pointwise", ["target"], [self.transient("target/float32", size)])
+        """Each head's target in float32, which the loss keeps, and the kernels in the compute dtype."""
+        for op in self.plan:
+            if op.kind == "head":
+                elements, target = self.job.batch * op.elements, "target"
+                if op.level:
+                    target = f"{op.name}/target/uint8"
+                    self.run(target, "slice", ["target"], [self.transient(target, elements)])
+                copy = self.transient(f"{op.name}/target", 4 * elements)
+                self.run(copy.name, "pointwise", [target], [copy])
         for op in self.plan:
             if self.mixed and op.kind in CONVOLUTIONS:
                 cast = self.tensor(self.kernel(op), 2 * self.kernel_elements(op), "weights, bfloat16 copies")
@@ -383,8 +391,9 @@ class _Step:
         return self.transient(op.name + part, self.map_bytes(op) // parts)
 
     def _samples(self) -> int:
-        """Instance norm takes a batch apart: one operation a sample."""
-        return self.job.batch if self.job.unet.norm == "instance" else 1
+        """Instance norm takes a batch apart: one operation a sample. Beyond MOST_PARTS they are counted as larger ones,
+        which changes next to nothing and keeps the program short."""
+        return min(self.job.batch, MOST_PARTS) if self.job.unet.norm == "instance" else 1
 
     def _mask_bytes(self, op: LayerOp) -> int:
         """A bit a value where oneDNN's vector kernel runs, else a byte; stock TensorFlow reserves four times that."""
@@ -463,7 +472,7 @@ class _Step:
         if self.mixed:
             logits = f"{head.name}/float32"
             self.run(logits, "pointwise", [head.name], [self.transient(logits, size)])
-        target, loss = "target/float32", f"{head.name}/loss"
+        target, loss = f"{head.name}/target", f"{head.name}/loss"
         names = (
             "products",
             "softplus",
