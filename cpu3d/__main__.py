@@ -17,6 +17,7 @@ COMMANDS = {
     "predict": "cpu3d.predict",
     "report": "cpu3d.report",
     "bench": "cpu3d.bench.command",
+    "calibrate": "cpu3d.bench.calibrate",
 }
 
 OVERVIEW = {
@@ -28,6 +29,7 @@ OVERVIEW = {
     "predict": "segment new cases, in their own grids",
     "report": "write one report.html of a run",
     "bench": "time the training step, compare engines",
+    "calibrate": "measure this host's constants for the estimator, within a minute",
 }
 
 

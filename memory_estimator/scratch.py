@@ -59,9 +59,11 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
 
     oneDNN's own search: the split of threads over depth, output and input channels that moves the least memory.
     """
+    slabs = job.batch * job.target[0]
+    if job.kernel == 1:
+        return min(threads, slabs)  # a kernel of its own, which splits the voxels alone
     in_block = job.in_channels if job.in_channels < VECTOR else VECTOR
     in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
-    slabs = job.batch * job.target[0]
     row = _source_row(job) if job.in_channels > 1 else job.source[2]
     source = job.batch * in_block * job.source[0] * job.source[1] * row
     target = job.batch * VECTOR * job.target[0] * job.target[1] * _even(job.target[2])

@@ -1,6 +1,6 @@
 """The closed form: the training step of `cpu3d.learner`, written down from the layer plan with its tensors' lifetimes.
 
-Whatever the network, the step is the same five parts: weights cast, forward, loss, backward in reverse, update.
+Whatever the network, the step is the same five parts: targets cast, forward, loss, backward in reverse, update.
 `models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind.
 Engines differ in what they fuse, in what they keep for a gradient beside the maps, and in what they write in place;
 each such rule names the engine. All of it was read off the allocator's log and is held against it by tests.
@@ -28,7 +28,7 @@ def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     step = _Step(job)
     step.prepare()
-    step.cast_weights()
+    step.cast_targets()
     for op in step.plan:
         step.forward(op)
     step.loss()
@@ -157,13 +157,15 @@ class _Step:
             self.before.append(StepOp(image.name, "pointwise", (given.name,), (image,)))
         else:
             self.before.append(StepOp(image.name, "pointwise", writes=(image,)))
-        self.before.append(StepOp(target.name, "pointwise", writes=(target,)))
+        drawn = self.tensor("target/bool", target.bytes, "input")
+        self.before.append(StepOp(drawn.name, "pointwise", writes=(drawn,)))
+        self.before.append(StepOp(target.name, "pointwise", (drawn.name,), (target,)))
         self.resident += [image, target]
 
     # --- The step's parts ---
 
-    def cast_weights(self) -> None:
-        """Each head's target in float32, which the loss keeps, and the kernels in the compute dtype."""
+    def cast_targets(self) -> None:
+        """Each head's target in float32, which the loss keeps."""
         for op in self.plan:
             if op.kind == "head":
                 elements, target = self.job.batch * op.elements, "target"
@@ -172,12 +174,11 @@ class _Step:
                     self.run(target, "slice", ["target"], [self.transient(target, elements)])
                 copy = self.transient(f"{op.name}/target", 4 * elements)
                 self.run(copy.name, "pointwise", [target], [copy])
-        for op in self.plan:
-            if self.mixed and op.kind in CONVOLUTIONS:
-                cast = self.tensor(self.kernel(op), 2 * self.kernel_elements(op), "weights, bfloat16 copies")
-                self.run(cast.name, "update", [f"{op.name}/kernel"], [cast])
 
     def forward(self, op: LayerOp) -> None:
+        if self.mixed and op.kind in CONVOLUTIONS:
+            cast = self.tensor(self.kernel(op), 2 * self.kernel_elements(op), "weights, bfloat16 copies")
+            self.run(cast.name, "update", [f"{op.name}/kernel"], [cast])
         if op.kind != "input":
             getattr(self, f"_{op.kind}")(op)
 

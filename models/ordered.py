@@ -15,7 +15,7 @@ class Convolution(tf.keras.layers.Conv3D):
     """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same"."""
 
     def convolution_op(self, inputs, kernel):
-        return _convolution(inputs, tf.convert_to_tensor(kernel))
+        return _convolution(inputs, _read_after(inputs, kernel))
 
 
 class Shortcut(tf.keras.layers.Layer):
@@ -35,7 +35,7 @@ class Shortcut(tf.keras.layers.Layer):
         entry, after = inputs
         with tf.control_dependencies([after]):
             entry = tf.identity(entry)
-        return _convolution(entry, tf.convert_to_tensor(self.kernel))
+        return _convolution(entry, _read_after(entry, self.kernel))
 
     def get_config(self):
         initializer = tf.keras.initializers.serialize(self.kernel_initializer)
@@ -46,7 +46,7 @@ class UpConvolution(tf.keras.layers.Conv3DTranspose):
     """A transposed convolution of kernel and stride 2, without bias: (N, X, Y, Z, C) -> (N, 2X, 2Y, 2Z, filters)."""
 
     def call(self, inputs):
-        return _up_convolution(inputs, tf.convert_to_tensor(self.kernel))
+        return _up_convolution(inputs, _read_after(inputs, self.kernel))
 
 
 class Join(tf.keras.layers.Concatenate):
@@ -69,6 +69,12 @@ def add_bias(maps, bias):
 
 
 # --- Private helpers ---
+
+
+def _read_after(maps, kernel):
+    """The kernel in the compute dtype, cast when the maps it meets are there and not at the start of the step."""
+    with tf.control_dependencies([maps]):
+        return tf.convert_to_tensor(kernel)
 
 
 @tf.custom_gradient

@@ -122,26 +122,17 @@ def measure_in_fresh_process(
     """
     command = [sys.executable, "-m", "cpu3d.bench.measure", json.dumps(request)]
     more = {} if threads is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(threads))
-    return _last_json_line(command, "the measured step", look=look, environment={**os.environ, **more})
+    return last_json_line(command, "the measured step", look=look, environment={**os.environ, **more})
 
 
-# --- Private helpers ---
-
-
-def _peer(command: str) -> Dict[str, Any]:
-    result = _last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
-    if "step_s" not in result:
-        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
-    return result
-
-
-def _last_json_line(
+def last_json_line(
     command: List[str],
     who: str,
     cwd: Optional[Path] = ROOT,
     look: Optional[Callable[[int], None]] = None,
     environment: Optional[Dict[str, str]] = None,
 ) -> Dict[str, Any]:
+    """Run a command and read the last line it prints. Raises InputError, with what `who` said, where that is no JSON."""
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -160,6 +151,16 @@ def _last_json_line(
         raise InputError(
             f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}"
         ) from None
+
+
+# --- Private helpers ---
+
+
+def _peer(command: str) -> Dict[str, Any]:
+    result = last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
+    if "step_s" not in result:
+        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
+    return result
 
 
 def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:

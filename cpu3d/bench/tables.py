@@ -55,13 +55,13 @@ def tables(folder: Path) -> List[str]:
 
 def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
     """The measured steps, and each beside what the estimator as it stands says of it."""
-    try:
-        measured = read_measured(folder / VALIDATION)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
     constants = functools.lru_cache(maxsize=None)(shipped_constants)
-    return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
+    try:
+        measured = read_measured(folder / VALIDATION)
+        return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def step_table(record: Dict[str, Any]) -> List[str]:

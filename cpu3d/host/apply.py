@@ -53,7 +53,7 @@ def import_tensorflow(engine: str = "auto") -> Any:
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
     _check_engine(engine)
-    if engine == "itex" and _version("intel-extension-for-tensorflow") is None:
+    if not installed(engine):
         raise InputError(
             "engine must be installed, got itex without intel-extension-for-tensorflow; run `./run.sh setup` with "
             "Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
@@ -98,6 +98,11 @@ def engine_name(tf: Any) -> str:
     if _itex_is_loaded():
         parts.append(f"ITEX {_version('intel-extension-for-tensorflow')}")
     return ", ".join(parts)
+
+
+def installed(engine: str) -> bool:
+    """Whether an engine can be asked for here. Imports nothing."""
+    return engine != "itex" or _version("intel-extension-for-tensorflow") is not None
 
 
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
