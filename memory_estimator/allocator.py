@@ -50,6 +50,25 @@ def use(program: Program) -> Use:
     return Use(allocator.peak_bytes, allocator.resident_bytes, small)
 
 
+def counted_by_op(program: Program) -> Tuple[int, ...]:
+    """The most that the allocator counts while each operation of the third step runs: a step's memory over time."""
+    allocator = Allocator()
+    third = sum(1 for _ in requests(program, 2))
+    calls: Dict[str, List[Request]] = {}
+    for index, request in enumerate(requests(program, 3)):
+        if index < third:
+            allocator.call(request)
+        else:
+            calls.setdefault(request.op, []).append(request)
+    found: List[int] = []
+    for op in program.ops:
+        allocator.forget_peak()
+        for request in calls.get(op.name, ()):
+            allocator.call(request)
+        found.append(allocator.peak_bytes)
+    return tuple(found)
+
+
 class Allocator:
     """Takes and gives back by name; knows what is in use now and was at most since the last `forget_peak`."""
 

@@ -43,6 +43,8 @@ class Request:
     """Of the tensor: memory is given back under the name it was taken under."""
     bytes: int
     """Positive takes, negative gives back; not rounded."""
+    op: str = ""
+    """The operation that makes the call; "" for a resident tensor that no operation made."""
 
 
 def rounded(size_bytes: int) -> int:
@@ -88,10 +90,10 @@ def requests(program: Program, steps: int) -> Iterator[Request]:
                 holder[op.writes[0].name] = holder.pop(op.takes_over, op.takes_over)
             for tensor in taken + (op.keeps if first else ()):
                 sizes[tensor.name] = tensor.bytes
-                yield Request(tensor.name, tensor.bytes)
+                yield Request(tensor.name, tensor.bytes, op.name)
             for name in given:
                 owner = holder.pop(name, name)
-                yield Request(owner, -sizes.pop(owner))
+                yield Request(owner, -sizes.pop(owner), op.name)
 
 
 # --- Private helpers ---

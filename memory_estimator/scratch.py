@@ -38,9 +38,9 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
     """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
     if dtype != "bfloat16":
         return 0
-    in_block = job.in_channels if job.in_channels < VECTOR else VECTOR
+    in_block = VECTOR if job.kernel == 1 else min(job.in_channels, VECTOR)
     in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
-    row = _source_row(job) if job.in_channels > 1 else 0
+    row = 0 if in_block == 1 else _source_row(job)
     source = in_blocks * in_block * row * job.source[0] * job.source[1]
     target = out_blocks * VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
     weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
@@ -62,7 +62,7 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
     slabs = job.batch * job.target[0]
     if job.kernel == 1:
         return min(threads, slabs)  # a kernel of its own, which splits the voxels alone
-    in_block = job.in_channels if job.in_channels < VECTOR else VECTOR
+    in_block = min(job.in_channels, VECTOR)
     in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
     row = _source_row(job) if job.in_channels > 1 else job.source[2]
     source = job.batch * in_block * job.source[0] * job.source[1] * row

@@ -132,7 +132,7 @@ def last_json_line(
     look: Optional[Callable[[int], None]] = None,
     environment: Optional[Dict[str, str]] = None,
 ) -> Dict[str, Any]:
-    """Run a command and read the last line it prints. Raises InputError, with what `who` said, where that is no JSON."""
+    """Run a command and read the last line it prints. Raises InputError, with what it said, where that is no JSON."""
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
