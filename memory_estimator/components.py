@@ -19,8 +19,8 @@ class Component:
 
 
 RULES: Tuple[Tuple[str, str], ...] = (
-    ("weights,", "exact: copies that the convolutions read"),
     ("weights", "exact: float32"),
+    ("weights,", "exact: copies that the convolutions read"),
     ("optimizer slots", "exact: float32 copies of the trainable weights"),
     ("averaged weights", "exact: a float32 copy of the trainable weights"),
     ("gradients", "exact: float32, one a trainable weight that has it by then"),
@@ -29,7 +29,7 @@ RULES: Tuple[Tuple[str, str], ...] = (
     ("scratch", "derived: oneDNN's buffers for this operation"),
     ("input", "exact: images in the compute dtype, targets in one byte"),
 )
-"""Groups of tensors by how their names begin, in the order of the bill, and how each is known."""
+"""Groups of tensors by how their names begin, in the order of the bill, and how each is known. The longest fits."""
 
 
 def bill(
@@ -58,8 +58,8 @@ def bill(
 
 
 def _rule(group: str) -> int:
-    starts = (index for index, (start, _) in enumerate(RULES) if group.startswith(start))
-    return next(starts, len(RULES))
+    starts = [(len(start), index) for index, (start, _) in enumerate(RULES) if group.startswith(start)]
+    return max(starts, default=(0, len(RULES)))[1]
 
 
 def _place(group: str) -> Tuple[int, str]:

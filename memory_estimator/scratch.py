@@ -50,7 +50,7 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
 
 
 def up_convolution_bytes(input_bytes: int, threads: int) -> int:
-    """Scratch of an up-convolution's forward pass: its input once a thread."""
+    """Scratch of an up-convolution's forward pass: one sample's input once a thread."""
     return threads * (input_bytes + ALIGNMENT_BYTES) + ALIGNMENT_BYTES
 
 

@@ -267,7 +267,8 @@ class _Step:
 
     def _up_conv(self, op: LayerOp) -> None:
         scratch = [self.reordered(op)] if self.itex else []
-        buffers = up_convolution_bytes(self.map_bytes(self.by_name[op.inputs[0]]), self.job.threads)
+        below = self.by_name[op.inputs[0]]
+        buffers = up_convolution_bytes(below.elements * self.compute, self.job.threads)
         self.run(
             op.name,
             "up_conv",
