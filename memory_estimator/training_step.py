@@ -149,17 +149,30 @@ class _Step:
         slots = SLOTS[self.job.optimizer]
         self.resident.append(self.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
         unet, voxels = self.job.unet, self.job.voxels
-        given = self.tensor("image/float32", 4 * voxels * unet.channels, "input")
+        self._make_inputs()
+
+    def _make_inputs(self) -> None:
+        """As `bench memory` makes them. What `train` reads from a store comes another way, with less in between."""
+        unet, voxels = self.job.unet, self.job.voxels
         image = self.tensor("image", self.compute * voxels * unet.channels, "input")
         target = self.tensor("target", voxels * unet.outputs, "input")
-        if self.mixed:
-            self.before.append(StepOp(given.name, "pointwise", writes=(given,)))
-            self.before.append(StepOp(image.name, "pointwise", (given.name,), (image,)))
-        else:
-            self.before.append(StepOp(image.name, "pointwise", writes=(image,)))
-        drawn = self.tensor("target/bool", target.bytes, "input")
-        self.before.append(StepOp(drawn.name, "pointwise", writes=(drawn,)))
-        self.before.append(StepOp(target.name, "pointwise", (drawn.name,), (target,)))
+        noise, scaled = (Tensor(f"image/{part}", 4 * voxels * unet.channels, "input") for part in ("noise", "scaled"))
+        shifted = Tensor("image/shifted", noise.bytes, "input") if self.mixed else image
+        drawn, hits = Tensor("target/drawn", 4 * target.bytes, "input"), Tensor("target/hits", target.bytes, "input")
+        made = [
+            (noise,),
+            (scaled, noise),
+            (shifted, scaled, noise),
+            (drawn,),
+            *([(image,)] if self.mixed else []),
+            (hits,),
+            (target, hits),
+            (None, shifted, drawn) if self.mixed else (None, drawn),
+        ]
+        for written, *read in made:
+            name = written.name if written else "inputs made"
+            names = tuple(tensor.name for tensor in read)
+            self.before.append(StepOp(name, "pointwise", names, (written,) if written else ()))
         self.resident += [image, target]
 
     # --- The step's parts ---
@@ -406,7 +419,9 @@ class _Step:
     # --- The residual way ---
 
     def _add(self, op: LayerOp) -> None:
-        self.run(op.name, "pointwise", op.inputs, [self.transient(op.name, self.map_bytes(op))], takes_over=op.inputs[1])
+        self.run(
+            op.name, "pointwise", op.inputs, [self.transient(op.name, self.map_bytes(op))], takes_over=op.inputs[1]
+        )
 
     def _add_backward(self, op: LayerOp) -> None:
         """Both ways read the same gradient."""
