@@ -55,8 +55,8 @@ def paper_2020() -> RunConfig:
 
     ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB
     ./run.sh train --recipe paper-2020 --dtype float32 --store STORE --run RUN
-    The paper crops to 240 x 240 x 144, and so does the estimate; `train` sees the store's whole grid, which for BraTS is
-    240 x 240 x 160. The paper's memory was close to 1 TB, its time 30 s a volume on 80 cores: not verified here.
+    The paper crops to 240 x 240 x 144, and so does the estimate; `train` sees the store's whole grid, for BraTS 240 x
+    240 x 160. The paper's memory was close to 1 TB, its time 30 s a volume on 80 cores: not verified here.
     """
     return _run("paper-2020", channels=("FLAIR",), regions=("WT",), extent="full", epochs=25)
 

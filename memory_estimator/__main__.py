@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import List, Optional, Tuple
@@ -25,7 +26,7 @@ from memory_estimator.recipes import JOBS
 from memory_estimator.saved_run import job_of_run
 from memory_estimator.units import parse_bytes
 
-FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
 """Exit codes."""
 
 
@@ -33,10 +34,16 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate. Exit codes: 0 the job fits, 3 it does not, 2 bad input."""
     args = _parser().parse_args(argv)
     try:
-        return _answer(args)
+        code = _answer(args)
+        sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
+        return code
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
 
 
 # --- Private helpers ---
@@ -96,10 +103,14 @@ def _memory(args: argparse.Namespace) -> Tuple[int, str]:
 def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None:
     """The paper's Fig. 1 for this job. Takes seconds, for matplotlib's sake."""
     from memory_estimator.pictures import draw_sizes, size_panels
+    from memory_estimator.validation import PUBLISHED, read_measured
 
-    panels = size_panels(job, lambda one: price(one).process_peak_bytes)
+    measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
+    panels = size_panels(job, lambda one: price(one).process_peak_bytes, measured)
+    unet = job.unet
+    title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}"
     try:
-        path.write_bytes(draw_sizes(panels, title="Memory of a training step", host_bytes=memory_bytes))
+        path.write_bytes(draw_sizes(panels, title=title, host_bytes=memory_bytes))
     except OSError as error:
         raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
 

@@ -54,6 +54,26 @@ def up_convolution_bytes(input_bytes: int, threads: int) -> int:
     return threads * (input_bytes + ALIGNMENT_BYTES) + ALIGNMENT_BYTES
 
 
+def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
+    """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator.
+
+    Its thread pool has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of
+    channels of both maps and fills its share of the depth. Of what is asked for once a thread, only what is filled
+    becomes resident. Read off the process's peak above its resting size for 8 to 32 filters at 80 to 128 voxels a side.
+    """
+    if dtype != "bfloat16":
+        return 0
+    in_block = min(job.in_channels, VECTOR)
+    source = in_block * _source_row(job) * job.source[0] * job.source[1]
+    target = VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
+    return _up(threads, depth_groups(job, threads)) * 2 * (source + target)
+
+
+def hidden_up_convolution_bytes(input_bytes: int) -> int:
+    """What stock TensorFlow's up-convolution touches of its scratch: of a copy a thread, each thread's own share."""
+    return input_bytes
+
+
 def depth_groups(job: FilterGradient, threads: int) -> int:
     """How many groups of threads share the depth, each with transposed maps and weights of its own.
 

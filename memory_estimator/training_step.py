@@ -11,7 +11,13 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.program import Program, StepOp, Tensor
-from memory_estimator.scratch import FilterGradient, filter_gradient_bytes, up_convolution_bytes
+from memory_estimator.scratch import (
+    FilterGradient,
+    filter_gradient_bytes,
+    hidden_filter_gradient_bytes,
+    hidden_up_convolution_bytes,
+    up_convolution_bytes,
+)
 from models.layer_plan import LayerOp, layer_plan
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -288,7 +294,7 @@ class _Step:
             [*op.inputs, self.kernel(op)],
             [self.activation(op)],
             scratch=[buffers, *scratch] if self.itex else [],
-            hidden_bytes=0 if self.itex else buffers,
+            hidden_bytes=0 if self.itex else hidden_up_convolution_bytes(below.elements * self.compute),
             flops=self.job.batch * op.flops,
             layer=op,
         )
@@ -318,13 +324,14 @@ class _Step:
         """ITEX takes oneDNN's scratch from the allocator, stock TensorFlow leaves it to oneDNN."""
         gradient = self.tensor(f"{op.name}/filter_gradient", self.kernel_elements(op) * self.compute, "gradients")
         buffers = filter_gradient_bytes(seen, self.job.unet.dtype, self.job.threads)
+        hidden = hidden_filter_gradient_bytes(seen, self.job.unet.dtype, self.job.threads)
         self.run(
             gradient.name,
             kind,
             [below, upstream],
             [gradient],
             scratch=[buffers, self.reordered(op)] if self.itex else [],
-            hidden_bytes=0 if self.itex else buffers,
+            hidden_bytes=0 if self.itex else hidden,
             flops=flops,
             layer=op,
         )

@@ -1,10 +1,10 @@
 """Print the README's tables from benchmark records, as Markdown, and write what else is made from them.
 
     ./run.sh bench tables --records records
-    ./run.sh bench tables --records records --page docs/validation.md --accuracy memory_estimator/accuracy.json
+    ./run.sh bench tables --records records --page docs/validation.md
 
-The page holds every measured configuration beside what the estimator says of it now; the accuracy file is what the
-estimator itself knows of its errors, and the margin of its upper bound.
+The page holds every measured configuration beside what the estimator says of it now. Its upper bounds follow from
+accuracy.json, which `python -m memory_estimator.digest` makes of the same record; run that first.
 """
 
 import argparse
@@ -12,14 +12,14 @@ import functools
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from cpu3d.atomic import atomic_write, write_json
+from cpu3d.atomic import atomic_write
 from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.record import read_records
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.errors import InputError
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.validation import Measured, Row, compare, digest, read_measured
+from memory_estimator.validation import Measured, Row, compare, read_measured
 
 GIB = 2**30
 
@@ -30,13 +30,9 @@ VALIDATION = "memory.jsonl"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, required=True, metavar="DIR", help="folder of .jsonl records")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the validation page")
-    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="write the digest that the estimator reads")
 
 
 def run(args: argparse.Namespace) -> int:
-    # First the digest: the page shows upper bounds, which follow from it.
-    if args.accuracy:
-        write_json(args.accuracy, digest(validation(args.records)[1], f"records/{VALIDATION}"))
     if args.page:
         with atomic_write(args.page, "w") as file:
             file.write("\n".join(page(*validation(args.records))) + "\n")

@@ -1,0 +1,89 @@
+"""What a training run will take of this host, before anything is allocated; a run that does not fit is refused.
+
+foreseen = foresee(config, host, cases=8)      an Estimate, or None where the engine is not known to the estimator
+check_fits(foreseen, host.free_bytes, others)  raises DoesNotFitError with the nearest settings that fit
+"""
+
+from typing import Dict, List, Optional, Sequence, Tuple, Union
+
+from cpu3d.config import RunConfig
+from cpu3d.errors import DoesNotFitError
+from cpu3d.host.thread_plan import thread_plan
+from memory_estimator.calibration import find_constants
+from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
+from memory_estimator.host import Host
+from memory_estimator.job import ENGINES, Job
+from memory_estimator.options import installed_engine
+from memory_estimator.planner import nearest
+from memory_estimator.units import format_bytes, format_seconds
+
+Shape3 = Tuple[int, int, int]
+
+
+def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
+    """The run as a job of the estimator; None for an engine that it knows nothing of."""
+    engine = installed_engine() if config.engine == "auto" else config.engine
+    if engine not in ENGINES:
+        return None
+    return Job(
+        unet=config.unet,
+        shape=config.grid,
+        batch=config.batch,
+        optimizer=config.optimizer,
+        engine=engine,
+        threads=threads,
+        averaged=config.ema > 0,
+        from_store=True,
+        cases=cases,
+    )
+
+
+def foresee(config: RunConfig, host: Host, cases: int) -> Optional[Estimate]:
+    """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of."""
+    job = job_of(config, thread_plan(host).intra_op, cases)
+    return job and estimate(job, find_constants(job.threads))
+
+
+def describe(foreseen: Optional[Estimate], free_bytes: int) -> List[str]:
+    """The plan of memory and time, a line each, to print before the work starts."""
+    if foreseen is None:
+        return ["plan: nothing is known of this engine's memory and time"]
+    bound = foreseen.accuracy
+    return [
+        f"plan: allocator peak {format_bytes(foreseen.allocator_peak_bytes)} ({bound.allocator_peak}), process peak "
+        f"{format_bytes(foreseen.process_peak_bytes)} ({bound.process_peak}), up to "
+        f"{format_bytes(foreseen.upper_bound_bytes)} of {format_bytes(free_bytes)} free",
+        f"plan: {format_seconds(foreseen.step_s)} a step, {format_seconds(foreseen.volume_s)} a volume, "
+        f"{format_seconds(foreseen.epoch_s)} an epoch ({bound.step_s}), validation aside",
+        f"plan: {STORE_NOTE}",
+    ]
+
+
+def check_fits(foreseen: Optional[Estimate], free_bytes: int, grids: Sequence[Tuple[str, Shape3]] = ()) -> None:
+    """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
+
+    `grids` are the grids that the store offers besides, each with its option. Below the upper bound no measured run has
+    been killed; between the predicted peak and the bound it is a matter of luck, and luck is not for long runs.
+    """
+    if foreseen is None or foreseen.upper_bound_bytes <= free_bytes:
+        return
+    price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy)  # noqa: E731
+    options = nearest(foreseen.job, price, free_bytes, grids=grids)
+    instead = "; ".join(map(str, options)) or "nothing smaller does"
+    raise DoesNotFitError(
+        f"memory must hold this training, up to {format_bytes(foreseen.upper_bound_bytes)}, got "
+        f"{format_bytes(free_bytes)} free; what fits: {instead}; or --force"
+    )
+
+
+def for_log(foreseen: Optional[Estimate]) -> Dict[str, Union[int, float, str]]:
+    """What the run's log keeps of the plan, for the report to hold against what was measured."""
+    if foreseen is None:
+        return {}
+    return {
+        "allocator_peak_bytes": foreseen.allocator_peak_bytes,
+        "process_peak_bytes": foreseen.process_peak_bytes,
+        "upper_bound_bytes": foreseen.upper_bound_bytes,
+        "step_s": foreseen.step_s,
+        "constants": foreseen.constants.name,
+    }

@@ -1,0 +1,202 @@
+"""What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
+
+Files are JSON with a schema. Shipped ones lie in `hosts/`: one was measured by `calibrate`, the others state how they
+differ from it, as assumed from published peak figures. `calibrate` writes the host's own, which then comes first.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Union
+
+from memory_estimator.host import Host, read_host
+from memory_estimator.program import Program
+
+SCHEMA = 1
+
+OWN = Path(__file__).resolve().parents[1] / "calibration.json"
+"""Where `calibrate` writes a host's own constants, in the project's root, and where they are looked for."""
+
+SHIPPED = Path(__file__).with_name("hosts")
+
+BY_ISA = (("amx_bf16", "xeon_amx.json"), ("avx512_bf16", "epyc_avx512_bf16.json"), ("", "xeon_avx512.json"))
+"""An instruction set and the shipped constants of hosts that have it; the first that fits counts, the last fits all."""
+
+Costs = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
+"""Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
+
+
+@dataclass(frozen=True)
+class HostConstants:
+    """One host's constants."""
+
+    name: str
+    """Such as "AMD EPYC with AVX512_BF16"."""
+    cpu: str
+    """The model's name in /proc/cpuinfo; "" for a class of hosts."""
+    origin: str
+    """ "measured" or "assumed": the weaker of what `origins` says of speed and baseline."""
+    origins: Mapping[str, str]
+    """Field -> "measured: how" or "assumed: why", for every field of figures."""
+    record: str
+    """What the figures rest on, for printing."""
+    date: str
+    threads: int
+    """The costs are those with this many threads."""
+    cache_bytes: int
+    """Last-level cache."""
+    saturating_threads: int
+    """From this many threads on, more do not move memory any faster."""
+    baseline_bytes: Mapping[str, int]
+    """Engine -> resident memory of the process besides its tensors, in front of its first operation."""
+    op_bytes: Mapping[str, int]
+    """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
+    costs: Costs
+
+    def runtime_bytes(self, engine: str, program: Program) -> int:
+        """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
+        return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
+
+    def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
+        """Group -> feature -> seconds a unit. Raises ValueError where they are not known."""
+        try:
+            return self.costs[engine][dtype]
+        except KeyError:
+            raise ValueError(
+                f"calibration {self.name} must know {engine} in {dtype}, got {_known(self.costs)}; "
+                "run `calibrate --all`"
+            ) from None
+
+    def for_threads(self, threads: int) -> "HostConstants":
+        """These constants with another number of threads.
+
+        Work divides evenly, which a socket full of cores comes close to; traffic does up to `saturating_threads`; what
+        TensorFlow does between operations takes as long.
+        """
+        if threads == self.threads:
+            return self
+        moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
+        slower = {"work": self.threads / threads, "traffic": moving, "overhead": 1.0}
+        return dataclasses.replace(self, threads=threads, costs=_scaled(self.costs, lambda _, part: slower[part]))
+
+
+def part_of(feature: str) -> str:
+    """What of the host a feature (`timing.features`) keeps busy: "work", "traffic" or "overhead"."""
+    if feature.startswith("work"):
+        return "work"
+    return "overhead" if feature == "seconds" else "traffic"
+
+
+def runtime_ops(program: Program) -> int:
+    """How many operations of a program count towards `op_bytes`: all but those on weights, which are alike."""
+    return sum(op.kind != "update" for op in program.ops)
+
+
+def load_constants(path: Union[str, Path]) -> HostConstants:
+    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
+    path = Path(path)
+    content = _read(path)
+    if "like" in content:
+        content = _derived(_read(path.with_name(str(content["like"]))), content)
+    try:
+        constants = HostConstants(**{field.name: content[field.name] for field in dataclasses.fields(HostConstants)})
+        problem = _problem(constants)
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    if problem:
+        raise ValueError(f"calibration {path} must be complete, got {problem}; run `calibrate` again")
+    return constants
+
+
+def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
+    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones.
+
+    What was not calibrated, such as the other engine, comes from the shipped ones. A file of another CPU is passed
+    over: the folder may have moved. Raises ValueError where the file is damaged.
+    """
+    host = host or read_host()
+    shipped = shipped_constants(host.isa).for_threads(threads)
+    mine = load_constants(own).for_threads(threads) if own.is_file() else None
+    if mine is None or mine.cpu != host.cpu_model:
+        return shipped
+    return dataclasses.replace(
+        mine,
+        baseline_bytes={**shipped.baseline_bytes, **mine.baseline_bytes},
+        op_bytes={**shipped.op_bytes, **mine.op_bytes},
+        costs={
+            engine: {**shipped.costs.get(engine, {}), **mine.costs.get(engine, {})}
+            for engine in {**shipped.costs, **mine.costs}
+        },
+    )
+
+
+def shipped_constants(isa: Sequence[str]) -> HostConstants:
+    """The shipped constants for hosts of these instruction sets (`Host.isa`)."""
+    return load_constants(SHIPPED / next(name for flag, name in BY_ISA if not flag or flag in isa))
+
+
+def to_json(constants: HostConstants) -> Dict[str, Any]:
+    """What a calibration file holds."""
+    return {"schema": SCHEMA, **dataclasses.asdict(constants)}
+
+
+# --- Private helpers ---
+
+
+def _read(path: Path) -> Dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"calibration {path} must exist, found none; write it with `calibrate --out {path}`") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"calibration {path} must be JSON, got {error}; run `calibrate` again") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"calibration {path} must have schema {SCHEMA}, got {found}; run `calibrate` again")
+    return content
+
+
+def _problem(constants: HostConstants) -> str:
+    """What is wrong with the figures; "" where nothing is."""
+    for name in ("threads", "cache_bytes", "saturating_threads"):
+        value = getattr(constants, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return f"{name} {value!r}"
+    for engine, by_dtype in constants.costs.items():
+        if engine not in constants.baseline_bytes or engine not in constants.op_bytes:
+            return f"no baseline_bytes or op_bytes of {engine}"
+        for dtype, groups in by_dtype.items():
+            for group, costs in groups.items():
+                for feature, cost in costs.items():
+                    if not isinstance(cost, (int, float)) or not 0 <= cost < 1:
+                        return f"{engine} {dtype} {group} {feature} {cost!r}"
+    return "" if constants.costs else "no costs"
+
+
+def _known(costs: Costs) -> str:
+    return ", ".join(f"{engine} in {dtype}" for engine, by_dtype in costs.items() for dtype in by_dtype)
+
+
+def _derived(base: Mapping[str, Any], content: Mapping[str, Any]) -> Dict[str, Any]:
+    """`base` with what `content` replaces; its `faster` says by how much work (by dtype) and traffic go faster."""
+    faster: Mapping[str, float] = content.get("faster", {})
+
+    def slower(dtype: str, part: str) -> float:
+        return 1 / faster.get(dtype if part == "work" else part, 1.0)
+
+    return {**base, "costs": _scaled(base["costs"], slower), **content}
+
+
+def _scaled(costs: Costs, slower: Callable[[str, str], float]) -> Costs:
+    """Costs times `slower(dtype, part_of(feature))`."""
+    return {
+        engine: {
+            dtype: {
+                group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in by_feature.items()}
+                for group, by_feature in groups.items()
+            }
+            for dtype, groups in by_dtype.items()
+        }
+        for engine, by_dtype in costs.items()
+    }

@@ -1,0 +1,267 @@
+"""What this host has and what of it this process may use: cores, sockets, memory, instructions.
+
+Read from /proc and /sys, because a container sees the whole machine in them but may use only what its
+cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple, Union
+
+ISA_FLAGS = (
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
+"""The instruction sets that oneDNN chooses its kernels by, in the spelling of /proc/cpuinfo."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as one process sees it."""
+
+    cpu_model: str
+    sockets: int
+    """Sockets that hold at least one CPU of this process."""
+    cores: int
+    """Physical cores that hold at least one CPU of this process; two hyper-threads are one core."""
+    logical_cpus: int
+    """CPUs this process may run on, hyper-threads counted."""
+    numa_nodes: int
+    """NUMA nodes that hold at least one CPU of this process."""
+    memory_bytes: int
+    """Memory of the machine."""
+    available_bytes: int
+    """Of it, what can be had without swapping: MemAvailable."""
+    cgroup_limit_bytes: Optional[int]
+    """The tightest memory limit above this process; None without one."""
+    cgroup_used_bytes: int
+    """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
+    cpu_quota: Optional[float]
+    """CPUs' worth of time a cgroup grants; None without a limit."""
+    isa: Tuple[str, ...]
+    """Those of ISA_FLAGS that the CPU has, in that order."""
+
+    @property
+    def usable_cores(self) -> int:
+        """Physical cores worth a thread each: `cores`, or the whole CPUs of a smaller quota; at least 1."""
+        return self.cores if self.cpu_quota is None else max(1, min(self.cores, int(self.cpu_quota)))
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory one can fill before something is killed: the machine's, or less where a cgroup leaves less."""
+        if self.cgroup_limit_bytes is None:
+            return self.available_bytes
+        return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
+
+    @property
+    def best_dtype(self) -> str:
+        """The compute dtype that training is fastest in here: "bfloat16" or "float32"."""
+        return "bfloat16" if self.fast_bfloat16 else "float32"
+
+    def summary(self) -> Dict[str, Any]:
+        """What a log or a record says of the host, as JSON content."""
+        return {
+            "cpu": self.cpu_model,
+            "cores": self.usable_cores,
+            "memory_bytes": self.memory_bytes,
+            "isa": list(self.isa),
+        }
+
+    @property
+    def fast_bfloat16(self) -> bool:
+        """Whether bfloat16 runs faster than float32 here; without these instructions it is emulated and slower."""
+        return "avx512_bf16" in self.isa or "amx_bf16" in self.isa
+
+
+def read_host(root: Union[str, Path] = "/") -> Host:
+    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
+
+    Never fails for a file that is missing, as many are in containers: it falls back to the next best
+    source, and in the end to one core per CPU on one socket.
+    """
+    root = Path(root)
+    if not (root / "proc/meminfo").is_file():
+        return _host_from_psutil()
+    processors = _processors(root)
+    cpus = _usable_cpus(root, processors)
+    first = processors[0] if processors else {}
+    places = [_place(root, cpu, processors) for cpu in cpus]
+    memory = _meminfo(root)
+    limit, used = _memory_limit(root, memory["MemTotal"])
+    return Host(
+        cpu_model=first.get("model name", platform.machine()),
+        sockets=len({place.socket for place in places}),
+        cores=len({place.core for place in places}),
+        logical_cpus=len(cpus),
+        numa_nodes=_numa_nodes(root, frozenset(cpus)),
+        memory_bytes=memory["MemTotal"],
+        available_bytes=memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"])),
+        cgroup_limit_bytes=limit,
+        cgroup_used_bytes=used,
+        cpu_quota=_cpu_quota(root),
+        isa=tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split()),
+    )
+
+
+def cache_bytes(root: Union[str, Path] = "/") -> Optional[int]:
+    """The largest cache of the first CPU, the last level's; None where it is not told, as outside Linux."""
+    sizes = []
+    for path in (Path(root) / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = _read(path)
+        if text[:-1].isdigit() and text[-1] in "KM":
+            sizes.append(int(text[:-1]) * (1024 if text[-1] == "K" else 1024**2))
+    return max(sizes, default=None)
+
+
+# --- Private helpers ---
+
+
+class _Place(NamedTuple):
+    """Where a CPU sits: names that are equal for two CPUs on one socket, or on one core."""
+
+    socket: str
+    core: str
+
+
+def _read(path: Path) -> str:
+    """The stripped text of a file, "" where it is missing or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _cpu_list(text: str) -> List[int]:
+    """Linux's own spelling of a set of CPUs: "0-2,5" is [0, 1, 2, 5]."""
+    cpus = []
+    for part in text.split(","):
+        if part.strip():
+            first, _, last = part.partition("-")
+            cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _fields(text: str) -> Dict[str, str]:
+    """Lines of "name : value"."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+
+def _processors(root: Path) -> List[Dict[str, str]]:
+    """/proc/cpuinfo, one dictionary a CPU."""
+    blocks = _read(root / "proc/cpuinfo").split("\n\n")
+    return [fields for fields in map(_fields, blocks) if "processor" in fields]
+
+
+def _usable_cpus(root: Path, processors: List[Dict[str, str]]) -> List[int]:
+    """The CPUs in this process's mask, which covers taskset, numactl and cpusets; else all that are online."""
+    mask = _fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", "")
+    online = _read(root / "sys/devices/system/cpu/online")
+    cpus = set(_cpu_list(mask))
+    if online:  # a mask may name CPUs that are not there
+        cpus = cpus & set(_cpu_list(online)) or set(_cpu_list(online))
+    return sorted(cpus) or [int(fields["processor"]) for fields in processors] or [0]
+
+
+def _place(root: Path, cpu: int, processors: List[Dict[str, str]]) -> _Place:
+    """From /sys, else from /proc/cpuinfo, else a core of its own."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    siblings = _read(topology / "thread_siblings_list")
+    if siblings:
+        return _Place(_read(topology / "physical_package_id"), siblings)
+    fields = next((fields for fields in processors if fields["processor"] == str(cpu)), {})
+    socket = fields.get("physical id", "0")
+    return _Place(socket, f"{socket}/{fields['core id']}" if "core id" in fields else f"cpu{cpu}")
+
+
+def _numa_nodes(root: Path, cpus: FrozenSet[int]) -> int:
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max(1, sum(1 for path in lists if cpus.intersection(_cpu_list(_read(path)))))
+
+
+def _meminfo(root: Path) -> Dict[str, int]:
+    """/proc/meminfo in bytes."""
+    fields = _fields(_read(root / "proc/meminfo"))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields.items() if value.endswith(" kB")}
+
+
+def _cgroup_folders(root: Path, controller: str) -> List[Path]:
+    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it.
+
+    Version 2 has one tree, version 1 one a controller, and a machine may have both. A container often names
+    a path of the host's in /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way.
+    """
+    folders: List[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+        elif controller in controllers.split(","):
+            mounts = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        folders.extend(root / mount / part for mount in mounts for part in (inside, *inside.parents))
+    return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
+
+
+def _memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
+    """The limit that leaves least, and what is used of it; a limit of the machine's size or more is none."""
+    tightest: Optional[Tuple[int, int]] = None
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit = _read(folder / limit_name)
+            if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
+                continue
+            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+            used = max(0, int(_read(folder / used_name) or 0) - int(stat.get(cache_name, 0)))
+            if tightest is None or int(limit) - used < tightest[0] - tightest[1]:
+                tightest = int(limit), used
+    return (None, 0) if tightest is None else tightest
+
+
+def _cpu_quota(root: Path) -> Optional[float]:
+    """The smallest quota / period on the way up, of either cgroup version."""
+    quotas = []
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
+            quotas.append(int(quota) / int(period))
+    return min(quotas) if quotas else None
+
+
+def _host_from_psutil() -> Host:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    logical = psutil.cpu_count() or os.cpu_count() or 1
+    return Host(
+        cpu_model=platform.processor() or f"{platform.machine()} ({sys.platform})",
+        sockets=1,
+        cores=psutil.cpu_count(logical=False) or logical,
+        logical_cpus=logical,
+        numa_nodes=1,
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+        cgroup_limit_bytes=None,
+        cgroup_used_bytes=0,
+        cpu_quota=None,
+        isa=(),
+    )

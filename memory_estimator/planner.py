@@ -1,0 +1,269 @@
+"""What fits: the largest batch, filters and extent for a host's memory, and what would save what. Pure searches.
+
+Memory grows with each of them, so a few guesses find the largest. `price` is asked for estimates: `estimate` with a
+host's constants in it, or a table in a test.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+from memory_estimator.estimate import Estimate
+from memory_estimator.job import Job
+from memory_estimator.recipes import BRAIN_BOX
+from memory_estimator.units import format_bytes, format_seconds
+
+Shape3 = Tuple[int, int, int]
+Price = Callable[[Job], Estimate]
+Chain = Callable[[int], Job]
+"""Number -> job, from 1 on, each at least as large as the one before."""
+
+STEP_OF_FILTERS = 8
+"""Convolutions are computed in vectors of 16 or 8 channels: numbers between cost as much as the next multiple."""
+
+LARGEST = 2**20
+"""No search goes on past this number: the memory would then be without end."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A job changed, with what it takes then."""
+
+    change: str
+    """As options of the command line, such as "--batch 2"."""
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        """Such as "--batch 2: up to 312.00 GiB, 41 s a volume"."""
+        taken = self.estimate
+        return (
+            f"{self.change}: up to {format_bytes(taken.upper_bound_bytes)}, {format_seconds(taken.volume_s)} a volume"
+        )
+
+    def to_json(self) -> Dict[str, Any]:
+        return {"change": self.change, **_figures(self.estimate)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The largest of each kind that fits, all else as asked for; None where not even the smallest does."""
+
+    policy: str
+    batch: Optional[Estimate]
+    filters: Optional[Estimate]
+    extent: Optional[Estimate]
+
+    def to_json(self) -> Dict[str, Any]:
+        found = {"batch": self.batch, "filters": self.filters, "extent": self.extent}
+        return {"policy": self.policy, **{name: one and _figures(one) for name, one in found.items()}}
+
+
+def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
+    """The largest batch, filters (multiples of 8) and extent (in the job's proportions) that `budget_bytes` hold."""
+    return Plan(
+        policy=job.policy,
+        batch=largest(batches(job), price, budget_bytes),
+        filters=largest(widths(job), price, budget_bytes),
+        extent=largest(extents(job), price, budget_bytes),
+    )
+
+
+def largest(chain: Chain, price: Price, budget_bytes: int, last: int = LARGEST) -> Optional[Estimate]:
+    """The largest of a chain's first `last` jobs whose upper bound is within the budget; None where none is."""
+    found = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
+    return price(chain(found)) if found else None
+
+
+def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
+    """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number.
+
+    Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known;
+    every third one lies halfway, for costs that do not.
+    """
+    low, high, below, above = 1, last + 1, cost(1), 0
+    if below > budget:
+        return 0
+    turn = 0
+    while high - low > 1:
+        turn += 1
+        if not above:
+            guess = max(2 * low if turn > 1 else 0, low * budget // below)
+        elif turn % 3:
+            power = math.log(above / below) / math.log(high / low)
+            guess = int(low * (budget / below) ** (1 / max(power, 0.1)))
+        else:
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        found = cost(guess)
+        if found <= budget:
+            low, below = guess, found
+        else:
+            high, above = guess, found
+    return low
+
+
+def batches(job: Job) -> Chain:
+    return lambda number: dataclasses.replace(job, batch=number)
+
+
+def widths(job: Job) -> Chain:
+    """Multiples of 8 filters."""
+    return lambda number: _with_unet(job, filters=STEP_OF_FILTERS * number)
+
+
+def extents(job: Job) -> Chain:
+    """Grids of about the job's proportions, every side a multiple of what the network divides by."""
+    divisor, longest = job.unet.divisor, max(job.shape)
+
+    def grid(number: int) -> Shape3:
+        return tuple(divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape)
+
+    return lambda number: dataclasses.replace(job, shape=grid(number))
+
+
+def cubes(job: Job) -> Chain:
+    """Cubes, and between two cubes those with one or two sides of the next."""
+    divisor = job.unet.divisor
+
+    def grid(number: int) -> Shape3:
+        side, longer = divmod(number - 1, 3)
+        return tuple(divisor * (side + 1 + (axis < longer)) for axis in range(3))
+
+    return lambda number: dataclasses.replace(job, shape=grid(number))
+
+
+def advice(here: Estimate, price: Price, budget_bytes: int) -> List[str]:
+    """What to do about a job that does not fit, a sentence each; nothing about one that does."""
+    if here.upper_bound_bytes <= budget_bytes:
+        return []
+    found = nearest(here.job, price, budget_bytes)
+    return [f"fits with {option}" for option in found] or ["nothing smaller fits either; use another host"]
+
+
+def savings(job: Job, price: Price) -> List[Option]:
+    """Single changes that take less, each for itself, the one that saves most first."""
+    here = price(job)
+    options = [Option(change, price(changed)) for change, changed in _changes(job)]
+    less = [option for option in options if option.estimate.process_peak_bytes < here.process_peak_bytes]
+    return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
+
+
+def nearest(
+    job: Job, price: Price, budget_bytes: int, grids: Optional[Sequence[Tuple[str, Shape3]]] = None
+) -> List[Option]:
+    """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
+
+    `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions.
+    Empty when nothing helps.
+    """
+
+    kinds = (_lighter_dtype, _smaller_batch, _smaller_grid(grids), _fewer_filters)
+    options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
+    alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
+    if alone:
+        return alone
+    here, changes = price(job), []
+    for change in kinds:
+        option = change(here.job, price, budget_bytes)
+        if option:
+            here, changes = option.estimate, [*changes, option.change]
+        if here.upper_bound_bytes <= budget_bytes:
+            return [Option(" ".join(changes), here)]
+    return []
+
+
+# --- Private helpers ---
+
+
+def _figures(found: Estimate) -> Dict[str, Any]:
+    job = found.job
+    return {
+        "batch": job.batch,
+        "filters": job.unet.filters,
+        "shape": list(job.shape),
+        "process_peak_bytes": found.process_peak_bytes,
+        "upper_bound_bytes": found.upper_bound_bytes,
+        "volume_s": found.volume_s,
+    }
+
+
+def _with_unet(job: Job, **changes) -> Job:
+    return dataclasses.replace(job, unet=dataclasses.replace(job.unet, **changes))
+
+
+def _changes(job: Job) -> List[Tuple[str, Job]]:
+    """Single changes that may save something, as (options, job)."""
+    unet, half = job.unet, job.batch // 2
+    found = []
+    if unet.dtype == "float32":
+        found.append(("--dtype bfloat16", _with_unet(job, dtype="bfloat16")))
+    if job.batch > 1:
+        found.append(("--batch 1", dataclasses.replace(job, batch=1)))
+    if half > 1:
+        found.append((f"--batch {half}", dataclasses.replace(job, batch=half)))
+    if unet.filters > 1:
+        found.append((f"--filters {unet.filters // 2}", _with_unet(job, filters=unet.filters // 2)))
+    if unet.depth > 2:
+        found.append((f"--depth {unet.depth - 1}", _with_unet(job, depth=unet.depth - 1)))
+    box = _brain_box(job)
+    if box:
+        found.append((_shape_option(box), dataclasses.replace(job, shape=box)))
+    if job.optimizer == "adam":
+        found.append(("--optimizer sgd", dataclasses.replace(job, optimizer="sgd")))
+    other = "stock" if job.engine == "itex" else "itex"
+    found.append((f"--engine {other}", dataclasses.replace(job, engine=other)))
+    return found
+
+
+def _brain_box(job: Job) -> Optional[Shape3]:
+    """The typical box around a brain on the job's divisor, where the job's grid is larger on every side."""
+    divisor = job.unet.divisor
+    box = tuple(-(-side // divisor) * divisor for side in BRAIN_BOX)
+    return box if all(a < b for a, b in zip(box, job.shape)) else None
+
+
+def _shape_option(shape: Shape3) -> str:
+    return "--shape " + " ".join(map(str, shape))
+
+
+# Each of the following gives the mildest change of its kind that fits; where none does, the strongest; None where there
+# is nothing to change.
+
+
+def _lighter_dtype(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+    if job.unet.dtype == "bfloat16":
+        return None
+    return Option("--dtype bfloat16", price(_with_unet(job, dtype="bfloat16")))
+
+
+def _smaller_batch(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+    if job.batch == 1:
+        return None
+    found = largest(batches(job), price, budget_bytes, job.batch - 1) or price(batches(job)(1))
+    return Option(f"--batch {found.job.batch}", found)
+
+
+def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+    """Multiples of 8, below them 4, 2 and 1."""
+    numbers = [n for n in (1, 2, 4, *range(STEP_OF_FILTERS, job.unet.filters, STEP_OF_FILTERS)) if n < job.unet.filters]
+    if not numbers:
+        return None
+    chain: Chain = lambda number: _with_unet(job, filters=numbers[number - 1])  # noqa: E731
+    found = largest(chain, price, budget_bytes, len(numbers)) or price(chain(1))
+    return Option(f"--filters {found.job.unet.filters}", found)
+
+
+def _smaller_grid(grids: Optional[Sequence[Tuple[str, Shape3]]]):
+    def among(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+        priced = (Option(name, price(dataclasses.replace(job, shape=shape))) for name, shape in grids)
+        return next((option for option in priced if option.estimate.job.shape != job.shape), None)
+
+    def of_any_size(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+        chain, steps = extents(job), max(job.shape) // job.unet.divisor
+        if steps == 1:
+            return None
+        found = largest(chain, price, budget_bytes, steps - 1) or price(chain(1))
+        return Option(_shape_option(found.job.shape), found)
+
+    return of_any_size if grids is None else among

@@ -1,0 +1,27 @@
+"""The recipes' jobs: what each named run asks of a host. The rest of a recipe, which no memory hangs on, is cpu3d's."""
+
+from typing import Dict
+
+from memory_estimator.job import Job
+from models.config import UNetConfig
+
+BRAIN_BOX = (144, 192, 144)
+"""The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
+136 voxels; the box of a store of one's own is in the first lines of `train`."""
+
+FULL_GRID = (240, 240, 160)
+"""The whole BraTS grid, 155 slices padded to a multiple of 16."""
+
+JOBS: Dict[str, Job] = {
+    "brats": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
+    "demo": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
+    "paper-flair": Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), FULL_GRID, cases=484),
+    "paper-2020": Job(
+        UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
+        (240, 240, 144),
+        batch=16,
+        cases=484,
+    ),
+}
+"""The grids are those of typical stores: `train` takes a store's own, and the dtype from the host unless one is asked
+for. "paper-2020" is as published, in float32 on a grid cropped to 144 slices."""

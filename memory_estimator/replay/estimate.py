@@ -1,0 +1,160 @@
+"""Memory of one training step of any Keras functional model, read off its traced graph. Nothing volume-sized is taken.
+
+    estimate_model(model, (128, 128, 128, 4), batch=2, loss="binary_crossentropy").allocator_peak_bytes
+
+What TensorFlow would run is asked of TensorFlow itself, so the estimate is for the engine of this process: for ITEX,
+import TensorFlow with it; for stock TensorFlow, without. Not counted: a second inter-op thread, which would hold more.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
+
+from memory_estimator.allocator import use
+from memory_estimator.liveness import Timeline, timeline
+from memory_estimator.program import Program
+from memory_estimator.replay.graph import executed_graph
+from memory_estimator.replay.history import variables_made
+from memory_estimator.replay.lifetimes import program_of
+from memory_estimator.replay.schedule import execution_order
+
+ORDERS = 5
+"""Orders of execution that are tried. TensorFlow's depends on memory addresses where a model leaves it open."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One training step, replayed on paper. Where TensorFlow's order is open: the median of those that were tried."""
+
+    program: Program
+    timeline: Timeline
+    allocator_peak_bytes: int
+    """From the third step on: `get_memory_info("CPU:0")["peak"]`."""
+    resident_bytes: int
+    """What the allocator's part of the process's memory grows to."""
+    hidden_bytes: int
+    """Scratch that oneDNN takes outside the allocator, at its most: with stock TensorFlow alone."""
+    range_bytes: Tuple[int, int]
+    """Lowest and highest allocator peak of the orders tried: equal where a model fixes its order."""
+
+
+def estimate_model(
+    model: Any,
+    input_shape: Sequence[int],
+    *,
+    batch: int = 1,
+    loss: Union[str, Callable, None] = None,
+    optimizer: Any = "adam",
+    target: Any = None,
+    engine: Optional[str] = None,
+    threads: int = 2,
+) -> Replay:
+    """The training step of a Keras functional model on samples of `input_shape` (without the batch).
+
+    `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses; None is
+    the loss the model was compiled with, or else the mean squared error. `target` is the tf.TensorSpec of what the loss
+    compares with, batch included; None is float32 in the shape of the prediction. `optimizer` is a name or a
+    tf.keras.optimizers.Optimizer. Takes the memory of the weights and of the optimizer's slots.
+
+    Raises ValueError for an `engine` ("itex", "stock") that this process does not run, for shapes that do not fit the
+    model, and for a step with loops, whose memory no graph tells.
+    """
+    import tensorflow as tf
+
+    _check_engine(engine)
+    _check_batch(model, batch)
+    if len(model.inputs) != 1:
+        raise ValueError(f"model must have one input, got {len(model.inputs)}; estimate its step with estimate_step")
+    optimizer = tf.keras.optimizers.get(optimizer)
+    optimizer.build(model.trainable_variables)
+    compute = _loss(model, loss)
+    given = tf.TensorSpec((batch, *input_shape), model.inputs[0].dtype, name="input")
+    if target is None:
+        shapes = model.compute_output_shape((batch, *input_shape))
+        many = isinstance(model.output, (list, tuple))
+        target = [tf.TensorSpec(s) for s in shapes] if many else tf.TensorSpec(shapes)
+
+    def step(given, target):
+        with tf.GradientTape() as tape:
+            found = compute(target, model(given, training=True))
+            found = found[0] if isinstance(found, (list, tuple)) else found
+        gradients = tape.gradient(found, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return found
+
+    variables = [*model.variables, *_variables_of(optimizer)]
+    return estimate_step(step, given, target, variables=variables, threads=threads)
+
+
+def estimate_step(step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2) -> Replay:
+    """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec).
+
+    `variables` are those that are there in the order they were made, which the allocator's regions depend on; those
+    that the step uses beside them are found. Raises ValueError as `estimate_model`.
+    """
+    nodes, trace = executed_graph(step, specs)
+    # By their memory: under mixed precision the same variable comes in two wrappers.
+    unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
+    held, made = variables_made(list(unique.values()))
+    replays = []
+    for order in range(ORDERS):
+        program = program_of(execution_order(nodes, order), held, made, threads)
+        replays.append((use(program), program))
+    replays.sort(key=lambda replay: replay[0].peak_bytes)
+    used, program = replays[len(replays) // 2]
+    line = timeline(program)
+    return Replay(
+        program=program,
+        timeline=line,
+        allocator_peak_bytes=used.peak_bytes,
+        resident_bytes=used.resident_bytes + used.small_bytes,
+        hidden_bytes=max(moment.hidden_bytes for moment in line.moments),
+        range_bytes=(replays[0][0].peak_bytes, replays[-1][0].peak_bytes),
+    )
+
+
+def running_engine() -> str:
+    """ "itex" where this process has loaded ITEX, else "stock"."""
+    from tensorflow.python.framework import op_def_registry
+
+    return "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
+
+
+# --- Private helpers ---
+
+
+def _check_engine(engine: Optional[str]) -> None:
+    running = running_engine()
+    if engine not in (None, running):
+        raise ValueError(
+            f"engine must be the one that this process runs, {running}, got {engine}; import TensorFlow on {engine}"
+        )
+
+
+def _check_batch(model: Any, batch: int) -> None:
+    for tensor in model.inputs:
+        if tensor.shape[0] not in (None, batch):
+            raise ValueError(
+                f"batch must be the model's, {tensor.shape[0]}, got {batch}; build the model for that batch"
+            )
+
+
+def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
+    import tensorflow as tf
+
+    if loss is None:
+        loss = getattr(model, "loss", None) or "mean_squared_error"
+    if callable(loss) and not isinstance(loss, type):
+        return loss
+    single = tf.keras.losses.get(loss)
+
+    def mean_of_all(target, prediction):
+        pairs = zip(tf.nest.flatten(target), tf.nest.flatten(prediction))
+        return tf.add_n([tf.reduce_mean(single(each, found)) for each, found in pairs])
+
+    return mean_of_all
+
+
+def _variables_of(optimizer: Any) -> Sequence[Any]:
+    """An attribute in Keras 2.11 and later, a method in its legacy optimizers."""
+    variables = optimizer.variables
+    return variables() if callable(variables) else variables

@@ -1,0 +1,192 @@
+"""The graph that TensorFlow really runs for a traced step, with the shape of every tensor. Nothing is computed.
+
+What runs is not what was traced: Grappler folds and reorders, ITEX's and oneDNN's passes fuse and replace kernels. All
+of that happens when a function is instantiated, before its first operation. So the step is called with a
+cancellation that has already happened and with its runtime asked to hand out the graphs it makes.
+"""
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, List, Sequence, Tuple
+
+CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a node."""
+
+    shape: Tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of the graph."""
+
+    name: str
+    op: str
+    """TensorFlow's type of the operation, such as "_ITEXConv3D"."""
+    inputs: Tuple[Tuple[str, int], ...]
+    """(node, index of its output) of each."""
+    after: Tuple[str, ...]
+    """Nodes it must wait for without reading them: control dependencies."""
+    outputs: Tuple[Output, ...]
+    attributes: Any
+    """TensorFlow's own mapping of them."""
+
+
+def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
+    """The nodes of `step` (a tf.function) on inputs like `specs` (tf.TensorSpec), producers first, and its trace.
+
+    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch.
+    """
+    import tensorflow as tf
+
+    # Traced anew: the graphs of a function that has run before have been made, and are not handed out again.
+    trace = tf.function(getattr(step, "python_function", step)).get_concrete_function(*specs)
+    definitions = list(_optimized(trace).node)
+    for definition in definitions:
+        if definition.op in CONTROL_FLOW:
+            raise ValueError(
+                f"a step must have no loops or branches, got {definition.name} ({definition.op}), and the graph "
+                "does not tell how often they run; write the step without them"
+            )
+    known = _known(trace)
+    tensors = {**_inferred(definitions, known), **known}
+    return [_node(definition, tensors[definition.name]) for definition in definitions], trace
+
+
+def plain(op: str) -> str:
+    """TensorFlow's type of the operation that a replaced kernel stands for: "_ITEXConv3D" -> "Conv3D"."""
+    return re.sub("^_(ITEX|MklNative|Mkl)", "", op) if not op.startswith(("_Arg", "_Retval")) else op
+
+
+# --- Private helpers ---
+
+
+def _optimized(trace: Any) -> Any:
+    """The GraphDef that the executor is given, after all of TensorFlow's and the plug-in's passes."""
+    import tensorflow as tf
+    from tensorflow.python.eager import cancellation, context
+
+    runtime = context.context()
+    cancelled = cancellation.CancellationManager()
+    cancelled.start_cancel()
+    # The runtime looks at neither shapes nor values before it finds the call cancelled.
+    captured = list(trace.captured_inputs)
+    inputs = [tf.zeros((), tensor.dtype) for tensor in trace.inputs[: len(trace.inputs) - len(captured)]]
+    runtime.enable_graph_collection()
+    try:
+        with cancellation.CancellationManagerContext(cancelled):
+            runtime.call_function(trace.name, [*inputs, *captured], len(trace.outputs))
+    except tf.errors.CancelledError:
+        pass
+    finally:
+        # Graphs are handed over when an operation ends well: any will do.
+        tf.zeros(()) + 1
+        graphs = runtime.export_run_metadata().function_graphs
+        runtime.disable_graph_collection()
+    return max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node))
+
+
+def _known(trace: Any) -> Dict[str, List[Any]]:
+    """The tensors of the trace by the name of their operation, for operations that the trace fully knows.
+
+    The passes keep the name of an operation they replace by another kernel or fuse with what was before it.
+    """
+    known = {}
+    for operation in trace.graph.get_operations():
+        # The last outputs may be unknown: the space that a fused norm reserves for its gradient.
+        tensors = itertools.takewhile(lambda t: t.shape.is_fully_defined() or not _is_data(t.dtype), operation.outputs)
+        known[operation.name] = list(tensors)
+    return {name: tensors for name, tensors in known.items() if tensors}
+
+
+def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[str, List[Any]]:
+    """The tensors of the operations that the passes have added, by TensorFlow's own shape functions.
+
+    In a graph in which all that is known is a placeholder, for the plug-in's operations have no shape functions.
+    Constants stay: shapes are computed from them.
+    """
+    import tensorflow as tf
+
+    added = [d.name for d in definitions if d.name not in known]
+    graph = tf.compat.v1.GraphDef()
+    # Without a version, a placeholder of shape () counts as one of unknown shape.
+    graph.versions.producer = tf.version.GRAPH_DEF_VERSION
+    renamed = {}
+    for definition in definitions:
+        if definition.name not in known or definition.op == "Const":
+            node = graph.node.add()
+            node.CopyFrom(_stand_in(definition))
+            node.device = ""
+            continue
+        for index, tensor in enumerate(known[definition.name]):
+            name = f"{definition.name}.{index}"
+            renamed[f"{definition.name}:{index}" if index else definition.name] = name
+            node = graph.node.add(name=name, op="Placeholder")
+            node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    for node in graph.node:
+        node.input[:] = [renamed.get(source, source) for source in node.input if not source.startswith("^")]
+    inferred = tf.Graph()
+    with inferred.as_default():
+        tf.graph_util.import_graph_def(graph, name="")
+    return {name: list(inferred.get_operation_by_name(name).outputs) for name in added}
+
+
+def _stand_in(definition: Any) -> Any:
+    """An operation of the same outputs that has a shape function."""
+    from tensorflow.python.framework import op_def_registry
+
+    node = type(definition)()
+    node.CopyFrom(definition)
+    if node.op == "_ITEXFusedRandom":
+        # A dropout's mask: random numbers of a shape, compared and cast.
+        node.op = "RandomUniform"
+        del node.input[1:]
+        node.attr["dtype"].CopyFrom(definition.attr["DstT"])
+    node.op = plain(node.op)
+    known = op_def_registry.get(node.op)
+    if known is None:
+        raise ValueError(
+            f"operation {definition.name} must be one whose shape TensorFlow can tell, got {definition.op}; "
+            "estimate the step on the other engine"
+        )
+    allowed = {attribute.name for attribute in known.attr}
+    for name in set(node.attr) - allowed:
+        del node.attr[name]
+    return node
+
+
+def _node(definition: Any, tensors: Sequence[Any]) -> Node:
+    inputs = [source.partition(":") for source in definition.input if not source.startswith("^")]
+    return Node(
+        name=definition.name,
+        op=definition.op,
+        inputs=tuple((name, int(index or 0)) for name, _, index in inputs),
+        after=tuple(source[1:] for source in definition.input if source.startswith("^")),
+        outputs=tuple(_output(definition, tensor) for tensor in tensors),
+        attributes=definition.attr,
+    )
+
+
+def _output(definition: Any, tensor: Any) -> Output:
+    if not _is_data(tensor.dtype):
+        return Output((), tensor.dtype.name, 0)
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(
+            f"the output of {definition.name} ({definition.op}) must have a fixed shape, got {tensor.shape}; "
+            "give the model a batch size and fixed shapes"
+        )
+    shape = tuple(tensor.shape.as_list())
+    return Output(shape, tensor.dtype.name, math.prod(shape) * tensor.dtype.size)
+
+
+def _is_data(dtype: Any) -> bool:
+    """Whether tensors of this type live in the allocator's memory: not handles of variables, not strings."""
+    return dtype.size > 0

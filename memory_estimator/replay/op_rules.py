@@ -1,0 +1,201 @@
+"""What each type of TensorFlow's operations does on a CPU: views, results in place, hidden outputs, scratch, work.
+
+Read from the kernels' sources and held against the profiler's list of allocations.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Optional, Sequence, Tuple
+
+from memory_estimator.replay.graph import Node, Output, plain
+from memory_estimator.scratch import (
+    FilterGradient,
+    filter_gradient_bytes,
+    hidden_filter_gradient_bytes,
+    hidden_up_convolution_bytes,
+    up_convolution_bytes,
+)
+
+STAYS = {"_Arg": "input", "Const": "constants"}
+"""What lives before and after the step, and the line of the bill it counts under."""
+
+VIEWS = frozenset(
+    (
+        *("Reshape", "ExpandDims", "Squeeze", "Bitcast", "EnsureShape"),
+        *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "CheckNumerics"),
+        *("ReadVariableOp", "_Retval"),
+    )
+)
+"""The output is the input under another shape or name; of a variable, the variable's own memory."""
+
+SLICES = {"Slice": 0, "StridedSlice": 0, "Split": 1, "SplitV": 0}
+"""Views too where they cut along the first axis only, of the input given; ITEX's own kernels for them copy."""
+
+ALIGNMENT_BYTES = 64
+
+CROSS_ENTROPIES = ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+
+LAST_FIRST = frozenset(("_MklNativeFusedBatchNormEx", *CROSS_ENTROPIES))
+"""Kernels that take memory for their last output first: a norm's mask; the gradient, in place of the logits."""
+
+IN_PLACE = frozenset(
+    (
+        *("Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Pow"),
+        *("SquaredDifference", "Xdivy", "Xlogy"),
+        *("Abs", "Exp", "Expm1", "Inv", "Reciprocal", "Log", "Log1p", "Neg", "Round", "Rsqrt", "Sigmoid", "Sign"),
+        *("Sqrt", "Square", "Tanh", "Erf", "Floor", "Ceil", "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus"),
+        *("Softsign", "BiasAdd", "Softmax", "LogSoftmax", "LogicalAnd", "LogicalOr", "LogicalNot", "Select"),
+        *CROSS_ENTROPIES,
+        *("ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad", "SoftplusGrad", "SoftsignGrad"),
+        *("SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad"),
+    )
+)
+"""Kernels that write over an input of the output's type and size when nobody else will read it."""
+
+FORWARD = ("Conv2D", "Conv3D", "FusedConv2D", "FusedConv3D")
+
+KINDS = (
+    (r"\w*(Conv[23]D|Conv2dNative)BackpropFilter", "conv_filter_gradient"),
+    (r"\w*(Conv[23]D|Conv2dNative)BackpropInput", "conv_input_gradient"),
+    (r"_?(Fused)?(Conv[23]D|DepthwiseConv2dNative|(Batch)?MatMul)", "conv"),
+    (r"FusedBatchNormGrad", "norm_gradient"),
+    (r"FusedBatchNorm|LayerNorm", "norm"),
+    (r"(Max|Avg)Pool\w*Grad", "pool_gradient"),
+    (r"(Max|Avg)Pool", "pool"),
+    (r"Concat|Pack$|Tile$|Pad", "join"),
+    (r"Slice|Split|Unpack|Gather|Transpose", "slice"),
+    (r"(Sum|Mean|Max|Min|Prod|All|Any|ArgMax|BiasAddGrad)$", "reduce"),
+    (r"Assign|ResourceApply", "update"),
+)
+"""Kind of operation by the start of its type, without the engine's prefix; what is not listed is pointwise."""
+
+
+MATRIX = re.compile(r"_?(Fused)?(Batch)?MatMul")
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory of an operation that is neither its input nor its output, in bytes."""
+
+    scratch: Tuple[int, ...] = ()
+    """Of the allocator, for the duration of the operation."""
+    keeps: int = 0
+    """Of the allocator, from its first run on."""
+    hidden: int = 0
+    """Outside the allocator, for the duration of the operation."""
+
+
+def kind(node: Node) -> str:
+    """One of memory_estimator.program.KINDS. A strided convolution counts as the up-convolution it is the mirror of."""
+    found = next((kind for pattern, kind in KINDS if re.match(pattern, plain(node.op))), "pointwise")
+    if found.startswith("conv") and max(_strides(node), default=1) > 1:
+        mirrored = {"conv": "up_conv_input_gradient", "conv_input_gradient": "up_conv"}
+        return mirrored.get(found, "up_" + found)
+    return found
+
+
+def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
+    """For each output the input whose memory it lies in; None where the outputs have memory of their own."""
+    if node.op in VIEWS:
+        return tuple(range(len(node.outputs)))
+    if node.op in SLICES:
+        whole = inputs[SLICES[node.op]]
+        row = whole.bytes // max(whole.shape[0], 1) if whole.shape else 1
+        # Samples of a batch; Eigen asks for rows that begin at multiples of 64 bytes.
+        if node.outputs[0].shape[1:] == whole.shape[1:] and row % ALIGNMENT_BYTES == 0:
+            return (SLICES[node.op],) * len(node.outputs)
+    return None
+
+
+def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
+    """All outputs of `node`, those included that no shape function tells of."""
+    name = plain(node.op)
+    if name.startswith("FusedBatchNorm") and "Grad" not in name:
+        fused = name == "FusedBatchNormEx"
+        return (*node.outputs[:5], _bytes(_norm_reserve(node.op, inputs[0]) if fused else 0))
+    if name in ("MaxPool", "MaxPool3D") and name != node.op:
+        # Which element of its window was the largest: a byte each.
+        return (node.outputs[0], _bytes(math.prod(node.outputs[0].shape)))
+    if name.endswith("BackpropFilterWithBias"):
+        return (node.outputs[0], Output(inputs[2].shape[-1:], inputs[2].dtype, 4 * inputs[2].shape[-1]))
+    return node.outputs
+
+
+def buffers(node: Node, inputs: Sequence[Output], threads: int) -> Buffers:
+    """What a convolution holds beside its inputs and outputs.
+
+    ITEX takes it from the allocator: oneDNN's scratch, and the filter once more in the layout that oneDNN prefers,
+    which its forward kernels keep. Stock TensorFlow leaves both to oneDNN.
+    """
+    found, itex = kind(node), node.op.startswith("_ITEX")
+    if "conv" not in found or MATRIX.match(plain(node.op)):
+        return Buffers()
+    if found.endswith("filter_gradient"):
+        job, dtype = _filter_gradient(node, inputs), inputs[0].dtype
+        if not itex:
+            return Buffers(hidden=hidden_filter_gradient_bytes(job, dtype, threads))
+        return Buffers(scratch=(filter_gradient_bytes(job, dtype, threads), node.outputs[0].bytes))
+    filter_bytes = inputs[1].bytes
+    if plain(node.op) in FORWARD:
+        return Buffers(keeps=filter_bytes if itex else 0)
+    # A strided one over three axes, as in an up-convolution, copies its input, a sample at a time.
+    copied = inputs[2].bytes // inputs[2].shape[0] if found == "up_conv" and "Conv3D" in node.op else 0
+    if not itex:
+        return Buffers(hidden=hidden_up_convolution_bytes(copied))
+    return Buffers(scratch=(up_convolution_bytes(copied, threads), filter_bytes))
+
+
+def filters(node: Node, inputs: Sequence[Output]) -> Tuple[int, ...]:
+    """The shape of a convolution's filter (..., in, out) or of a matrix; empty for all else."""
+    found = kind(node)
+    if "conv" not in found:
+        return ()
+    return (node.outputs[0] if "filter" in found else inputs[1]).shape
+
+
+def flops(node: Node, inputs: Sequence[Output]) -> int:
+    """Of convolutions and matrix products, a multiply-add counted as 2; of all else memory traffic sets the time."""
+    if MATRIX.match(plain(node.op)):
+        return 2 * math.isqrt(math.prod(math.prod(each.shape) for each in (inputs[0], inputs[1], node.outputs[0])))
+    shape = filters(node, inputs)
+    if not shape:
+        return 0
+    coarse = inputs[2] if "Backprop" in node.op else node.outputs[0]
+    return 2 * math.prod(shape) * math.prod(coarse.shape[:-1])
+
+
+# --- Private helpers ---
+
+
+def _strides(node: Node) -> Sequence[int]:
+    return node.attributes["strides"].list.i if "strides" in node.attributes else ()
+
+
+def _filter_gradient(node: Node, inputs: Sequence[Output]) -> FilterGradient:
+    """As oneDNN sees it; a flat convolution has a depth of 1."""
+    shape = node.outputs[0].shape
+    source, target = (((1,) + grid)[-3:] for grid in (inputs[0].shape[1:-1], inputs[2].shape[1:-1]))
+    return FilterGradient(
+        batch=inputs[0].shape[0],
+        source=source,
+        target=target,
+        in_channels=shape[-2],
+        out_channels=shape[-1],
+        kernel=shape[-3],
+        stride=max(_strides(node)),
+        bias=node.op.endswith("WithBias"),
+    )
+
+
+def _norm_reserve(op: str, x: Output) -> int:
+    """What a norm fused with its ReLU keeps to know where the ReLU was open: a bit an element where oneDNN has a vector
+    kernel for the channel count, else a byte. Stock TensorFlow takes that number of float32 elements for it."""
+    vector = 16 if x.dtype == "bfloat16" else 8
+    elements = math.prod(x.shape)
+    workspace = elements // 8 if x.shape[-1] % vector == 0 else elements
+    return workspace if op.startswith("_ITEX") else 4 * workspace
+
+
+def _bytes(size: int) -> Output:
+    return Output((size,), "uint8", size)

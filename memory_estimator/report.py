@@ -1,0 +1,173 @@
+"""What an estimate looks like on a terminal: the bill, the predictions with their errors, the verdict and the plan."""
+
+from typing import Any, List, Optional, Sequence
+
+from memory_estimator.estimate import STORE_NOTE, Estimate
+from memory_estimator.gpu import ASSUMPTIONS, Patch
+from memory_estimator.job import Job
+from memory_estimator.planner import Option, Plan
+from memory_estimator.units import format_bytes, format_seconds
+
+WIDTH = 120
+"""Columns where the output is no terminal, as in a log."""
+
+
+def describe(job: Job) -> str:
+    """The job in one line."""
+    unet = job.unet
+    extras = [
+        name for name, there in (("residual", unet.residual), ("deep supervision", unet.deep_supervision)) if there
+    ]
+    return ", ".join(
+        (
+            f"{_grid(job.shape)} x {unet.channels} -> {unet.outputs}",
+            f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
+            *extras,
+            f"batch {job.batch}, {unet.dtype}, {job.optimizer}",
+            f"{job.engine}, policy {job.policy}, {_count(job.threads, 'thread')}",
+        )
+    )
+
+
+def print_estimate(estimate: Estimate, *, memory_bytes: int, whose: str, advice: Sequence[str]) -> None:
+    """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host"."""
+    console = _console()
+    say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+    say(describe(estimate.job))
+    say("")
+    console.print(_bill(estimate))
+    console.print(_predictions(estimate))
+    console.print(_largest(estimate))
+    constants, accuracy = estimate.constants, estimate.accuracy
+    say(f"errors: {accuracy.basis}; speed and baseline: {constants.origin}, {constants.name} ({constants.record})")
+    if estimate.job.from_store:
+        say(f"note: {STORE_NOTE}")
+    say(verdict(estimate, memory_bytes, whose))
+    for line in advice:
+        say(f"  {line}")
+
+
+def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
+    """Whether it fits, in one sentence."""
+    fits = estimate.upper_bound_bytes <= memory_bytes
+    left = format_bytes(abs(memory_bytes - estimate.upper_bound_bytes))
+    return (
+        f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(estimate.upper_bound_bytes)}, "
+        f"{format_bytes(memory_bytes)} {whose}, {left} {'to spare' if fits else 'short'}"
+    )
+
+
+def print_plan(plans: Sequence[Plan], options: Sequence[Option], here: Estimate, *, memory_bytes: int) -> None:
+    """What fits a memory under each policy, and what would save what."""
+    console = _console()
+    table = _table(f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for")
+    for name in ("policy", "", "largest", "upper bound", "a volume"):
+        table.add_column(name, justify="left" if name in ("policy", "") else "right")
+    for one in plans:
+        for name, found, value in (
+            ("batch", one.batch, lambda job: str(job.batch)),
+            ("filters", one.filters, lambda job: str(job.unet.filters)),
+            ("extent", one.extent, lambda job: _grid(job.shape)),
+        ):
+            cells = ("none", "", "") if found is None else _taken(found, value(found.job))
+            table.add_row(one.policy, name, *cells)
+    console.print(table)
+    table = _table("What would save what, each for itself")
+    for name in ("", "process peak", "saved", "a volume"):
+        table.add_column(name, justify="right" if name else "left")
+    for label, taken in (("as asked for", here), *((option.change, option.estimate) for option in options)):
+        saved = here.process_peak_bytes - taken.process_peak_bytes
+        table.add_row(
+            label,
+            format_bytes(taken.process_peak_bytes),
+            format_bytes(saved) if saved else "",
+            format_seconds(taken.volume_s),
+        )
+    console.print(table)
+
+
+def print_patch(patch: Optional[Patch], *, memory_bytes: int) -> None:
+    """The largest patch that a GPU of `memory_bytes` trains, and what that assumes."""
+    console = _console()
+    if patch is None:
+        text = f"a GPU of {format_bytes(memory_bytes)} trains no patch of this network"
+    else:
+        share = "a whole volume fits" if patch.holds_volume else f"{patch.share_of_volume:.0%} of the volume's voxels"
+        text = (
+            f"a GPU of {format_bytes(memory_bytes)} trains patches of up to {_grid(patch.job.shape)}, one at a time: "
+            f"{format_bytes(patch.bytes)}; {share}"
+        )
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {ASSUMPTIONS}", highlight=False, markup=False, soft_wrap=True)
+
+
+# --- Private helpers ---
+
+
+def _console() -> Any:
+    from rich.console import Console  # a tenth of a second, and not needed for --json
+
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _table(title: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def _bill(estimate: Estimate) -> Any:
+    table = _table(f"Held at the peak, while {estimate.peak_op} runs")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    table.add_column("how it is known")
+    for line in estimate.components:
+        table.add_row(line.name, format_bytes(line.bytes), line.source)
+    return table
+
+
+def _predictions(estimate: Estimate) -> Any:
+    table = _table("Predicted")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("error over the measured configurations: median, worst")
+    bound = estimate.accuracy
+    margin = f"never exceeded: {bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
+    rows: List[Sequence[str]] = [
+        ("allocator peak", format_bytes(estimate.allocator_peak_bytes), str(bound.allocator_peak)),
+        ("process peak", format_bytes(estimate.process_peak_bytes), str(bound.process_peak)),
+        ("upper bound", format_bytes(estimate.upper_bound_bytes), margin),
+        ("step", format_seconds(estimate.step_s), str(bound.step_s)),
+        ("volume", format_seconds(estimate.volume_s), str(bound.step_s)),
+    ]
+    if estimate.epoch_s is None:
+        rows.append(("epoch", "-", "add --cases N"))
+    else:
+        rows.append(("epoch", format_seconds(estimate.epoch_s), f"{estimate.job.cases} cases; validation not counted"))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _largest(estimate: Estimate) -> Any:
+    table = _table("The largest tensors at the peak")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    table.add_column("counted under")
+    for tensor in estimate.largest:
+        table.add_row(tensor.name, format_bytes(tensor.bytes), tensor.group)
+    return table
+
+
+def _taken(found: Estimate, value: str) -> Sequence[str]:
+    return value, format_bytes(found.upper_bound_bytes), format_seconds(found.volume_s)
+
+
+def _grid(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

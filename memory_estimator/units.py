@@ -1,0 +1,45 @@
+"""Amounts of memory and time as people write and read them; bytes and seconds everywhere else."""
+
+import re
+
+UNITS = {
+    "B": 1,
+    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
+}
+"""What a unit of memory counts in bytes."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit.
+
+    A bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits.
+    """
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
+    if not match:
+        raise ValueError(f"memory must be a number with its unit, got {text!r}; write it like 384GiB or 1.5TiB")
+    whole, fraction, unit = match[1], match[2] or "", match[3].lower()
+    units = {name.lower(): size for name, size in UNITS.items()}
+    if unit not in units:
+        raise ValueError(f"memory must be in one of {', '.join(UNITS)}, got {text!r}; write it like 384GiB or 1.5TiB")
+    size = int(whole + fraction) * units[unit] // 10 ** len(fraction)
+    if size < 1:
+        raise ValueError(f"memory must be positive, got {text!r}; write it like 384GiB or 1.5TiB")
+    return size
+
+
+def format_bytes(size_bytes: int) -> str:
+    """For reading: the unit that leaves no more than four digits before the point. Keeps the sign."""
+    size = abs(size_bytes)
+    for unit, below, digits in (("KiB", 2**20, 0), ("MiB", 2**30, 0), ("GiB", 2**40, 2)):
+        if size < below:
+            return f"{size_bytes / UNITS[unit]:.{digits}f} {unit}"
+    return f"{size_bytes / UNITS['TiB']:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """For reading: seconds below two minutes, then minutes, hours, and days from the third on."""
+    for unit, size, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 72 * 3600)):
+        if seconds < below:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:,.1f} days"

@@ -1,0 +1,51 @@
+"""What a process holds, told apart by kind."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu3d.host.memory import peak_rss_bytes, resident
+
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+
+
+def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
+    before, peak = resident(), peak_rss_bytes()
+    block = mmap.mmap(-1, 256 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range(0, len(block), 4096):
+        block[page] = 1
+    after = resident()
+    assert 250 * MIB < after.anonymous_bytes - before.anonymous_bytes < 270 * MIB
+    assert abs(after.file_bytes - before.file_bytes) < 8 * MIB
+    assert peak_rss_bytes() >= max(peak, after.total_bytes - MIB)
+    block.close()
+    assert resident().anonymous_bytes < after.anonymous_bytes - 200 * MIB
+    assert peak_rss_bytes() >= after.total_bytes - MIB
+
+
+def test_a_mapped_file_counts_as_file_pages(tmp_path):
+    path = tmp_path / "store"
+    path.write_bytes(os.urandom(MIB) * 64)
+    before = resident()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        assert sum(view[page] for page in range(0, len(view), 4096)) >= 0
+        after = resident()
+    assert 60 * MIB < after.file_bytes - before.file_bytes < 70 * MIB
+    assert abs(after.anonymous_bytes - before.anonymous_bytes) < 8 * MIB
+
+
+def test_another_process_is_seen_until_it_has_ended():
+    wait = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        seen = resident(other.pid)
+        assert seen.total_bytes > MIB
+        assert seen.total_bytes == seen.anonymous_bytes + seen.file_bytes
+        other.communicate(b"\n")
+        assert resident(other.pid) is None

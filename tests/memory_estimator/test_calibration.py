@@ -1,0 +1,178 @@
+"""Constants of hosts: which are found, how they are scaled, and which files are refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from memory_estimator import calibration
+from memory_estimator.calibration import (
+    BY_ISA,
+    SHIPPED,
+    find_constants,
+    load_constants,
+    part_of,
+    shipped_constants,
+    to_json,
+)
+from memory_estimator.host import read_host
+from memory_estimator.job import ENGINES, Job
+from memory_estimator.training_step import training_step
+from models.config import DTYPES, UNetConfig
+
+EPYC = SHIPPED / "epyc_avx512_bf16.json"
+
+
+def host(**changes):
+    return dataclasses.replace(read_host(), **changes)
+
+
+@pytest.fixture
+def mine():
+    """As `calibrate` measures on some host with one engine and one dtype, twice as fast as what is shipped."""
+    shipped = load_constants(EPYC)
+    costs = {"stock": {"float32": {**shipped.speeds("stock", "float32"), "norm": {"cached": 1e-12, "traffic": 2e-12}}}}
+    return dataclasses.replace(
+        shipped, name="mine", cpu="Some CPU", costs=costs, baseline_bytes={"stock": 7}, op_bytes={"stock": 3}
+    )
+
+
+@pytest.fixture
+def own(mine, tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(to_json(mine)))
+    return path
+
+
+def test_what_is_written_is_read_back(mine, own):
+    assert load_constants(own) == mine
+
+
+@pytest.mark.parametrize(
+    ("isa", "origin", "name"),
+    [
+        (("avx512f", "avx512_bf16", "amx_bf16"), "assumed", "AMX"),
+        (("avx512f", "avx512_bf16"), "measured", "EPYC"),
+        (("avx512f",), "assumed", "without bfloat16"),
+        ((), "assumed", "without bfloat16"),
+    ],
+)
+def test_shipped_constants_go_by_the_instruction_set(isa, origin, name):
+    found = shipped_constants(isa)
+    assert found.origin == origin
+    assert name in found.name
+
+
+@pytest.mark.parametrize("file", [file for _, file in BY_ISA])
+def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(file):
+    found = load_constants(SHIPPED / file)
+    for engine in ENGINES:
+        assert 100e6 < found.baseline_bytes[engine] < 1e9
+        for dtype in DTYPES:
+            assert {"conv", "norm", "loss", "update", "every_op"} <= set(found.speeds(engine, dtype))
+    for field in ("costs", "baseline_bytes", "op_bytes", "cache_bytes", "saturating_threads"):
+        origin, _, why = found.origins[field].partition(": ")
+        assert origin in ("measured", "assumed")
+        assert why
+
+
+def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
+    base, amx = load_constants(EPYC), load_constants(SHIPPED / "xeon_amx.json")
+    stated = json.loads((SHIPPED / "xeon_amx.json").read_text())["faster"]
+    for engine in ENGINES:
+        for dtype in DTYPES:
+            for group, costs in base.speeds(engine, dtype).items():
+                for feature, cost in costs.items():
+                    part = part_of(feature)
+                    factor = {"work": stated[dtype], "traffic": stated["traffic"], "overhead": 1.0}[part]
+                    assert amx.speeds(engine, dtype)[group][feature] == pytest.approx(cost / factor)
+
+
+def test_the_hosts_own_constants_come_first(own):
+    found = find_constants(2, host(cpu_model="Some CPU"), own)
+    assert found.name == "mine"
+    assert found.speeds("stock", "float32")["norm"]["traffic"] == 2e-12
+
+
+def test_what_was_not_calibrated_comes_from_the_shipped_ones(own):
+    here = host(cpu_model="Some CPU", isa=("avx512f", "avx512_bf16"))
+    found, shipped = find_constants(2, here, own), load_constants(EPYC)
+    assert found.speeds("itex", "bfloat16") == shipped.speeds("itex", "bfloat16")
+    assert found.speeds("stock", "bfloat16") == shipped.speeds("stock", "bfloat16")
+    assert found.baseline_bytes == {**shipped.baseline_bytes, "stock": 7}
+
+
+def test_constants_of_another_cpu_are_passed_over(own):
+    here = host(cpu_model="Another CPU")
+    assert find_constants(2, here, own) == shipped_constants(here.isa).for_threads(2)
+
+
+def test_without_a_file_the_shipped_ones_are_found(tmp_path):
+    here = host()
+    assert find_constants(2, here, tmp_path / "none.json") == shipped_constants(here.isa).for_threads(2)
+
+
+def test_constants_come_with_the_threads_asked_for(own):
+    found = find_constants(8, host(cpu_model="Some CPU"), own)
+    assert found.threads == 8
+    assert found.speeds("stock", "float32")["norm"]["traffic"] == pytest.approx(0.5e-12)
+
+
+def test_scaling_there_and_back_changes_nothing():
+    constants = load_constants(EPYC)
+    again = constants.for_threads(64).for_threads(constants.threads)
+    for group, costs in constants.speeds("itex", "bfloat16").items():
+        assert again.speeds("itex", "bfloat16")[group] == pytest.approx(costs)
+
+
+def test_a_deeper_network_holds_more_besides_its_tensors():
+    constants = load_constants(EPYC)
+    shallow, deep = (training_step(Job(UNetConfig(depth=depth), (32, 32, 32))) for depth in (3, 5))
+    held = [constants.runtime_bytes("itex", program) for program in (shallow, deep)]
+    assert constants.baseline_bytes["itex"] < held[0] < held[1]
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.json must exist, found none"):
+        load_constants(tmp_path / "none.json")
+
+
+def changed(**changes):
+    return lambda content: json.dumps({**content, **changes})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: json.dumps(content)[:-40], "must be JSON"),
+        (lambda content: "[]", "must have schema 1, got list"),
+        (lambda content: "{}", "must have schema 1, got None"),
+        (lambda content: "\x00\x00", "must be JSON"),
+        (changed(schema=2), "must have schema 1, got 2"),
+        (changed(schema="1"), "must have schema 1, got 1"),
+        (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
+        (changed(costs={}), "must be complete, got no costs"),
+        (changed(costs=3), "must be complete"),
+        (changed(costs={"stock": {"float32": {"conv": {"work": -1.0}}}}), "float32 conv work -1.0"),
+        (changed(costs={"stock": {"float32": {"conv": {"work": "fast"}}}}), "float32 conv work 'fast'"),
+        (changed(costs={"stock": {"float32": {"conv": {"work": float("nan")}}}}), "float32 conv work nan"),
+        (changed(baseline_bytes={}), "no baseline_bytes or op_bytes of stock"),
+        (changed(threads=0), "got threads 0"),
+        (changed(threads=True), "got threads True"),
+        (changed(cache_bytes="32M"), "got cache_bytes '32M'"),
+    ],
+)
+def test_a_damaged_file_is_refused(damage, message, own):
+    own.write_text(damage(json.loads(own.read_text())))
+    with pytest.raises(ValueError, match=message) as error:
+        load_constants(own)
+    assert str(own) in str(error.value)
+
+
+def test_a_folder_is_no_calibration(tmp_path):
+    with pytest.raises(ValueError, match="must be JSON"):
+        load_constants(tmp_path)
+
+
+def test_the_default_place_is_the_projects_root():
+    assert calibration.OWN.parent == SHIPPED.parents[1]

@@ -1,0 +1,104 @@
+"""What an estimate is made of, and how it moves with the job. How far it is off is told by the records."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from memory_estimator.calibration import find_constants
+from memory_estimator.estimate import estimate
+from memory_estimator.job import Job
+from memory_estimator.recipes import JOBS
+from models.config import UNetConfig
+
+SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (96, 96, 96), threads=2)
+CONSTANTS = find_constants(2)
+
+
+def of(job=SMALL, **changes):
+    return estimate(dataclasses.replace(job, **changes), CONSTANTS)
+
+
+def with_unet(**changes):
+    return dataclasses.replace(SMALL, unet=dataclasses.replace(SMALL.unet, **changes))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        SMALL,
+        *(with_unet(**changes) for changes in ({"norm": "batch"}, {"norm": "none"}, {"residual": True})),
+        *(with_unet(**changes) for changes in ({"up": "upsampling"}, {"deep_supervision": True}, {"dtype": "float32"})),
+        with_unet(network="cicek2016"),
+        dataclasses.replace(SMALL, engine="stock", batch=3, optimizer="sgd"),
+        dataclasses.replace(SMALL, averaged=True, from_store=True, cases=10),
+    ],
+)
+def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(job):
+    found = of(job)
+    assert sum(line.bytes for line in found.components) == found.process_peak_bytes
+    assert all(line.bytes > 0 and line.source for line in found.components)
+    assert len({line.name for line in found.components}) == len(found.components)
+    assert found.allocator_peak_bytes < found.process_peak_bytes < found.upper_bound_bytes
+    assert found.step_s > 0
+
+
+def test_more_of_anything_takes_more_memory_and_more_time():
+    here = of()
+    for more in (of(batch=4), of(shape=(128, 128, 128)), of(with_unet(filters=16))):
+        assert more.allocator_peak_bytes > 1.5 * here.allocator_peak_bytes
+        assert more.process_peak_bytes > here.process_peak_bytes
+        assert more.step_s > here.step_s
+
+
+def test_averaged_weights_are_one_copy_more():
+    weights = {line.name: line.bytes for line in of(averaged=True).components}
+    assert weights["averaged weights"] == pytest.approx(weights["optimizer slots"] / 2, rel=0.01)
+
+
+def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation():
+    fed, from_store = of(), of(from_store=True)
+    held = {line.name: line.bytes for line in from_store.components}
+    assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
+    prepared = 96**3 * (4 * 13 + 4 + 3)
+    assert fed.upper_bound_bytes == fed.accuracy.upper_bound(fed.process_peak_bytes)
+    assert from_store.upper_bound_bytes - prepared == fed.accuracy.upper_bound(from_store.process_peak_bytes)
+    # Several volumes lie side by side before they are copied into one batch.
+    both, one = (of(from_store=True, batch=batch) for batch in (2, 1))
+    beyond = lambda found: found.upper_bound_bytes - found.accuracy.upper_bound(found.process_peak_bytes)
+    assert beyond(both) - beyond(one) == 2 * 96**3 * (4 * 2 + 3)
+
+
+def test_an_epoch_is_whole_batches_and_unknown_without_cases():
+    found = of(batch=4, cases=11)
+    assert found.epoch_s == pytest.approx(2 * found.step_s)
+    assert found.volume_s == pytest.approx(found.step_s / 4)
+    assert of().epoch_s is None
+
+
+def test_the_largest_tensors_come_first_and_are_live_at_the_peak():
+    found = of()
+    sizes = [tensor.bytes for tensor in found.largest]
+    assert len(sizes) == 5
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(tensor.bytes for tensor in found.timeline.peak_tensors) <= found.allocator_peak_bytes
+
+
+def test_a_hundred_terabytes_are_counted_in_milliseconds_and_exactly():
+    job = dataclasses.replace(JOBS["paper-2020"], shape=(1024, 1024, 1024), batch=64, threads=80)
+    begin = time.perf_counter()
+    found = of(job)
+    assert time.perf_counter() - begin < 1
+    assert found.process_peak_bytes > 100 * 10**12
+    # In a job this large nothing but the maps counts: twice the volumes are twice the bytes.
+    twice = of(job, batch=128)
+    assert twice.allocator_peak_bytes == pytest.approx(2 * found.allocator_peak_bytes, rel=0.15)
+
+
+def test_the_json_is_plain_and_has_what_was_promised():
+    content = json.loads(json.dumps(of(cases=3).to_json(), allow_nan=False))
+    for key in ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s"):
+        assert content[key] > 0
+    assert set(content["components"][0]) == {"name", "bytes", "source"}
+    assert content["errors"]["process_peak_bytes"]["worst"] > 0

@@ -1,0 +1,169 @@
+from pathlib import Path
+
+import pytest
+
+from memory_estimator.host import read_host
+
+GIB = 2**30
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text + "\n")
+
+
+def make_tree(root, model, flags, sockets, cores_per_socket, threads, memory_kib, available_kib):
+    """A machine's /proc and /sys. CPUs are numbered as by Linux: every core of every socket, then second threads."""
+    cores = sockets * cores_per_socket
+    cpus = range(cores * threads)
+    info = [f"processor\t: {cpu}\nmodel name\t: {model}\nflags\t\t: {flags}" for cpu in cpus]
+    write(root, "proc/cpuinfo", "\n\n".join(info))
+    write(
+        root,
+        "proc/meminfo",
+        f"MemTotal: {memory_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\nHugePages_Total: 0",
+    )
+    write(root, "proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t0-{len(cpus) - 1}")
+    write(root, "sys/devices/system/cpu/online", f"0-{len(cpus) - 1}")
+    for cpu in cpus:
+        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = ",".join(str(cpu % cores + thread * cores) for thread in range(threads))
+        write(root, f"{topology}/thread_siblings_list", siblings)
+        write(root, f"{topology}/physical_package_id", str(cpu % cores // cores_per_socket))
+    for node in range(sockets):
+        lists = (
+            f"{node * cores_per_socket + t * cores}-{(node + 1) * cores_per_socket - 1 + t * cores}"
+            for t in range(threads)
+        )
+        write(root, f"sys/devices/system/node/node{node}/cpulist", ",".join(lists))
+
+
+@pytest.fixture
+def zen(tmp_path):
+    """One socket, two cores without hyper-threads, 24 GiB, no limits."""
+    make_tree(tmp_path, "AMD EPYC", "fpu avx avx2 fma avx512f avx512_bf16", 1, 2, 1, 24 * 2**20, 20 * 2**20)
+    return tmp_path
+
+
+@pytest.fixture
+def xeon(tmp_path):
+    """Two sockets of 28 cores of two threads, 1.5 TiB."""
+    make_tree(tmp_path, "Xeon 8280", "avx avx2 fma avx512f avx512_vnni", 2, 28, 2, 1536 * 2**20, 1500 * 2**20)
+    return tmp_path
+
+
+@pytest.fixture
+def big(tmp_path):
+    """One socket, 64 cores, 256 GiB with 200 GiB available: what containers are cut from."""
+    make_tree(tmp_path, "EPYC", "avx avx2", 1, 64, 1, 256 * 2**20, 200 * 2**20)
+    return tmp_path
+
+
+def test_a_small_host_is_read_as_it_is(zen):
+    host = read_host(zen)
+    assert (host.cpu_model, host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == ("AMD EPYC", 1, 2, 2, 1)
+    assert (host.memory_bytes, host.available_bytes, host.free_bytes) == (24 * GIB, 20 * GIB, 20 * GIB)
+    assert (host.cgroup_limit_bytes, host.cpu_quota, host.usable_cores) == (None, None, 2)
+    assert host.isa == ("avx", "avx2", "fma", "avx512f", "avx512_bf16")
+    assert host.fast_bfloat16
+
+
+def test_hyper_threads_are_not_cores(xeon):
+    host = read_host(xeon)
+    assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (2, 56, 112, 2)
+    assert host.usable_cores == 56
+    assert not host.fast_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("mask", "sockets", "cores", "cpus", "nodes"),
+    [("28-55", 1, 28, 28, 1), ("0,56", 1, 1, 2, 1), ("0-1,28", 2, 3, 3, 2), ("0-255", 2, 56, 112, 2)],
+)
+def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes):
+    write(xeon, "proc/self/status", f"Cpus_allowed_list: {mask}")
+    host = read_host(xeon)
+    assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (sockets, cores, cpus, nodes)
+
+
+def test_a_version_2_container_gets_what_its_cgroup_leaves(big):
+    write(big, "proc/self/cgroup", "0::/")
+    write(big, "sys/fs/cgroup/cpu.max", "700000 100000")
+    write(big, "sys/fs/cgroup/memory.max", str(16 * GIB))
+    write(big, "sys/fs/cgroup/memory.current", str(6 * GIB))
+    write(big, "sys/fs/cgroup/memory.stat", f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file 0")
+    host = read_host(big)
+    assert (host.cores, host.cpu_quota, host.usable_cores) == (64, 7.0, 7)
+    # 6 GiB are charged, but the kernel drops 4 GiB of page cache before it kills anything.
+    assert (host.cgroup_limit_bytes, host.cgroup_used_bytes, host.free_bytes) == (16 * GIB, 2 * GIB, 14 * GIB)
+
+
+def test_a_version_1_container_whose_path_is_the_hosts_reads_the_top(big):
+    write(big, "proc/self/cgroup", "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc")
+    write(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000")
+    write(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    write(big, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(8 * GIB))
+    write(big, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(3 * GIB))
+    write(big, "sys/fs/cgroup/memory/memory.stat", f"inactive_file 0\ntotal_inactive_file {GIB}")
+    host = read_host(big)
+    assert (host.cpu_quota, host.usable_cores, host.free_bytes) == (2.5, 2, 6 * GIB)
+
+
+@pytest.mark.parametrize(("job_used", "left"), [(1, 4), (30, 2)])
+def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left):
+    write(big, "proc/self/cgroup", "0::/slurm/job/step")
+    for path, limit, used, quota in (
+        ("slurm", 64, 60, "6400000"),
+        ("slurm/job", 32, job_used, "800000"),
+        ("slurm/job/step", 99, 1, "max"),
+    ):
+        write(big, f"sys/fs/cgroup/{path}/memory.max", str(limit * GIB))
+        write(big, f"sys/fs/cgroup/{path}/memory.current", str(used * GIB))
+        write(big, f"sys/fs/cgroup/{path}/cpu.max", f"{quota} 100000")
+    host = read_host(big)
+    assert (host.free_bytes, host.cpu_quota) == (left * GIB, 8.0)
+
+
+@pytest.mark.parametrize(("limit", "quota"), [("max", "max 100000"), (str(2**63 - 4096), "-1")])
+def test_no_limit_in_either_spelling_is_none(big, limit, quota):
+    write(big, "proc/self/cgroup", "0::/\n3:memory:/\n2:cpu:/")
+    write(big, "sys/fs/cgroup/memory.max", limit)
+    write(big, "sys/fs/cgroup/memory/memory.limit_in_bytes", limit)
+    write(big, "sys/fs/cgroup/cpu.max", quota)
+    host = read_host(big)
+    assert (host.cgroup_limit_bytes, host.cgroup_used_bytes, host.cpu_quota) == (None, 0, None)
+
+
+def test_a_quota_under_one_cpu_still_gets_a_thread(big):
+    write(big, "proc/self/cgroup", "0::/")
+    write(big, "sys/fs/cgroup/cpu.max", "50000 100000")
+    assert read_host(big).usable_cores == 1
+
+
+def test_a_cgroup_over_its_limit_leaves_nothing_not_less(big):
+    write(big, "proc/self/cgroup", "0::/")
+    write(big, "sys/fs/cgroup/memory.max", str(GIB))
+    write(big, "sys/fs/cgroup/memory.current", str(2 * GIB))
+    assert read_host(big).free_bytes == 0
+
+
+def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
+    lines = (
+        "processor: {}\nphysical id: {}\ncore id: {}\nflags: avx".format(*at)
+        for at in ((0, 0, 0), (1, 0, 1), (2, 0, 0), (3, 1, 0))
+    )
+    write(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
+    write(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
+    host = read_host(tmp_path)
+    assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (2, 3, 4, 1, 8192)
+
+
+def test_without_proc_psutil_is_asked(tmp_path):
+    host = read_host(tmp_path)
+    assert host.cores >= 1
+    assert 0 < host.available_bytes <= host.memory_bytes
+
+
+def test_this_host_can_be_read():
+    host = read_host()
+    assert 1 <= host.usable_cores <= host.cores <= host.logical_cpus
+    assert 0 < host.free_bytes <= host.memory_bytes

@@ -1,0 +1,87 @@
+"""What the pictures show; how they look is for the eye."""
+
+import dataclasses
+import math
+
+import pytest
+
+from memory_estimator.job import Job
+from memory_estimator.pictures import BATCHES, FILTERS, draw_sizes, draw_timeline, level_of, size_panels
+from memory_estimator.validation import Measured
+from models.config import UNetConfig
+
+JOB = Job(UNetConfig(filters=16))
+
+
+def fake(job):
+    return math.prod(job.shape) * job.batch * job.unet.filters
+
+
+def test_lines_go_through_the_predictions_by_batch_and_by_filters():
+    by_batch, by_filters = size_panels(JOB, fake, sides=(64, 128))
+    assert [line.name for line in by_batch.lines] == [f"batch {batch}" for batch in BATCHES]
+    assert [line.name for line in by_filters.lines] == [f"{filters} filters" for filters in FILTERS]
+    assert by_batch.lines[1].voxels == (64**3, 128**3)
+    assert by_batch.lines[1].bytes == (64**3 * 2 * 16, 128**3 * 2 * 16)
+    assert by_filters.lines[2].bytes == (64**3 * 32, 128**3 * 32)
+
+
+def test_sides_are_rounded_up_to_what_the_network_halves():
+    deep = dataclasses.replace(JOB, unet=UNetConfig(depth=7), shape=(128, 128, 128))
+    panel, _ = size_panels(deep, fake, sides=(64, 80, 96, 112, 128))
+    assert panel.lines[0].voxels == (64**3, 128**3)
+
+
+def test_a_measured_point_lies_on_the_line_of_its_batch_filters_dtype_and_engine():
+    shape = (96, 96, 96)
+    alike = Measured(dataclasses.replace(JOB, shape=shape, batch=2, threads=9), process_peak_bytes=7, step_s=1)
+    deeper = dataclasses.replace(alike, job=dataclasses.replace(alike.job, unet=UNetConfig(depth=3)))
+    stock = dataclasses.replace(alike, job=dataclasses.replace(alike.job, engine="stock"))
+    failed = dataclasses.replace(alike, failure="exited with -9")
+    by_batch, by_filters = size_panels(JOB, fake, [alike, deeper, stock, failed], sides=(64,))
+    points = {line.name: [(point.voxels, point.bytes, point.alike) for point in line.points] for line in by_batch.lines}
+    assert points.pop("batch 2") == [(96**3, 7, True), (96**3, 7, False)]
+    assert not any(points.values())
+    assert not any(line.points for line in by_filters.lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("decoder0_conv1/filter_gradient", 0),
+        ("encoder3_pool", 3),
+        ("head", 0),
+        ("head/filter_gradient", 0),
+        ("head2", 2),
+        ("decoder12_up", 12),
+        ("loss/cast", None),
+        ("update", None),
+    ],
+)
+def test_the_level_is_read_off_the_name_of_an_operation(name, level):
+    assert level_of(name) == level
+
+
+def test_sizes_are_drawn_with_and_without_points_and_host():
+    point = Measured(dataclasses.replace(JOB, shape=(96, 96, 96)), process_peak_bytes=2**30, step_s=1)
+    panels = size_panels(JOB, fake, [point], sides=(64, 512))
+    for host_bytes in (None, 2**40):
+        assert draw_sizes(panels, title="t", host_bytes=host_bytes).startswith(b"\x89PNG")
+
+
+OPS, LIVE = ["encoder0_conv1", "encoder1_conv1", "update"], [2**20, 3 * 2**20, 2**20]
+CALLS = [(0.0, "a", 2**20), (1.0, "b", 2**21), (2.0, "", 2**20)]
+
+
+@pytest.mark.parametrize(
+    ("ops", "live", "seconds", "measured"),
+    [
+        (OPS, LIVE, [1, 2, 3], CALLS),
+        (OPS, LIVE, [1, 2, 3], []),
+        ([], [], [], CALLS),
+        ([], [], [], []),
+        (OPS, LIVE, [0] * 3, []),
+    ],
+)
+def test_a_step_is_drawn_from_prediction_measurement_or_neither(ops, live, seconds, measured):
+    assert draw_timeline(ops, live, seconds, title="t", measured=measured).startswith(b"\x89PNG")

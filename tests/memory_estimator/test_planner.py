@@ -1,0 +1,161 @@
+"""Searches over made-up prices whose answers are known, and the same searches done by trying everything."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memory_estimator.job import Job
+from memory_estimator.planner import (
+    advice,
+    batches,
+    cubes,
+    extents,
+    largest,
+    largest_number,
+    nearest,
+    plan,
+    savings,
+    widths,
+)
+from models.config import UNetConfig
+
+JOB = Job(UNetConfig(dtype="float32"), (240, 240, 160), batch=16)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Stands in for an Estimate: a byte a voxel, filter, volume and byte of dtype; a second a volume."""
+
+    job: Job
+
+    @property
+    def process_peak_bytes(self):
+        job = self.job
+        return job.voxels * job.unet.filters * (4 if job.unet.dtype == "float32" else 2)
+
+    @property
+    def upper_bound_bytes(self):
+        return self.process_peak_bytes + 1000
+
+    @property
+    def volume_s(self):
+        return 1.0
+
+
+def cost(job):
+    return Priced(job).upper_bound_bytes
+
+
+@given(st.integers(0, 5000), st.integers(0, 10**9), st.floats(0.3, 4))
+def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, fixed, power):
+    cost = lambda number: int(fixed + 10**6 * number**power)
+    tried = []
+    assert largest_number(lambda n: tried.append(n) or cost(n), cost(limit) if limit else cost(1) - 1) == limit
+    assert len(tried) <= 2 * math.log2(limit + 2) + 8
+
+
+def test_steps_in_the_cost_do_not_mislead_the_search():
+    for limit in range(1, 200):
+        assert largest_number(lambda n, limit=limit: 10**12 if n > limit else 5 + n // 7, 1000) == limit
+
+
+def test_a_search_ends_at_the_last_number():
+    assert largest_number(lambda n: 1, 10, last=37) == 37
+    assert largest_number(lambda n: n, 10, last=1) == 1
+
+
+@given(st.integers(1, 10**12))
+@settings(deadline=None)
+def test_what_a_plan_finds_fits_and_the_next_does_not(budget):
+    found = plan(JOB, Priced, budget)
+    for one, chain, number in (
+        (found.batch, batches(JOB), lambda job: job.batch),
+        (found.filters, widths(JOB), lambda job: job.unet.filters // 8),
+    ):
+        if one is None:
+            assert cost(chain(1)) > budget
+        else:
+            assert cost(one.job) <= budget < cost(chain(number(one.job) + 1))
+
+
+def test_the_plan_of_a_known_memory_is_the_one_by_hand():
+    one_volume = 240 * 240 * 160 * 16 * 4
+    found = plan(JOB, Priced, 5 * one_volume + 1000)
+    assert found.policy == "speed"
+    assert found.batch.job.batch == 5
+    assert found.filters is None  # 8 filters at batch 16 are eight volumes
+    # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than 0.3125.
+    assert found.extent.job.shape == (160, 160, 112)
+
+
+def test_nothing_that_fits_is_said_as_nothing():
+    assert largest(batches(JOB), Priced, 1000) is None
+    found = plan(JOB, Priced, 1000)
+    assert (found.batch, found.filters, found.extent) == (None, None, None)
+
+
+@pytest.mark.parametrize("chain", [extents, cubes])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_grids_of_a_chain_divide_and_grow(chain, depth):
+    job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, depth=depth))
+    shapes = [chain(job)(number).shape for number in range(1, 40)]
+    assert all(side % job.unet.divisor == 0 for shape in shapes for side in shape)
+    assert all(b >= a for one, two in zip(shapes, shapes[1:]) for a, b in zip(one, two))
+    assert shapes[0] == (job.unet.divisor,) * 3 if chain is cubes else max(shapes[0]) == job.unet.divisor
+
+
+def test_extents_reach_the_job_s_own_grid_and_keep_its_proportions():
+    assert extents(JOB)(15).shape == (240, 240, 160)
+    assert extents(JOB)(30).shape == (480, 480, 320)
+
+
+def test_near_cubes_lie_between_cubes():
+    job = dataclasses.replace(JOB, unet=UNetConfig(depth=4))
+    assert [cubes(job)(n).shape for n in (1, 2, 3, 4)] == [(8, 8, 8), (16, 8, 8), (16, 16, 8), (16, 16, 16)]
+
+
+def test_savings_are_the_single_changes_that_save_the_largest_first():
+    found = savings(JOB, Priced)
+    assert [option.change for option in found[:3]] == ["--batch 1", "--shape 144 192 144", "--dtype bfloat16"]
+    peaks = [option.estimate.process_peak_bytes for option in found]
+    assert peaks == sorted(peaks)
+    assert all(peak < Priced(JOB).process_peak_bytes for peak in peaks)
+    assert "--optimizer sgd" not in [option.change for option in found]  # costs the same here
+
+
+def test_the_nearest_settings_are_each_enough_alone():
+    half = Priced(JOB).process_peak_bytes // 2 + 1000
+    found = nearest(JOB, Priced, half)
+    assert [option.change for option in found] == [
+        "--dtype bfloat16", "--batch 8", "--shape 176 176 112", "--filters 8",
+    ]  # fmt: skip
+    assert all(option.estimate.upper_bound_bytes <= half for option in found)
+
+
+def test_changes_are_put_together_where_none_is_enough_alone():
+    small = dataclasses.replace(JOB, batch=2, unet=UNetConfig(filters=2, dtype="float32"))
+    budget = Priced(small).process_peak_bytes // 3 + 1000
+    grids = [("--extent brain", (144, 192, 144))]
+    (only,) = nearest(small, Priced, budget, grids=grids)
+    assert only.change == "--dtype bfloat16 --batch 1"
+    assert cost(only.estimate.job) <= budget
+
+
+def test_only_the_grids_that_there_are_are_proposed():
+    budget = Priced(JOB).process_peak_bytes // 2 + 1000
+    found = nearest(JOB, Priced, budget, grids=[("--extent brain", (144, 192, 144))])
+    assert "--extent brain" in [option.change for option in found]
+    assert not [option for option in found if "--shape" in option.change]
+    assert nearest(dataclasses.replace(JOB, batch=1), Priced, 999, grids=[("--extent full", JOB.shape)]) == []
+
+
+def test_advice_is_what_would_fit_or_that_nothing_does_and_none_for_what_fits():
+    one_volume = 240 * 240 * 160 * 16 * 4
+    assert advice(Priced(JOB), Priced, 20 * one_volume) == []
+    found = advice(Priced(JOB), Priced, one_volume * 8 + 1000)
+    assert found[0].startswith("fits with --dtype bfloat16: up to 4.39 GiB")
+    assert advice(Priced(JOB), Priced, 5) == ["nothing smaller fits either; use another host"]

@@ -1,0 +1,270 @@
+"""The replay: order and lifetimes by hand, whole steps against the closed form and against TensorFlow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from memory_estimator.allocator import use
+from memory_estimator.job import Job
+from memory_estimator.liveness import timeline
+from memory_estimator.replay import estimate_model, estimate_step
+from memory_estimator.replay.estimate import running_engine
+from memory_estimator.replay.graph import Node, Output, plain
+from memory_estimator.replay.lifetimes import program_of
+from memory_estimator.replay.op_rules import kind, outputs
+from memory_estimator.replay.schedule import execution_order
+from memory_estimator.training_step import training_step
+from models.config import UNetConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+ENGINE = running_engine()
+
+layers = tf.keras.layers
+
+
+def node(name, op, *inputs, after=(), size=MIB, dtype="float32"):
+    """A node with one output of `size` bytes; an input is a name."""
+    output = Output((size // 4,), dtype, size)
+    return Node(name, op, tuple((source, 0) for source in inputs), after, (output,), {})
+
+
+def argument(name, index=0):
+    class Index:
+        i = index
+
+    return Node(name, "_Arg", (), (), (Output((MIB // 4,), "float32", MIB),), {"index": Index})
+
+
+def names(nodes):
+    return [each.name for each in nodes]
+
+
+# --- The order ---
+
+
+def test_of_operations_that_become_ready_together_the_last_runs_first_and_the_others_from_the_top_of_a_stack():
+    graph = [argument("x"), *(node(name, "Exp", "x") for name in "abc")]
+    assert names(execution_order(graph)) == ["x", "c", "b", "a"]
+
+
+def test_inexpensive_operations_run_before_expensive_ones_in_their_own_order():
+    graph = [argument("x"), node("a", "Exp", "x"), node("r", "Reshape", "x"), node("s", "Reshape", "x")]
+    assert names(execution_order(graph)) == ["x", "r", "s", "a"]
+
+
+def test_an_operation_goes_deep_before_what_was_put_off():
+    graph = [argument("x"), node("a", "Exp", "x"), node("b", "Exp", "x"), node("deeper", "Log", "b")]
+    assert names(execution_order(graph)) == ["x", "b", "deeper", "a"]
+
+
+def test_a_control_dependency_holds_an_operation_back():
+    graph = [argument("x"), node("first", "Exp", "x"), node("second", "Log", "x", after=("first",))]
+    assert names(execution_order(graph)) == ["x", "first", "second"]
+
+
+def test_another_chance_changes_the_order_of_what_needs_nothing_only():
+    graph = [argument(f"x{i}", i) for i in range(9)] + [node("a", "AddN", *(f"x{i}" for i in range(9)))]
+    orders = {tuple(names(execution_order(graph, chance))) for chance in range(5)}
+    assert len(orders) > 1
+    assert all(order[-1] == "a" for order in orders)
+
+
+# --- Memory ---
+
+
+def peak_mib(*graph):
+    return timeline(program_of(execution_order(graph), (), (), 1)).peak_bytes / MIB
+
+
+def test_a_result_lies_in_an_input_that_nobody_else_reads():
+    assert peak_mib(argument("x"), node("a", "Exp", "x"), node("b", "Log", "a"), node("c", "Neg", "b")) == 2
+
+
+def test_an_input_of_the_caller_is_not_written_over():
+    assert peak_mib(argument("x"), node("a", "Exp", "x")) == 2
+
+
+def test_an_input_that_is_read_again_is_not_written_over():
+    graph = argument("x"), node("a", "Exp", "x"), node("b", "Log", "a"), node("c", "Mul", "a", "b")
+    # x, a, b; c lies in a or b.
+    assert peak_mib(*graph) == 3
+
+
+def test_a_view_keeps_what_it_looks_at_alive():
+    graph = (
+        argument("x"),
+        node("a", "Sum", "x"),
+        node("v", "Reshape", "a"),
+        node("b", "Sum", "v"),
+        node("c", "Sum", "b"),
+    )
+    # A reduction never works in place: x, a, b; then c with b, a being gone.
+    assert peak_mib(*graph) == 3
+
+
+def test_samples_of_a_batch_are_views_and_channels_are_copies():
+    whole = Output((2, 1024), "float32", 8192)
+    x = Node("x", "_Arg", (), (), (whole,), argument("x").attributes)
+    row = Node("row", "Slice", (("x", 0),), (), (Output((1, 1024), "float32", 4096),), {})
+    half = Node("half", "Slice", (("x", 0),), (), (Output((2, 512), "float32", 4096),), {})
+    assert timeline(program_of([x, row], (), (), 1)).peak_bytes == 8192
+    assert timeline(program_of([x, half], (), (), 1)).peak_bytes == 8192 + 4096
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "channels", "reserved"),
+    # A bit a value where the vector kernel runs, else a byte; stock TensorFlow takes four times that.
+    [
+        ("_ITEXFusedBatchNormEx", "bfloat16", 16, 200),
+        ("_ITEXFusedBatchNormEx", "bfloat16", 8, 800),
+        ("_ITEXFusedBatchNormEx", "float32", 8, 100),
+        ("_MklNativeFusedBatchNormEx", "float32", 16, 800),
+    ],
+)
+def test_a_norm_fused_with_its_relu_keeps_a_mask(op, dtype, channels, reserved):
+    x = Output((100, channels), dtype, 0)
+    norm = Node("norm", op, (), (), (x,) * 5, {})
+    assert outputs(norm, [x])[5].bytes == reserved
+
+
+def test_a_replaced_kernel_counts_as_what_it_stands_for():
+    assert plain("_ITEXConv3DBackpropFilterV2") == "Conv3DBackpropFilterV2"
+    found = [
+        kind(Node("n", op, (), (), (), {})) for op in ("_ITEXFusedConv3D", "_MklNativeConv3DBackpropInputV2", "Mul")
+    ]
+    assert found == ["conv", "conv_input_gradient", "pointwise"]
+
+
+# --- Whole steps ---
+
+
+@pytest.fixture
+def small_model():
+    x = given = tf.keras.Input((32, 32, 3))
+    x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    return tf.keras.Model(given, layers.Dense(2)(layers.GlobalAveragePooling2D()(x)))
+
+
+CONFIGURATIONS = [
+    (UNetConfig(filters=16, depth=3, dtype="bfloat16"), 1),
+    (UNetConfig(filters=8, depth=3, dtype="bfloat16", norm="batch"), 2),
+    pytest.param(
+        UNetConfig(filters=8, depth=3, dtype="float32", norm="batch", residual=True),
+        2,
+        # 2026-11: the closed form keeps the head's gradient until the end, for the bias; TensorFlow did not.
+        marks=pytest.mark.xfail(strict=True, reason="the closed form is 1 to 2 % above what was measured"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("unet", "batch"), CONFIGURATIONS)
+def test_both_engines_of_the_estimator_agree_within_1_percent(unet, batch):
+    from cpu3d.config import RunConfig
+    from cpu3d.learner import Learner
+
+    shape = (64, 64, 64)
+    learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch))
+    image = tf.TensorSpec((batch, *shape, unet.channels), unet.dtype)
+    target = tf.TensorSpec((batch, *shape, unet.outputs), tf.uint8)
+    variables = [*learner.model.weights, *learner.optimizer.variables]
+    replay = estimate_step(learner._step, image, target, variables=variables)
+    closed = use(training_step(Job(unet, shape, batch, engine=ENGINE, threads=2)))
+    assert replay.allocator_peak_bytes == pytest.approx(closed.peak_bytes, rel=0.01)
+
+
+def test_a_volume_far_larger_than_the_host_is_estimated_and_nothing_of_it_is_taken():
+    x = given = tf.keras.Input((None, None, None, 1))
+    x = layers.Conv3D(16, 3, padding="same", activation="relu")(x)
+    model = tf.keras.Model(given, layers.Conv3D(1, 3, padding="same")(x))
+    estimates = [estimate_model(model, (side, side, side, 1)).allocator_peak_bytes for side in (512, 2048)]
+    # 2048^3 voxels of 16 float32 channels are 512 GiB: more than 2^31 elements, and more than this host has.
+    assert estimates[1] > 2**39
+    assert estimates[1] / estimates[0] == pytest.approx(64, rel=0.01)
+
+
+def test_an_estimate_grows_with_the_batch_and_leaves_the_model_as_it_is(small_model):
+    before = [variable.numpy().copy() for variable in small_model.variables]
+    small = estimate_model(small_model, (32, 32, 3), batch=16).timeline.peak_bytes
+    large = estimate_model(small_model, (32, 32, 3), batch=64).timeline.peak_bytes
+    assert 3 < large / small < 4
+    assert all((variable.numpy() == old).all() for variable, old in zip(small_model.variables, before))
+
+
+def test_a_name_or_a_function_is_a_loss_and_labels_have_their_own_shape(small_model):
+    target = tf.TensorSpec((8,), tf.int64)
+    losses = (
+        "sparse_categorical_crossentropy",
+        lambda labels, logits: (tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits), None),
+    )
+    for loss in losses:
+        found = estimate_model(small_model, (32, 32, 3), batch=8, loss=loss, target=target, optimizer="sgd")
+        assert found.timeline.peak_bytes > 0
+
+
+def test_another_engine_than_the_running_one_is_refused(small_model):
+    other = "stock" if ENGINE == "itex" else "itex"
+    with pytest.raises(ValueError, match=f"engine must be the one that this process runs, {ENGINE}, got {other}"):
+        estimate_model(small_model, (32, 32, 3), engine=other)
+
+
+def test_another_batch_than_the_models_own_is_refused():
+    given = tf.keras.Input((8,), batch_size=4)
+    model = tf.keras.Model(given, layers.Dense(2)(given))
+    with pytest.raises(ValueError, match="batch must be the model's, 4, got 2"):
+        estimate_model(model, (8,), batch=2)
+
+
+def test_a_step_with_a_loop_is_refused():
+    def step(x):
+        return tf.while_loop(lambda i, x: tf.reduce_sum(x) < 9.0, lambda i, x: (i + 1, x * 2), (0, x))[1]
+
+    with pytest.raises(ValueError, match="must have no loops or branches"):
+        estimate_step(step, tf.TensorSpec((512, 512), tf.float32))
+
+
+MEASURED = """
+import json, sys
+sys.path.insert(0, {root!r})
+from cpu3d.host.apply import set_up
+tf = set_up()[2]
+layers = tf.keras.layers
+x = given = tf.keras.Input((96, 96, 3))
+x = skip = layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
+x = layers.ReLU()(layers.BatchNormalization()(x))
+x = layers.Add()([skip, layers.Conv2D(32, 3, padding="same", use_bias=False)(x)])
+x = layers.MaxPooling2D()(layers.ReLU()(layers.BatchNormalization()(x)))
+model = tf.keras.Model(given, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
+optimizer, loss = tf.keras.optimizers.Adam(), tf.keras.losses.MeanSquaredError()
+optimizer.build(model.trainable_variables)
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        found = loss(y, model(x, training=True))
+    optimizer.apply_gradients(zip(tape.gradient(found, model.trainable_variables), model.trainable_variables))
+    return found
+
+x, y = tf.random.stateless_normal((32, 96, 96, 3), (0, 1)), tf.zeros((32, 4))
+for i in range(4):
+    if i == 2:
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    step(x, y)
+measured = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+from memory_estimator.replay import estimate_model
+found = estimate_model(model, (96, 96, 3), batch=32, loss=loss, optimizer=optimizer)
+print(json.dumps([measured, found.allocator_peak_bytes, *found.range_bytes]))
+"""
+
+
+def test_a_keras_model_of_other_making_is_predicted_within_3_percent_of_tensorflows_own_figure():
+    script = MEASURED.format(root=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    measured, found, low, high = json.loads(done.stdout.splitlines()[-1])
+    assert low <= found <= high
+    assert found == pytest.approx(measured, rel=0.03)

@@ -1,0 +1,137 @@
+"""Seconds of a step: sums worked out by hand, and how they must grow."""
+
+import dataclasses
+import math
+
+import pytest
+
+from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.job import Job
+from memory_estimator.program import Program, StepOp, Tensor
+from memory_estimator.timing import CONVOLUTIONS, features, group_of, step_seconds
+from memory_estimator.training_step import training_step
+from models.config import NORMS, UPS, UNetConfig
+
+MIB = 2**20
+
+CONSTANTS = HostConstants(
+    name="by hand",
+    cpu="",
+    origin="assumed",
+    origins={},
+    record="none",
+    date="2026-01-01",
+    threads=2,
+    cache_bytes=MIB,
+    saturating_threads=4,
+    baseline_bytes={"stock": 1000},
+    op_bytes={"stock": 10},
+    costs={
+        "stock": {
+            "float32": {
+                "conv": {"work": 1e-12, "work/out": 2e-12, "kernel": 1e-9},
+                "join": {"cached": 1e-10, "traffic": 2e-10},
+                "norm": {"cached": 1e-9, "traffic": 3e-9},
+                "every_op": {"seconds": 1e-5},
+            }
+        }
+    },
+)
+
+JOB = Job(UNetConfig(depth=2), (32, 32, 32), engine="stock", threads=2)
+
+
+def convolution(**changes):
+    more = {"flops": 10**9, "traffic_bytes": 3 * MIB, "in_channels": 32, "out_channels": 32, **changes}
+    return StepOp("a_conv", "conv", ("x", "a_conv/kernel"), (Tensor("y", MIB, "m"),), **more)
+
+
+def program(*ops):
+    return Program((Tensor("x", MIB, "m"), Tensor("a_conv/kernel", 5000, "weights")), ops)
+
+
+def seconds(*ops, job=JOB, constants=CONSTANTS):
+    return step_seconds(program(*ops), constants, job).step_s
+
+
+def test_a_convolution_takes_its_work_its_kernel_and_the_overhead():
+    # Two vectors are written: 1e9 * (1e-12 + 2e-12 / 2) + 5000 * 1e-9 + 1e-5.
+    assert seconds(convolution()) == pytest.approx(2e-3 + 5e-6 + 1e-5)
+
+
+def test_eight_channels_written_take_as_long_as_sixteen():
+    half = convolution(flops=5 * 10**8, out_channels=8)
+    assert seconds(half) == pytest.approx(seconds(convolution(out_channels=16)))
+
+
+def test_an_input_gradient_writes_the_channels_that_the_layer_reads():
+    op = dataclasses.replace(convolution(in_channels=8), kind="conv_input_gradient")
+    assert features(op, {"a_conv/kernel": 5000}, MIB)["work"] == 2 * 10**9
+
+
+def test_a_convolution_that_does_next_to_nothing_is_as_slow_as_its_traffic():
+    assert seconds(convolution(flops=1000)) == pytest.approx(3 * MIB * 2e-10 + 1e-5)
+
+
+def test_traffic_beyond_the_cache_is_dearer():
+    small, large = (StepOp("n", "norm", ("x",), traffic_bytes=size) for size in (MIB, 2 * MIB))
+    assert seconds(small) == pytest.approx(MIB * 1e-9 + 1e-5)
+    assert seconds(large) == pytest.approx(2 * MIB * 3e-9 + 1e-5)
+
+
+def test_kinds_add_up_to_the_step_and_so_do_operations():
+    op = StepOp("n", "norm", ("x",), traffic_bytes=MIB)
+    found = step_seconds(program(convolution(), op, dataclasses.replace(op, name="n2")), CONSTANTS, JOB)
+    assert set(found.by_kind) == {"conv", "norm"}
+    assert sum(found.by_kind.values()) == pytest.approx(found.step_s)
+    assert sum(found.op_s) == pytest.approx(found.step_s)
+    assert len(found.op_s) == 3
+
+
+def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
+    without = dataclasses.replace(
+        CONSTANTS, costs={"stock": {"float32": {**CONSTANTS.speeds("stock", "float32"), "every_op": {"seconds": 0.0}}}}
+    )
+    at = lambda op, threads: seconds(op, job=dataclasses.replace(JOB, threads=threads), constants=without)
+    work = StepOp("c", "conv", ("x",), (Tensor("y", 1, "m"),), flops=10**9, in_channels=32, out_channels=32)
+    traffic = StepOp("n", "norm", ("x",), traffic_bytes=2 * MIB)
+    assert at(work, 2) / at(work, 16) == pytest.approx(8)
+    assert at(traffic, 2) / at(traffic, 4) == pytest.approx(2)
+    assert at(traffic, 4) == at(traffic, 64)
+
+
+def test_an_engine_that_was_not_calibrated_is_refused_by_name():
+    with pytest.raises(ValueError, match="must know itex in float32, got stock in float32"):
+        seconds(convolution(), job=dataclasses.replace(JOB, engine="itex"))
+
+
+def test_the_ends_of_the_network_have_speeds_of_their_own():
+    step = training_step(JOB)
+    groups = {op.name: group_of(op) for op in step.ops if op.kind in CONVOLUTIONS}
+    assert groups["encoder0_conv1"] == "first_conv"
+    assert groups["encoder0_conv1/filter_gradient"] == "first_conv_filter_gradient"
+    assert groups["encoder0_conv2"] == "conv"
+    assert groups["head/input_gradient"] == "head_conv_input_gradient"
+    assert {group_of(op) for op in step.ops if op.name.startswith("head/loss")} == {"loss"}
+
+
+@pytest.mark.parametrize("engine", ["itex", "stock"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_network_has_a_time(engine, dtype):
+    constants = find_constants(2)
+    for norm in NORMS:
+        for up in UPS:
+            for residual in (False, True):
+                unet = UNetConfig(filters=8, depth=3, norm=norm, up=up, residual=residual, dtype=dtype, channels=1)
+                job = Job(unet, (32, 48, 32), batch=2, engine=engine, threads=2)
+                step_s = step_seconds(training_step(job), constants, job).step_s
+                assert 0 < step_s < 10
+
+
+def test_time_grows_as_the_voxels_do():
+    constants = find_constants(2)
+    jobs = [Job(UNetConfig(), shape, threads=2) for shape in ((96, 96, 96), (192, 192, 192), (960, 960, 960))]
+    small, large, huge = (step_seconds(training_step(job), constants, job).step_s for job in jobs)
+    assert 5 < large / small < 8.5
+    assert huge / large == pytest.approx(125, rel=0.1)
+    assert math.isfinite(huge)

@@ -1,0 +1,58 @@
+"""Amounts of memory and time, read and written."""
+
+import pytest
+
+from memory_estimator.units import format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1B", 1),
+        ("384GiB", 384 * 2**30),
+        ("384 GB", 384 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("0.1TB", 10**11),
+        ("2mib", 2 * 2**20),
+        (" 7 KB ", 7000),
+        ("12345678PiB", 12345678 * 2**50),
+    ],
+)
+def test_an_amount_is_read_exactly(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1e3GiB", "1,5GiB", "nanGiB", "infGiB", "17179869184", "0x10GiB", "1.GiB"]
+)
+def test_what_is_no_number_with_a_unit_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=r"memory must be a number with its unit, got .*; write it like 384GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["64G", "64T", "5 EiB", "3 apples"])
+def test_an_unknown_unit_is_refused_with_those_that_are_known(text):
+    with pytest.raises(ValueError, match="must be in one of B, KiB, MiB, GiB, TiB, PiB, kB, MB, GB, TB, PB, got"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0GiB", "0.0TB", "0.4B"])
+def test_no_memory_at_all_is_refused(text):
+    with pytest.raises(ValueError, match="memory must be positive, got"):
+        parse_bytes(text)
+
+
+def test_bytes_are_written_in_the_unit_that_reads_best():
+    assert format_bytes(0) == "0 KiB"
+    assert format_bytes(2**20 - 2**10) == "1023 KiB"
+    assert format_bytes(150 * 2**20) == "150 MiB"
+    assert format_bytes(2**30) == "1.00 GiB"
+    assert format_bytes(-3 * 2**29) == "-1.50 GiB"
+    assert format_bytes(3 * 2**39) == "1.50 TiB"
+    assert format_bytes(10**20) == "90949470.18 TiB"
+
+
+def test_seconds_are_written_in_the_unit_that_reads_best():
+    assert [format_seconds(s) for s in (0.0123, 9.4, 600, 7200, 86400 * 3)] == [
+        "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
+    ]  # fmt: skip

@@ -1,0 +1,127 @@
+"""Errors of predictions, worked out by hand."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from memory_estimator.job import Job
+from memory_estimator.validation import (
+    Measured,
+    compare,
+    job_from,
+    read_measured,
+    spread,
+    spreads,
+)
+from models.config import UNetConfig
+
+MIB, GIB = 2**20, 2**30
+
+
+def row(allocator=10 * GIB, process=10 * GIB, upper=11 * GIB, step_s=1.0, shape=(128, 128, 128), **measured):
+    one = Measured(
+        Job(shape=shape),
+        **{"step_s": 1.0, "process_peak_bytes": 10 * GIB, "allocator_peak_bytes": 10 * GIB, **measured},
+    )
+    said = SimpleNamespace(
+        allocator_peak_bytes=allocator, process_peak_bytes=process, upper_bound_bytes=upper, step_s=step_s
+    )
+    (only,) = compare([one], lambda one: said)
+    return only
+
+
+def test_errors_are_signed_shares_of_what_was_measured():
+    off = row(allocator=9 * GIB, process=11 * GIB, upper=12 * GIB, step_s=1.5)
+    assert off.allocator_error == pytest.approx(-0.1)
+    assert off.process_error == pytest.approx(0.1)
+    assert off.slack == pytest.approx(0.2)
+    assert off.step_error == pytest.approx(0.5)
+    assert off.misses == ("allocator", "process", "time")
+    assert row().misses == ()
+
+
+def test_an_upper_bound_below_the_peak_is_a_miss():
+    assert row(upper=10 * GIB - 1).misses == ("upper bound",)
+
+
+def test_a_small_process_may_be_off_by_150_mib():
+    small = {"process_peak_bytes": 1000 * MIB, "upper": 2 * GIB}
+    assert row(process=1149 * MIB, **small).misses == ()
+    assert row(process=1151 * MIB, **small).misses == ("process",)
+
+
+def test_where_the_allocator_kept_no_count_there_is_no_error():
+    uncounted = row(allocator_peak_bytes=None)
+    assert uncounted.allocator_error is None
+    assert uncounted.misses == ()
+    assert spreads([uncounted])["allocator peak"].count == 0
+
+
+def test_a_failed_step_is_not_compared():
+    assert compare([Measured(Job(), failure="exited with -9")], lambda one: None) == []
+
+
+def test_a_spread_has_the_median_of_sizes_and_the_worst_with_its_sign():
+    found = spread([0.1, -0.3, None, 0.2])
+    assert (found.count, found.median, found.worst) == (3, pytest.approx(0.2), -0.3)
+    assert found.mean == pytest.approx(0.0)
+    assert spread([]).count == 0
+    assert math.isnan(spread([]).median)
+
+
+RECORD = {
+    "schema": 1,
+    "kind": "memory",
+    "date": "2026-11-20",
+    "shape": [64, 64, 64],
+    "batch": 2,
+    "unet": {"filters": 8, "dtype": "bfloat16"},
+    "optimizer": "sgd",
+    "policy": "speed",
+    "engine": "auto",
+    "engine_name": "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0",
+    "threads": {"TF_NUM_INTRAOP_THREADS": "7"},
+    "host": {"cpu": "some CPU", "isa": ["avx"]},
+    "step_s": 0.5,
+    "process_peak_bytes": 1000,
+    "allocator_peak_bytes": 500,
+}
+
+
+def test_a_record_is_read_as_the_job_that_really_ran(tmp_path):
+    path = tmp_path / "memory.jsonl"
+    failed = {**RECORD, "error": "exited with -9", "step_s": None}
+    step = {"schema": 1, "kind": "step"}
+    path.write_text("".join(json.dumps(record) + "\n" for record in (step, RECORD, failed)))
+    one, other = read_measured(path)
+    unet = UNetConfig(filters=8, dtype="bfloat16")
+    assert one.job == Job(unet, (64, 64, 64), 2, "sgd", "itex", threads=7)
+    assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
+    assert (one.host, one.isa, one.date) == ("some CPU", ("avx",), "2026-11-20")
+    assert not one.held_out
+    assert other.failure == "exited with -9"
+    assert job_from({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"}).engine == "stock"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r":2 must be a measured step as JSON"),
+        ("[]", r":2 must be a measured step as JSON"),
+        (json.dumps({**RECORD, "schema": 2}), r":2 must have schema 1, got 2"),
+        (json.dumps({**RECORD, "step_s": 1, "unet": {"filters": -1}}), r":2 must be a measured step"),
+        (json.dumps({name: value for name, value in RECORD.items() if name != "threads"}), r":2 must be .*threads"),
+    ],
+)
+def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line, message):
+    path = tmp_path / "memory.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_measured(path)
+
+
+def test_a_missing_record_says_how_to_make_one(tmp_path):
+    with pytest.raises(ValueError, match="make it with `bench validate"):
+        read_measured(tmp_path / "none.jsonl")
