@@ -9,7 +9,7 @@ of all requests since the process began; this module plays them through.
 
 import bisect
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Sequence, Set, Tuple
 
 from memory_estimator.liveness import GRANULE_BYTES, Request, requests
 from memory_estimator.program import Program
@@ -74,6 +74,7 @@ class Allocator:
 
     def __init__(self):
         self._regions: List[_Region] = []
+        self._touched: Set[Tuple[int, int]] = set()
         self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
         self._chunks: Dict[int, _Chunk] = {}
         self._by_name: Dict[str, Optional[_Chunk]] = {}
@@ -81,14 +82,15 @@ class Allocator:
         self.counted_bytes = 0
         self.peak_bytes = 0
 
-    def take(self, name: str, size_bytes: int) -> None:
-        """Allocate. A request below SMALL_BYTES is somebody else's."""
+    def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is somebody else's."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
         size = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
         chunk = self._find(size) or self._extend_and_find(size)
-        chunk.region.touched = max(chunk.region.touched, chunk.start + size - chunk.region.start)
+        for first, last in touched or ((0, size),):
+            self._touched.add((chunk.start + first, chunk.start + last))
         self._by_name[name] = chunk
         self.counted_bytes += chunk.size
         self.peak_bytes = max(self.peak_bytes, self.counted_bytes)
@@ -110,7 +112,7 @@ class Allocator:
     def call(self, request: Request) -> None:
         """Take or give back, as the request's sign says."""
         if request.bytes >= 0:
-            self.take(request.name, request.bytes)
+            self.take(request.name, request.bytes, request.touched)
         else:
             self.give_back(request.name)
 
@@ -120,8 +122,12 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: every region up to the highest end of a tensor in it."""
-        return sum(region.touched for region in self._regions)
+        """Memory touched so far: wherever a tensor has lain, each byte once. A chunk's spare end stays untouched."""
+        total, end = 0, 0
+        for first, last in sorted(self._touched):
+            total += max(0, last - max(first, end))
+            end = max(end, last)
+        return total
 
     @property
     def reserved_bytes(self) -> int:
@@ -191,7 +197,6 @@ class _Region:
     def __init__(self, start: int, size: int):
         self.start = start
         self.size = size
-        self.touched = 0
 
 
 class _Chunk:

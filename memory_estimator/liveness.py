@@ -45,6 +45,8 @@ class Request:
     """Positive takes, negative gives back; not rounded."""
     op: str = ""
     """The operation that makes the call; "" for a resident tensor that no operation made."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """As of `Tensor`."""
 
 
 def rounded(size_bytes: int) -> int:
@@ -90,7 +92,7 @@ def requests(program: Program, steps: int) -> Iterator[Request]:
                 holder[op.writes[0].name] = holder.pop(op.takes_over, op.takes_over)
             for tensor in taken + (op.keeps if first else ()):
                 sizes[tensor.name] = tensor.bytes
-                yield Request(tensor.name, tensor.bytes, op.name)
+                yield Request(tensor.name, tensor.bytes, op.name, tensor.touched)
             for name in given:
                 owner = holder.pop(name, name)
                 yield Request(owner, -sizes.pop(owner), op.name)

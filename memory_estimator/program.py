@@ -17,6 +17,8 @@ class Tensor:
     bytes: int
     group: str
     """The line of the bill it counts under, such as "activations, level 0"."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """Where bytes are written, as (first, past the last) offsets; () is everywhere. Elsewhere no page becomes resident."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ KINDS = (
     "up_conv_input_gradient",
     "norm",
     "norm_gradient",
+    "narrow_norm",
+    "narrow_norm_gradient",
     "pool",
     "pool_gradient",
     "join",

@@ -38,15 +38,28 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
     """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
     if dtype != "bfloat16":
         return 0
-    in_block = VECTOR if job.kernel == 1 else min(job.in_channels, VECTOR)
-    in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
-    row = 0 if in_block == 1 else _source_row(job)
-    source = in_blocks * in_block * row * job.source[0] * job.source[1]
-    target = out_blocks * VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
-    weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
+    (in_blocks, source), (out_blocks, target), weights = _buffers(job)
+    return depth_groups(job, threads) * (in_blocks * source + out_blocks * target + weights) + ALIGNMENT_BYTES
+
+
+def filter_gradient_touched(job: FilterGradient, dtype: str, threads: int) -> Tuple[Tuple[int, int], ...]:
+    """Where that scratch is written, as offsets in bytes: a group fills its share of the depth in maps of its own.
+
+    With as many samples as groups each group fills its maps whole. () stands for everywhere.
+    """
     groups = depth_groups(job, threads)
-    bias = out_blocks * VECTOR if job.bias else 0
-    return groups * (2 * (source + target) + 4 * (weights + bias)) + ALIGNMENT_BYTES
+    if dtype != "bfloat16" or groups <= job.batch:
+        return ()
+    (in_blocks, source), (out_blocks, target), weights = _buffers(job)
+    found, start = [], 0
+    for blocks, size, place in ((in_blocks, source, groups - 1), (out_blocks, target, None)):
+        for copy in range(groups):
+            share = 0 if job.in_channels < VECTOR and job.kernel > 1 else copy if place is None else place
+            for block in range(blocks):
+                first = start + (copy * blocks + block) * size
+                found.append((first + size * share // groups, first + size * (share + 1) // groups))
+        start += groups * blocks * size
+    return (*found, (start, start + groups * weights))
 
 
 def up_convolution_bytes(input_bytes: int, threads: int) -> int:
@@ -114,6 +127,18 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
 
 
 # --- Private helpers ---
+
+
+def _buffers(job: FilterGradient) -> Tuple[Tuple[int, int], Tuple[int, int], int]:
+    """One group's: (blocks of channels, bytes of a block) of both transposed maps, and bytes of float32 weights."""
+    in_block = VECTOR if job.kernel == 1 else min(job.in_channels, VECTOR)
+    in_blocks, out_blocks = _up(job.in_channels, in_block), _up(job.out_channels, VECTOR)
+    row = 0 if in_block == 1 else _source_row(job)
+    source = 2 * in_block * row * job.source[0] * job.source[1]
+    target = 2 * VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
+    weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
+    bias = out_blocks * VECTOR if job.bias else 0
+    return (in_blocks, source), (out_blocks, target), 4 * (weights + bias)
 
 
 def _up(number: int, block: int) -> int:

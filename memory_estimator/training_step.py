@@ -14,6 +14,7 @@ from memory_estimator.program import Program, StepOp, Tensor
 from memory_estimator.scratch import (
     FilterGradient,
     filter_gradient_bytes,
+    filter_gradient_touched,
     hidden_filter_gradient_bytes,
     hidden_up_convolution_bytes,
     up_convolution_bytes,
@@ -27,7 +28,7 @@ SLOTS = {"adam": 2, "sgd": 1}
 
 MOST_PARTS = 8
 
-CONVOLUTIONS = ("conv", "head", "up_conv")
+CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")
 
 
 def training_step(job: Job) -> Program:
@@ -38,7 +39,7 @@ def training_step(job: Job) -> Program:
     for op in step.plan:
         step.forward(op)
     step.loss()
-    for op in step.backward_order():
+    for op in reversed(step.plan):
         step.backward(op)
     step.update()
     return step.program()
@@ -83,13 +84,14 @@ class _Step:
         writes: Sequence[Tensor] = (),
         *,
         scratch: Sequence[int] = (),
+        touched: Tuple[Tuple[int, int], ...] = (),
         takes_over: Optional[str] = None,
         keeps: Sequence[Tensor] = (),
         hidden_bytes: int = 0,
         flops: int = 0,
         layer: Optional[LayerOp] = None,
     ) -> None:
-        """Add an operation; its traffic is what it reads and writes, each once."""
+        """Add an operation; its traffic is what it reads and writes, each once. `touched` is of the first scratch."""
         traffic = sum(self.tensors[read].bytes for read in reads) + sum(tensor.bytes for tensor in writes)
         self.ops.append(
             StepOp(
@@ -97,7 +99,11 @@ class _Step:
                 kind,
                 tuple(reads),
                 tuple(writes),
-                tuple(Tensor(f"{name}/scratch{i}", size, "scratch") for i, size in enumerate(scratch) if size),
+                tuple(
+                    Tensor(f"{name}/scratch{i}", size, "scratch", () if i else touched)
+                    for i, size in enumerate(scratch)
+                    if size
+                ),
                 takes_over,
                 tuple(keeps),
                 hidden_bytes,
@@ -205,20 +211,6 @@ class _Step:
         if op.kind != "input":
             getattr(self, f"_{op.kind}_backward")(op)
 
-    def backward_order(self) -> List[LayerOp]:
-        """Layers in reverse; a block's shortcut last, since the sum of both ways waits for the longer one."""
-        order: List[LayerOp] = []
-        shortcut = None
-        for op in reversed(self.plan):
-            if len(op.inputs) == 2 and op.kind == "conv":
-                shortcut = op
-                continue
-            order.append(op)
-            if shortcut is not None and op.kind == "conv" and op.inputs[0] == shortcut.inputs[0]:
-                order.append(shortcut)
-                shortcut = None
-        return order
-
     def loss(self) -> None:
         """Soft Dice and cross-entropy as `cpu3d.losses` computes them: float32 maps of the regions."""
         for op in self.plan:
@@ -226,13 +218,7 @@ class _Step:
                 self._loss(op)
 
     def update(self) -> None:
-        """All gradients cast and squared, then weight by weight: a temporary of the weight's size at a time.
-
-        The head's bias gradient comes here too, and its map lives until then, unless the engine fuses it into the
-        filter gradient, which ITEX does in bfloat16.
-        """
-        for head, upstream in self.upstream.items():
-            self.run(f"{head}/bias_gradient", "reduce", [upstream])
+        """All gradients cast and squared, then weight by weight: a temporary of the weight's size at a time."""
         weights = [op for op in self.plan if op.kind in CONVOLUTIONS]
         for op in weights:
             size = 4 * self.kernel_elements(op)
@@ -254,35 +240,37 @@ class _Step:
 
     # --- Convolutions ---
 
-    def _conv(self, op: LayerOp, activates: bool = False) -> None:
-        """ITEX keeps the reordered kernel; it fuses the ReLU into a convolution with bias."""
-        kept = [self.tensor(f"{op.name}/reordered", self.reordered(op), "weights, reordered")] if self.itex else []
-        reads = [op.inputs[0], self.kernel(op)]
-        self.run(op.name, "conv", reads, [self.activation(op)], keeps=kept, flops=self.job.batch * op.flops, layer=op)
+    def _conv(self, op: LayerOp) -> None:
+        self._convolve(op, op.inputs[0], self.activation(op))
 
     _head = _conv
 
     def _conv_backward(self, op: LayerOp) -> None:
-        below, upstream = self.by_name[op.inputs[0]], self.upstream[op.name]
-        if op.kind != "head" or self._fuses_bias():
-            del self.upstream[op.name]
+        upstream = self.upstream.pop(op.name)
+        if op.kind == "head":
+            self.run(f"{op.name}/bias_gradient", "reduce", [upstream])
+        self._convolution_gradients(op, op.inputs[0], upstream)
+
+    _head_backward = _conv_backward
+
+    def _convolve(self, op: LayerOp, source: str, output: Tensor) -> None:
+        """ITEX keeps the reordered kernel."""
+        kept = [self.tensor(f"{op.name}/reordered", self.reordered(op), "weights, reordered")] if self.itex else []
         flops = self.job.batch * op.flops
-        self._filter_gradient(op, "conv_filter_gradient", below.name, upstream, self._seen_by_onednn(op, below), flops)
+        self.run(output.name, "conv", [source, self.kernel(op)], [output], keeps=kept, flops=flops, layer=op)
+
+    def _convolution_gradients(self, op: LayerOp, source: str, upstream: str) -> None:
+        below, flops = self.by_name[source], self.job.batch * op.flops
+        grid = op.shape[:3]
+        seen = FilterGradient(self.job.batch, grid, grid, below.shape[3], op.shape[3], op.kernel, 1, False)
+        self._filter_gradient(op, "conv_filter_gradient", source, upstream, seen, flops)
         if below.kind == "input":
             return
         down = self.transient(f"{op.name}/input_gradient", self.map_bytes(below))
-        self.run(
-            down.name,
-            "conv_input_gradient",
-            [upstream, self.kernel(op)],
-            [down],
-            scratch=[self.reordered(op)] if self.itex else [],
-            flops=flops,
-            layer=op,
-        )
+        scratch = [self.reordered(op)] if self.itex else []
+        reads = [upstream, self.kernel(op)]
+        self.run(down.name, "conv_input_gradient", reads, [down], scratch=scratch, flops=flops, layer=op)
         self._receive(below, down.name)
-
-    _head_backward = _conv_backward
 
     def _up_conv(self, op: LayerOp) -> None:
         scratch = [self.reordered(op)] if self.itex else []
@@ -310,14 +298,6 @@ class _Step:
         self.run(down.name, "up_conv_input_gradient", reads, [down], keeps=kept, flops=flops, layer=op)
         self._receive(below, down.name)
 
-    def _seen_by_onednn(self, op: LayerOp, below: LayerOp) -> FilterGradient:
-        grid = op.shape[:3]
-        bias = op.kind == "head" and self._fuses_bias()
-        return FilterGradient(self.job.batch, grid, grid, below.shape[3], op.shape[3], op.kernel, 1, bias)
-
-    def _fuses_bias(self) -> bool:
-        return self.itex and self.mixed
-
     def _filter_gradient(
         self, op: LayerOp, kind: str, below: str, upstream: str, seen: FilterGradient, flops: int
     ) -> None:
@@ -331,6 +311,7 @@ class _Step:
             [below, upstream],
             [gradient],
             scratch=[buffers, self.reordered(op)] if self.itex else [],
+            touched=filter_gradient_touched(seen, self.job.unet.dtype, self.job.threads),
             hidden_bytes=0 if self.itex else hidden,
             flops=flops,
             layer=op,
@@ -361,7 +342,7 @@ class _Step:
             if op.kind == "norm_act":
                 mask = self.tensor(f"{op.name}/mask{sample}", self._mask_bytes(op) // samples, kept)
                 writes = [*writes, mask] if self.itex else [mask, *writes]
-            self.run(f"{op.name}{part}", "norm", [source], writes)
+            self.run(f"{op.name}{part}", self._norm_kind(op), [source], writes)
         if samples > 1:
             parts = [f"{op.name}/sample{sample}" for sample in range(samples)]
             self.run(op.name, "join", parts, [self._normed(op)])
@@ -404,7 +385,7 @@ class _Step:
                 passed = self.transient(f"{down}/relu", size)
                 self.run(passed.name, "pointwise", [upstream, output], [passed], takes_over=upstream)
                 reads = [passed.name, source, mask]
-        self.run(down, "norm_gradient", reads, [self.transient(down, size)])
+        self.run(down, f"{self._norm_kind(op)}_gradient", reads, [self.transient(down, size)])
 
     def _normed(self, op: LayerOp, part: str = "", parts: int = 1) -> Tensor:
         """A norm's output is kept where a ReLU is in it; before a sum it is not."""
@@ -420,20 +401,30 @@ class _Step:
     def _mask_bytes(self, op: LayerOp) -> int:
         """A bit a value where oneDNN's vector kernel runs, else a byte; stock TensorFlow reserves four times that."""
         elements = self.job.batch * op.elements
-        whole = op.shape[3] % (16 if self.mixed else 8) == 0
-        return (elements // 8 if whole else elements) * (1 if self.itex else 4)
+        return (elements if self._is_narrow(op) else elements // 8) * (1 if self.itex else 4)
+
+    def _norm_kind(self, op: LayerOp) -> str:
+        return "narrow_norm" if self._is_narrow(op) else "norm"
+
+    def _is_narrow(self, op: LayerOp) -> bool:
+        """Whether channels leave part of a vector empty: oneDNN then norms with a kernel ten times as slow."""
+        return op.shape[3] % (16 if self.mixed else 8) != 0
 
     # --- The residual way ---
 
-    def _add(self, op: LayerOp) -> None:
-        self.run(
-            op.name, "pointwise", op.inputs, [self.transient(op.name, self.map_bytes(op))], takes_over=op.inputs[1]
-        )
+    def _shortcut(self, op: LayerOp) -> None:
+        maps, entry = op.inputs
+        added = self.transient(f"{op.name}/convolved", self.map_bytes(op))
+        self._convolve(op, entry, added)
+        total = self.transient(op.name, self.map_bytes(op))
+        self.run(op.name, "pointwise", [maps, added.name], [total], takes_over=maps)
 
-    def _add_backward(self, op: LayerOp) -> None:
-        """Both ways read the same gradient."""
+    def _shortcut_backward(self, op: LayerOp) -> None:
+        """The short way first; the long way then reads the same gradient."""
+        maps, entry = op.inputs
         upstream = self.upstream.pop(op.name)
-        self.upstream.update({name: upstream for name in op.inputs})
+        self._convolution_gradients(op, entry, upstream)
+        self.upstream[maps] = upstream
 
     def _act(self, op: LayerOp) -> None:
         self.run(op.name, "pointwise", op.inputs, [self.activation(op)], takes_over=op.inputs[0])

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from models.config import UNetConfig
 from models.norm import NormActivation
-from models.ordered import Convolution, Join, Shortcut, UpConvolution
+from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
 
 layers = tf.keras.layers
 
@@ -52,13 +52,13 @@ def block(x, config: UNetConfig, name: str, widths):
     if not config.residual:
         return NormActivation(config.norm, dtype=policy(config), name=f"{name}_act2")(x)
     x = NormActivation(config.norm, activate=False, dtype=policy(config), name=f"{name}_norm2")(x)
-    shortcut = Shortcut(
+    x = ShortcutSum(
         widths[1],
         initial_kernel(config, f"{name}_shortcut"),
+        entry_learns=entry.name != "image",
         dtype=policy(config),
         name=f"{name}_shortcut",
-    )([entry, x])
-    x = layers.Add(dtype=policy(config), name=f"{name}_add")([x, shortcut])
+    )([x, entry])
     return layers.ReLU(dtype=policy(config), name=f"{name}_act2")(x)
 
 

@@ -4,7 +4,7 @@ This is all that the memory estimator sees; a test holds it against the built Ke
 """
 
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
+from typing import List, Tuple
 
 from models.config import UNetConfig
 
@@ -18,8 +18,8 @@ class LayerOp:
     name: str
     """The Keras layer's name, such as "encoder0_conv1"."""
     kind: str
-    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat", "add", or
-    "head"."""
+    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat",
+    "shortcut" (a residual block's sum), or "head"."""
     inputs: Tuple[str, ...]
     """Names of the layers whose outputs it reads."""
     level: int
@@ -50,7 +50,7 @@ class LayerOp:
         Counted for convolutions alone: all else is limited by memory traffic. A transposed convolution of stride 2
         and kernel 2 writes each output voxel once, so it costs one kernel tap per output voxel.
         """
-        if self.kind in ("conv", "head"):
+        if self.kind in ("conv", "head", "shortcut"):
             return 2 * self.kernel**3 * self.in_channels * self.elements
         return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
 
@@ -121,13 +121,10 @@ class _Plan:
         *,
         kernel: int,
         bias: bool = False,
-        after: Optional[LayerOp] = None,
     ) -> LayerOp:
-        """`after` is another layer that it waits for."""
         fan_in = x.shape[3]
         weights = kernel**3 * fan_in * channels + (channels if bias else 0)
-        inputs = (x,) if after is None else (x, after)
-        return self.add(name, kind, inputs, level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
+        return self.add(name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
 
     def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
         """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
@@ -137,8 +134,9 @@ class _Plan:
         if not self.config.residual:
             return self.norm(f"{name}_act2", "norm_act", x)
         x = self.norm(f"{name}_norm2", "norm", x)
-        shortcut = self.convolution(f"{name}_shortcut", "conv", entry, level, widths[1], kernel=1, after=x)
-        x = self.add(f"{name}_add", "add", (x, shortcut), level, widths[1])
+        fan_in = entry.shape[3]
+        more = {"kernel": 1, "in_channels": fan_in, "trainable": fan_in * widths[1]}
+        x = self.add(f"{name}_shortcut", "shortcut", (x, entry), level, widths[1], **more)
         return self.add(f"{name}_act2", "act", (x,), level, widths[1])
 
     def norm(self, name: str, kind: str, x: LayerOp) -> LayerOp:

@@ -14,32 +14,36 @@ HALF = (1, 2, 2, 2, 1)
 class Convolution(tf.keras.layers.Conv3D):
     """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same"."""
 
-    def convolution_op(self, inputs, kernel):
-        return _convolution(inputs, _read_after(inputs, kernel))
+    def call(self, inputs):
+        maps = _convolution(inputs, _read_after(inputs, self.kernel))
+        return add_bias(maps, tf.convert_to_tensor(self.bias)) if self.use_bias else maps
 
 
-class Shortcut(tf.keras.layers.Layer):
-    """A 1x1x1 convolution of the first of its inputs, without bias, that waits for the second: it runs when it must."""
+class ShortcutSum(tf.keras.layers.Layer):
+    """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
 
-    def __init__(self, filters: int, kernel_initializer="glorot_uniform", **kwargs):
+    Takes both as [maps, entry]. One layer, because only then can the shortcut's gradients be told to come first.
+    """
+
+    def __init__(self, filters: int, kernel_initializer="glorot_uniform", entry_learns: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.filters = filters
         self.kernel_initializer = tf.keras.initializers.get(kernel_initializer)
+        self.entry_learns = entry_learns
 
     def build(self, input_shape):
-        shape = (1, 1, 1, input_shape[0][-1], self.filters)
+        shape = (1, 1, 1, input_shape[1][-1], self.filters)
         self.kernel = self.add_weight(name="kernel", shape=shape, initializer=self.kernel_initializer)
         super().build(input_shape)
 
     def call(self, inputs):
-        entry, after = inputs
-        with tf.control_dependencies([after]):
-            entry = tf.identity(entry)
-        return _convolution(entry, _read_after(entry, self.kernel))
+        maps, entry = inputs
+        return _shortcut_sum(maps, entry, _read_after(maps, self.kernel), self.entry_learns)
 
     def get_config(self):
         initializer = tf.keras.initializers.serialize(self.kernel_initializer)
-        return {**super().get_config(), "filters": self.filters, "kernel_initializer": initializer}
+        more = {"filters": self.filters, "kernel_initializer": initializer, "entry_learns": self.entry_learns}
+        return {**super().get_config(), **more}
 
 
 class UpConvolution(tf.keras.layers.Conv3DTranspose):
@@ -79,18 +83,37 @@ def _read_after(maps, kernel):
 
 @tf.custom_gradient
 def _convolution(x, kernel):
-    def gradient(upstream):
-        to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
-            input=x, filter_sizes=kernel.shape, out_backprop=upstream, strides=UNIT, padding="SAME"
-        )
-        size = tf.shape(x)
-        with tf.control_dependencies([to_kernel]):
-            to_x = tf.raw_ops.Conv3DBackpropInputV2(
-                input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
-            )
-        return to_x, to_kernel
+    return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream)
 
-    return tf.nn.conv3d(x, kernel, UNIT, "SAME"), gradient
+
+def _gradients(x, kernel, upstream):
+    """Of a convolution's input and kernel, the kernel's first."""
+    to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
+        input=x, filter_sizes=kernel.shape, out_backprop=upstream, strides=UNIT, padding="SAME"
+    )
+    size = tf.shape(x)
+    with tf.control_dependencies([to_kernel]):
+        to_x = tf.raw_ops.Conv3DBackpropInputV2(
+            input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
+        )
+    return to_x, to_kernel
+
+
+def _shortcut_sum(maps, entry, kernel, entry_learns):
+    """`entry_learns` is false where the entry is the image: its gradient would be waited for and thrown away."""
+
+    @tf.custom_gradient
+    def total(maps, entry, kernel):
+        def gradient(upstream):
+            to_entry, to_kernel = _gradients(entry, kernel, upstream)
+            with tf.control_dependencies([to_entry if entry_learns else to_kernel]):
+                return tf.identity(upstream), to_entry, to_kernel
+
+        with tf.control_dependencies([maps]):
+            late = tf.identity(entry)
+        return maps + tf.nn.conv3d(late, kernel, UNIT, "SAME"), gradient
+
+    return total(maps, entry, kernel)
 
 
 @tf.custom_gradient

@@ -34,7 +34,6 @@ HELD_OUT = """
 128x128x128 f32 d3 b1 c1 k1 bfloat16 itex  none     sgd  upsampling
 144x176x128 f8  d3 b4 c4 k1 bfloat16 stock none     sgd  deep
 192x192x128 f8  d3 b2 c1 k3 float32  stock none     sgd  upsampling
-240x240x160 f8  d3 b2 c1 k1 bfloat16 itex  batch    sgd  upsampling
 192x192x128 f16 d5 b1 c1 k1 bfloat16 stock batch    adam deep
 240x240x144 f8  d4 b1 c1 k1 float32  itex  batch    adam
 144x176x128 f16 d5 b1 c4 k3 float32  itex  instance adam
@@ -53,7 +52,6 @@ HELD_OUT = """
 192x192x128 f8  d3 b1 c4 k1 bfloat16 itex  instance sgd  cicek2016
 128x128x128 f32 d4 b1 c1 k3 bfloat16 itex  none     sgd  deep
 144x176x128 f16 d3 b2 c4 k1 bfloat16 stock none     adam upsampling
-240x240x144 f8  d5 b2 c4 k3 bfloat16 itex  batch    sgd  deep
 128x128x160 f8  d3 b4 c1 k1 float32  itex  batch    adam residual
 128x128x128 f32 d4 b1 c4 k3 bfloat16 itex  batch    adam deep
 240x240x160 f8  d4 b1 c4 k1 float32  stock none     adam deep

@@ -12,14 +12,13 @@ from models.unet3d import build_unet3d
 KINDS = {
     "InputLayer": {"input"},
     "Convolution": {"conv", "head"},
-    "Shortcut": {"conv"},
+    "ShortcutSum": {"shortcut"},
     "UpConvolution": {"up_conv"},
     "NormActivation": {"norm_act", "norm"},
     "ReLU": {"act"},
     "MaxPooling3D": {"pool"},
     "UpSampling3D": {"upsample"},
     "Join": {"concat"},
-    "Add": {"add"},
 }
 
 VARIANTS = [
