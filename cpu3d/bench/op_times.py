@@ -141,9 +141,9 @@ def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[s
     ops_by_group: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
         if op.kind not in CONVOLUTIONS:
-            ops_by_group[group_of(op)].append(op)
+            ops_by_group[group_of(op).replace("narrow_", "")].append(op)
     for group, ops in ops_by_group.items():
-        each = [{"group": group, "features": features(op, sizes, cache_bytes)} for op in ops]
+        each = [{"group": group_of(op), "features": features(op, sizes, cache_bytes)} for op in ops]
         seconds = [event.seconds for event in ran_by_group[group]]
         if len(seconds) == len(ops):
             found += [{**row, "seconds": one} for row, one in zip(each, seconds)]
