@@ -16,7 +16,7 @@ Train a 3D U-Net on whole volumes.
   ./run.sh setup [--latest]     make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke]       phantom volumes, training, scores, report; --smoke is a small form
-  ./run.sh estimate ...         what a training step holds in memory: python -m memory_estimator ...
+  ./run.sh estimate ...         what a training step takes: python -m memory_estimator ...; any Python with rich will do
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
@@ -66,6 +66,15 @@ find_python() {
       if [ "$tools" = venv ]; then python="$name"; return 0; fi
       case " $bare " in *" $wanted "*) ;; *) bare="$bare $wanted" ;; esac
     done
+  done
+  return 1
+}
+
+# find_rich: sets python to the first one that prints tables, and outside Linux tells the memory. Fails where none does.
+find_rich() {
+  local needs="import sys, rich; assert sys.version_info >= (3, 9); sys.platform == 'linux' or __import__('psutil')"
+  for python in "${PYTHON:-python3}" python3 python; do
+    "$python" -c "$needs" >/dev/null 2>&1 && return
   done
   return 1
 }
@@ -169,10 +178,15 @@ install() {
     "without a network or behind a proxy, see https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server; ./run.sh setup tries again"
 }
 
-# run MODULE ARGUMENT...: the module from this folder, whatever the caller's folder holds (SAFEPATH: Python 3.11 on).
-run() {
-  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$@"
+# run_with PYTHON MODULE ARGUMENT...: the module from this folder, whatever the caller's folder holds (SAFEPATH: Python
+# 3.11 on).
+run_with() {
+  local interpreter="$1"
+  shift
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 exec "$interpreter" -m "$@"
 }
+
+run() { run_with "$venv/bin/python" "$@"; }
 
 # --- What to do ---
 
@@ -194,6 +208,8 @@ case "$command" in
 esac
 
 if ! is_ready; then
+  # A laptop that only plans needs no TensorFlow.
+  if [ "$command" = estimate ] && find_rich; then run_with "$python" memory_estimator "$@"; fi
   if [ "${requirements:-}" = requirements-latest.txt ]; then engine=latest; fi # as it was chosen before
   setup
 fi

@@ -11,12 +11,11 @@ from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
+from memory_estimator.job import OPTIMIZERS
 from models.config import UNetConfig
 
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
-
-OPTIMIZERS = ("adam", "sgd")
 
 FREE = ("store", "epochs", "patience", "validate_every", "save_minutes")
 """Settings that may change when a run is continued; all others would make it another run."""

@@ -1,19 +1,19 @@
 """What a training run will take of this host, before anything is allocated; a run that does not fit is refused.
 
-foreseen = foresee(config, host, cases=8)      an Estimate, or None where the engine is not known to the estimator
-check_fits(foreseen, host.free_bytes, others)  raises DoesNotFitError with the nearest settings that fit
+foreseen = foresee(config, host, cases=8)   an Estimate, or None where the engine is not known to the estimator
+check_fits(foreseen, host, others)          raises DoesNotFitError with the nearest settings that fit
 """
 
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.config import RunConfig
-from cpu3d.errors import DoesNotFitError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import find_constants
+from memory_estimator.engines import installed_engine
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
-from memory_estimator.options import installed_engine
 from memory_estimator.planner import nearest
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -39,40 +39,54 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
 
 
 def foresee(config: RunConfig, host: Host, cases: int) -> Optional[Estimate]:
-    """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of."""
+    """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of.
+
+    Raises InputError where the host's calibration cannot be read.
+    """
     job = job_of(config, thread_plan(host).intra_op, cases)
-    return job and estimate(job, find_constants(job.threads))
+    try:
+        return job and estimate(job, find_constants(job.threads, host), host_bytes=host.memory_bytes)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
-def describe(foreseen: Optional[Estimate], free_bytes: int) -> List[str]:
+def describe(foreseen: Optional[Estimate], host: Host) -> List[str]:
     """The plan of memory and time, a line each, to print before the work starts."""
     if foreseen is None:
         return ["plan: nothing is known of this engine's memory and time"]
-    bound = foreseen.accuracy
+    bound, constants = foreseen.accuracy, foreseen.constants
     return [
-        f"plan: allocator peak {format_bytes(foreseen.allocator_peak_bytes)} ({bound.allocator_peak}), process peak "
-        f"{format_bytes(foreseen.process_peak_bytes)} ({bound.process_peak}), up to "
-        f"{format_bytes(foreseen.upper_bound_bytes)} of {format_bytes(free_bytes)} free",
+        f"plan: allocator peak {format_bytes(foreseen.allocator_peak_bytes)} ({bound.error('allocator_peak')}), "
+        f"process peak {format_bytes(foreseen.process_peak_bytes)} ({bound.error('process_peak')}), up to "
+        f"{format_bytes(foreseen.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free",
         f"plan: {format_seconds(foreseen.step_s)} a step, {format_seconds(foreseen.volume_s)} a volume, "
-        f"{format_seconds(foreseen.epoch_s)} an epoch ({bound.step_s}), validation aside",
+        f"{format_seconds(foreseen.epoch_s)} an epoch ({bound.error('step_s')}), validation aside",
+        f"plan: speed {'; '.join((f'{constants.origin}, {constants.name}', *constants.caveats(host)))}",
         f"plan: {STORE_NOTE}",
     ]
 
 
-def check_fits(foreseen: Optional[Estimate], free_bytes: int, grids: Sequence[Tuple[str, Shape3]] = ()) -> None:
+def check_fits(
+    foreseen: Optional[Estimate], host: Host, grids: Sequence[Tuple[str, Shape3]] = (), *, continued: bool = False
+) -> None:
     """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
 
-    `grids` are the grids that the store offers besides, each with its option. Below the upper bound no measured run has
-    been killed; between the predicted peak and the bound it is a matter of luck, and luck is not for long runs.
+    `grids` are the grids that the store offers besides, each with its option. A run that is `continued` has to keep its
+    settings: others are another run's. Between the predicted peak and the upper bound it is a matter of luck whether a
+    run is killed, and luck is not for long runs.
     """
-    if foreseen is None or foreseen.upper_bound_bytes <= free_bytes:
+    if foreseen is None or foreseen.upper_bound_bytes <= host.free_bytes:
         return
-    price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy)  # noqa: E731
-    options = nearest(foreseen.job, price, free_bytes, grids=grids)
-    instead = "; ".join(map(str, options)) or "nothing smaller does"
+    price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy, host.memory_bytes)  # noqa: E731
+    options = nearest(foreseen.job, price, host.free_bytes, grids=grids)
+    fits = "; ".join(map(str, options)) or "nothing smaller does"
+    advice = f"what fits: {fits}; or --force"
+    if continued:
+        advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
+    what = "the allocator's regions, which double in size," if foreseen.regions_short else "this training,"
     raise DoesNotFitError(
-        f"memory must hold this training, up to {format_bytes(foreseen.upper_bound_bytes)}, got "
-        f"{format_bytes(free_bytes)} free; what fits: {instead}; or --force"
+        f"memory must hold {what} up to {format_bytes(foreseen.upper_bound_bytes)}, got "
+        f"{format_bytes(host.free_bytes)} free; {advice}"
     )
 
 

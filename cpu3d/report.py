@@ -25,8 +25,7 @@ from cpu3d.evaluate import ranked, scores_path, warning
 from cpu3d.labels import region_mask
 from cpu3d.pictures import PALETTE, Line
 from cpu3d.run_files import RunFiles, gather
-
-GIB = 2**30
+from memory_estimator.units import GIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ from cpu3d.lock import locked
 from cpu3d.recipes import RECIPES
 from cpu3d.run_log import read_events
 from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host, read_host
 
 
@@ -53,16 +54,21 @@ def train(
 
     Leaves config.json, log.jsonl, checkpoints/{last,best}.npz and tensorboard/ in the run folder. SIGINT and SIGTERM
     finish the step, save, and raise KeyboardInterrupt. Before anything is written it raises InputError for bad settings
-    and, unless `force`, DoesNotFitError for a run that the free memory may not hold.
+    and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none.
     """
     store = open_store(store_folder)
     host = read_host()
     config = resolve(store, run_folder, host, settings or {}, recipe)
-    foreseen = memory_plan.foresee(config, host, len(store.cases("train")))
-    _say(*memory_plan.describe(foreseen, host.free_bytes))
-    if not force:
-        memory_plan.check_fits(foreseen, host.free_bytes, _other_grids(store, config))
-    host, threads, tf = set_up(config.engine)
+    continued = (run_folder / "config.json").is_file()
+    foreseen = _foresee(config, host, len(store.cases("train")), force)
+
+    def check_fits() -> None:
+        if not force:
+            memory_plan.check_fits(foreseen, host, _other_grids(store, config), continued=continued)
+
+    if not continued:
+        check_fits()
+    _, threads, tf = set_up(config.engine)
     engine = engine_name(tf)
 
     from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
@@ -70,8 +76,10 @@ def train(
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
         (run_folder / "checkpoints").mkdir(exist_ok=True)
-        save_config(config, run_folder)
         fit = Fit(store, run_folder, config)
+        if continued and not fit.is_over:  # one that is over takes no memory any more
+            check_fits()
+        save_config(config, run_folder)
         _say(*describe(host, threads, engine), *fit.plan(), *_engine_change(run_folder, engine))
         if fit.is_over:
             _say(f"nothing to do after step {fit.step}; a larger --epochs goes on")
@@ -111,6 +119,19 @@ _console = Console(stderr=True)
 def _say(*lines: str) -> None:
     for line in lines:
         _console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _foresee(config: RunConfig, host: Host, cases: int, force: bool) -> Optional[Estimate]:
+    """The plan, which is said too. Without a calibration that can be read `force` trains all the same."""
+    try:
+        foreseen = memory_plan.foresee(config, host, cases)
+    except InputError as error:
+        if not force:
+            raise InputError(f"{error}; or --force") from None
+        _say(f"plan: none, {error}")
+        return None
+    _say(*memory_plan.describe(foreseen, host))
+    return foreseen
 
 
 def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:

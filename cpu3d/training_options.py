@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 from typing import Any, Dict, Optional
 
-from cpu3d.config import OPTIMIZERS, RunConfig
+from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES
 from cpu3d.schedule import SCHEDULES
+from memory_estimator.job import OPTIMIZERS
 from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
 
 RUN_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}

@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from cpu3d.progress import columns
-
-GIB = 2**30
+from memory_estimator.units import GIB
 
 
 class TrainingBar:

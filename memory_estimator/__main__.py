@@ -4,68 +4,90 @@
     python -m memory_estimator --recipe paper-2020 --host-memory 1.5TiB --plan
     python -m memory_estimator --run runs/first --json
 
-Exit codes: 0 the job fits, 3 it does not, 2 bad input.
+Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
+    python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
+
+Needs rich, unless --json is given, and outside Linux psutil.
+Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
 import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 from memory_estimator import gpu, planner, report
-from memory_estimator.calibration import find_constants, load_constants
+from memory_estimator.accuracy import load_accuracy
+from memory_estimator.calibration import NAMED, find_constants, named_constants
+from memory_estimator.engines import installed_engine
 from memory_estimator.estimate import estimate
+from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, installed_engine, job_from
-from memory_estimator.recipes import JOBS
-from memory_estimator.saved_run import job_of_run
+from memory_estimator.job import ENGINES, Job
+from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
 from memory_estimator.units import parse_bytes
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Print the estimate. Exit codes: 0 the job fits, 3 it does not, 2 bad input."""
+    """Print the estimate; returns one of the exit codes."""
     args = _parser().parse_args(argv)
     try:
         code = _answer(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
         return code
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:
-        # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
+        return _failed(str(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        package = (error.name or "?").partition(".")[0]
+        return _failed(f"package {package} must be installed, got none; run `pip install {package}`", FAILED)
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    except OSError as error:
+        # The reader of our output went away, as `head` does, or the disk is full: what is left goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED if isinstance(error, BrokenPipeError) else _failed(str(error), FAILED)
 
 
 # --- Private helpers ---
 
 
+def _failed(why: str, code: int) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return code
+
+
 def _answer(args: argparse.Namespace) -> int:
     """Work everything out before anything is printed: bad input then leaves half a table nowhere."""
-    job = _job(args)
-    memory_bytes, whose = _memory(args)
+    host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
+    given_bytes = parse_bytes(args.host_memory) if args.host_memory else None
     gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else None
-    constants = load_constants(args.calibration) if args.calibration else find_constants(job.threads)
-    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants))
-    here = price(job)
-    fits = here.upper_bound_bytes <= memory_bytes
-    advice = planner.advice(here, price, memory_bytes)
+    if not hasattr(args, "threads"):
+        args.threads = host().usable_cores
+    job = job_from(args, source_job(args))
+    memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
+    constants = named_constants(args.calibration) if args.calibration else find_constants(job.threads, host())
+    accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
+    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    asked = price(job)
+    fits = asked.upper_bound_bytes <= memory_bytes
+    advice = planner.advice(asked, price, memory_bytes)
+    caveats = asked.constants.for_threads(job.threads).caveats(None if args.calibration else host())
     plans = [planner.plan(job, price, memory_bytes)] if args.plan else []
-    savings = planner.savings(job, price) if args.plan else []
+    # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is yet.
+    engines = ENGINES if installed_engine() == "itex" else ("stock",)
+    savings = planner.savings(job, price, engines) if args.plan else []
     patch = gpu.largest_patch(job, gpu_bytes) if gpu_bytes else None
     if args.picture:
         _draw(args.picture, job, price, memory_bytes)
     if args.json:
-        content = {**here.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
+        content = {**asked.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
+        content["constants"]["caveats"] = caveats
         if args.plan:
             content["plan"] = [one.to_json() for one in plans]
             content["savings"] = [option.to_json() for option in savings]
@@ -73,31 +95,12 @@ def _answer(args: argparse.Namespace) -> int:
             content["gpu"] = patch and patch.to_json()
         print(json.dumps(content))
     else:
-        report.print_estimate(here, memory_bytes=memory_bytes, whose=whose, advice=advice)
+        report.print_estimate(asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats)
         if args.plan:
-            report.print_plan(plans, savings, here, memory_bytes=memory_bytes)
+            report.print_plan(plans, savings, asked, memory_bytes=memory_bytes)
         if gpu_bytes:
             report.print_patch(patch, memory_bytes=gpu_bytes)
     return FITS if fits else DOES_NOT_FIT
-
-
-def _job(args: argparse.Namespace) -> Job:
-    """From a recipe or a run and the options over it. Threads are this host's where none are given."""
-    if not hasattr(args, "threads"):
-        args.threads = read_host().usable_cores
-    base = None
-    if args.recipe:
-        base = dataclasses.replace(JOBS[args.recipe], engine=installed_engine())
-    elif args.run:
-        base = job_of_run(args.run, installed_engine())
-    return job_from(args, base)
-
-
-def _memory(args: argparse.Namespace) -> Tuple[int, str]:
-    """The memory to fit into, and whose it is."""
-    if args.host_memory:
-        return parse_bytes(args.host_memory), "given"
-    return read_host().free_bytes, "free on this host"
 
 
 def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None:
@@ -110,7 +113,7 @@ def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None
     unet = job.unet
     title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}"
     try:
-        path.write_bytes(draw_sizes(panels, title=title, host_bytes=memory_bytes))
+        write_whole(path, draw_sizes(panels, title=title, host_bytes=memory_bytes))
     except OSError as error:
         raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
 
@@ -121,9 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--recipe", choices=sorted(JOBS), help="a named run's job; options given besides win over it")
-    source.add_argument("--run", type=Path, metavar="DIR", help="the job of a run folder that `train` has written")
+    add_source_options(parser)
     add_job_options(parser)
     parser.add_argument("--cases", type=int, default=argparse.SUPPRESS, metavar="N", help="training cases of an epoch")
     parser.add_argument(
@@ -135,7 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="memory to fit into, such as 1.5TiB (default: free on this host)"
     )
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="host constants that `calibrate` has written")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help=f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} "
+        "(default: this host's own, else its kind's)",
+    )
     parser.add_argument("--plan", action="store_true", help="what fits that memory, and what would save what")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the largest patch that a GPU of this size trains")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over input size as a PNG")

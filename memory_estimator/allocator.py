@@ -22,6 +22,9 @@ FIRST_REGION_BYTES = 2 * 2**20
 SPARE_BYTES = 128 * 2**20
 """A chunk with this much to spare is always split."""
 
+HANDLE_BYTES = 8
+"""A region's table has an entry of this size for every GRANULE_BYTES of it: 3 % of all regions, with malloc."""
+
 BINS = 21
 """Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
 
@@ -36,6 +39,13 @@ class Use:
     """Memory that a tensor has lain in once, and that the process therefore keeps."""
     small_bytes: int
     """Resident tensors too small for it: they lie with malloc."""
+    reserved_bytes: int
+    """All regions together: address space, of which `resident_bytes` are touched."""
+
+
+class NoRegionError(MemoryError):
+    """The regions that are left under the limit hold no chunk of the size asked for; TensorFlow ends with
+    ResourceExhaustedError then."""
 
 
 def use(program: Program) -> Use:
@@ -47,7 +57,22 @@ def use(program: Program) -> Use:
             allocator.forget_peak()
         allocator.call(request)
     small = sum(tensor.bytes for tensor in program.resident if tensor.bytes < SMALL_BYTES)
-    return Use(allocator.peak_bytes, allocator.resident_bytes, small)
+    return Use(allocator.peak_bytes, allocator.resident_bytes, small, allocator.reserved_bytes)
+
+
+def fits_regions(program: Program, limit_bytes: int) -> bool:
+    """Whether three steps get through with regions of at most `limit_bytes` together.
+
+    With oneDNN on, the limit is the machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is
+    left, and a tensor never lies in two regions. So a job may fail whose tensors would fit one beside the other.
+    """
+    allocator = Allocator(limit_bytes)
+    try:
+        for request in requests(program, 3):
+            allocator.call(request)
+    except NoRegionError:
+        return False
+    return True
 
 
 def counted_by_op(program: Program) -> Tuple[int, ...]:
@@ -72,7 +97,9 @@ def counted_by_op(program: Program) -> Tuple[int, ...]:
 class Allocator:
     """Takes and gives back by name; knows what is in use now and was at most since the last `forget_peak`."""
 
-    def __init__(self):
+    def __init__(self, limit_bytes: Optional[int] = None):
+        """`limit_bytes` is the most that all regions may take together; None is without end."""
+        self._limit_bytes = limit_bytes
         self._regions: List[_Region] = []
         self._touched: Set[Tuple[int, int]] = set()
         self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
@@ -83,7 +110,10 @@ class Allocator:
         self.peak_bytes = 0
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is somebody else's."""
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is somebody else's.
+
+        Raises NoRegionError where the limit leaves no region large enough.
+        """
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -122,8 +152,11 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once. A chunk's spare end stays untouched."""
-        total, end = 0, 0
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks.
+
+        A chunk's spare end stays untouched. The tables are filled when a region is made.
+        """
+        total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))
             end = max(end, last)
@@ -131,6 +164,7 @@ class Allocator:
 
     @property
     def reserved_bytes(self) -> int:
+        """All regions together."""
         return sum(region.size for region in self._regions)
 
     # --- Private helpers ---
@@ -153,9 +187,15 @@ class Allocator:
         while size > self._next_region_bytes:
             self._next_region_bytes *= 2
             doubled = True
+        region_bytes = self._next_region_bytes
+        if self._limit_bytes is not None:
+            left = self._limit_bytes - self.reserved_bytes
+            region_bytes = min(region_bytes, left // GRANULE_BYTES * GRANULE_BYTES)
+        if size > region_bytes:
+            raise NoRegionError(f"regions must leave {size} bytes under the limit, got {region_bytes}")
         # The system hands out mappings downwards: a later region lies below an earlier one.
-        start = (self._regions[-1].start if self._regions else 2**62) - self._next_region_bytes
-        region = _Region(start, self._next_region_bytes)
+        start = (self._regions[-1].start if self._regions else 2**62) - region_bytes
+        region = _Region(start, region_bytes)
         self._regions.append(region)
         if not doubled:
             self._next_region_bytes *= 2

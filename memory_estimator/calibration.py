@@ -8,7 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 from memory_estimator.host import Host, read_host
 from memory_estimator.program import Program
@@ -22,6 +22,26 @@ SHIPPED = Path(__file__).with_name("hosts")
 
 BY_ISA = (("amx_bf16", "xeon_amx.json"), ("avx512_bf16", "epyc_avx512_bf16.json"), ("", "xeon_avx512.json"))
 """An instruction set and the shipped constants of hosts that have it; the first that fits counts, the last fits all."""
+
+NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
+"""What shipped constants are called on the command line: for planning a host that is not this one."""
+
+GROUPS = (
+    *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
+    *("head_conv", "head_conv_filter_gradient", "head_conv_input_gradient"),
+    *("up_conv", "up_conv_filter_gradient", "up_conv_input_gradient"),
+    *("norm", "norm_gradient", "pool", "pool_gradient", "join", "slice", "pointwise", "loss", "update", "every_op"),
+)
+"""Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""
+
+STAND_INS = {
+    "narrow_norm": ("norm", 20.0),
+    "narrow_norm_gradient": ("norm_gradient", 35.0),
+    "bias_gradient": ("loss", 1.0),
+}
+"""Groups that a calibration may not have seen, and what each is then taken for: another group, and how many times as
+dear its traffic is. Assumed; of narrow norms, that oneDNN's plain kernel takes as long a value in float32 as it was
+measured to take in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
 
 Costs = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
@@ -53,20 +73,50 @@ class HostConstants:
     op_bytes: Mapping[str, int]
     """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
     costs: Costs
+    measured_threads: int = 0
+    """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
+    others: Optional["HostConstants"] = None
+    """Asked for the engines and dtypes that these do not know."""
+
+    def of(self, engine: str, dtype: str) -> "HostConstants":
+        """These constants, or those of `others`, whichever know an engine in a dtype: figures are never mixed, so that
+        name, origin and record are those of what is used. Raises ValueError where neither does."""
+        if dtype in self.costs.get(engine, {}):
+            return self
+        if self.others is None:
+            raise ValueError(
+                f"calibration {self.name} must know {engine} in {dtype}, got {_known(self.costs)}; "
+                "run `calibrate --all`"
+            )
+        return self.others.of(engine, dtype)
+
+    def caveats(self, host: Optional[Host] = None) -> List[str]:
+        """Why the figures may be less than measured for `host`, a phrase each; None is a host that is not this one."""
+        found = []
+        if host and host.cpu_model != self.cpu:
+            if self.origin == "measured":
+                found.append(f"measured on {self.cpu}, for {host.cpu_model} assumed")
+            if not host.isa:
+                found.append("this CPU's instructions are unknown, AVX512 assumed")
+            elif "avx512f" not in host.isa:
+                found.append("AVX512 assumed, which this CPU has not: it takes longer")
+        if self.measured_threads:
+            found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
+        return found
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
 
     def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
-        """Group -> feature -> seconds a unit. Raises ValueError where they are not known."""
-        try:
-            return self.costs[engine][dtype]
-        except KeyError:
-            raise ValueError(
-                f"calibration {self.name} must know {engine} in {dtype}, got {_known(self.costs)}; "
-                "run `calibrate --all`"
-            ) from None
+        """Group -> feature -> seconds a unit, stand-ins among them. Raises ValueError where they are not known."""
+        groups = self.of(engine, dtype).costs[engine][dtype]
+        assumed = {
+            group: {feature: times * cost for feature, cost in groups.get(other, {}).items()}
+            for group, (other, times) in STAND_INS.items()
+            if not groups.get(group)
+        }
+        return {**groups, **assumed}
 
     def for_threads(self, threads: int) -> "HostConstants":
         """These constants with another number of threads.
@@ -78,7 +128,14 @@ class HostConstants:
             return self
         moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
         slower = {"work": self.threads / threads, "traffic": moving, "overhead": 1.0}
-        return dataclasses.replace(self, threads=threads, costs=_scaled(self.costs, lambda _, part: slower[part]))
+        measured = self.measured_threads or self.threads
+        return dataclasses.replace(
+            self,
+            threads=threads,
+            costs=_scaled(self.costs, lambda _, part: slower[part]),
+            measured_threads=0 if measured == threads else measured,
+            others=self.others and self.others.for_threads(threads),
+        )
 
 
 def part_of(feature: str) -> str:
@@ -89,8 +146,11 @@ def part_of(feature: str) -> str:
 
 
 def runtime_ops(program: Program) -> int:
-    """How many operations of a program count towards `op_bytes`: all but those on weights, which are alike."""
-    return sum(op.kind != "update" for op in program.ops)
+    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled.
+
+    Measured: a residual block's shortcut, or a norm taken sample by sample, adds next to nothing.
+    """
+    return sum("conv" in op.kind and "shortcut" not in op.name for op in program.ops)
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
@@ -100,35 +160,32 @@ def load_constants(path: Union[str, Path]) -> HostConstants:
     if "like" in content:
         content = _derived(_read(path.with_name(str(content["like"]))), content)
     try:
-        constants = HostConstants(**{field.name: content[field.name] for field in dataclasses.fields(HostConstants)})
+        constants = HostConstants(**{name: content[name] for name in _FIELDS})
         problem = _problem(constants)
     except (KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
     if problem:
-        raise ValueError(f"calibration {path} must be complete, got {problem}; run `calibrate` again")
+        raise ValueError(f"calibration {path} must be complete, got {problem}; run `calibrate` again, or delete it")
     return constants
+
+
+def named_constants(name: str) -> HostConstants:
+    """Constants from a file, or shipped ones by their name in NAMED."""
+    return load_constants(SHIPPED / NAMED[name] if name in NAMED else name)
 
 
 def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
     """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones.
 
-    What was not calibrated, such as the other engine, comes from the shipped ones. A file of another CPU is passed
-    over: the folder may have moved. Raises ValueError where the file is damaged.
+    The own ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of
+    another CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged.
     """
     host = host or read_host()
     shipped = shipped_constants(host.isa).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None
     if mine is None or mine.cpu != host.cpu_model:
         return shipped
-    return dataclasses.replace(
-        mine,
-        baseline_bytes={**shipped.baseline_bytes, **mine.baseline_bytes},
-        op_bytes={**shipped.op_bytes, **mine.op_bytes},
-        costs={
-            engine: {**shipped.costs.get(engine, {}), **mine.costs.get(engine, {})}
-            for engine in {**shipped.costs, **mine.costs}
-        },
-    )
+    return dataclasses.replace(mine, others=shipped)
 
 
 def shipped_constants(isa: Sequence[str]) -> HostConstants:
@@ -138,17 +195,20 @@ def shipped_constants(isa: Sequence[str]) -> HostConstants:
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
     """What a calibration file holds."""
-    return {"schema": SCHEMA, **dataclasses.asdict(constants)}
+    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in _FIELDS}}
 
 
 # --- Private helpers ---
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.default is dataclasses.MISSING)
+"""What a file holds; the other fields say what became of it since."""
 
 
 def _read(path: Path) -> Dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"calibration {path} must exist, found none; write it with `calibrate --out {path}`") from None
+        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"calibration {path} must be JSON, got {error}; run `calibrate` again") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -161,17 +221,44 @@ def _problem(constants: HostConstants) -> str:
     """What is wrong with the figures; "" where nothing is."""
     for name in ("threads", "cache_bytes", "saturating_threads"):
         value = getattr(constants, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_whole(value) or value < 1:
             return f"{name} {value!r}"
+    for name in ("name", "cpu", "origin", "record", "date"):
+        if not isinstance(getattr(constants, name), str):
+            return f"{name} {getattr(constants, name)!r}"
+    for name in ("baseline_bytes", "op_bytes"):
+        for engine, value in getattr(constants, name).items():
+            if not _is_whole(value) or value < 0:
+                return f"{name} of {engine} {value!r}"
     for engine, by_dtype in constants.costs.items():
         if engine not in constants.baseline_bytes or engine not in constants.op_bytes:
             return f"no baseline_bytes or op_bytes of {engine}"
         for dtype, groups in by_dtype.items():
-            for group, costs in groups.items():
-                for feature, cost in costs.items():
-                    if not isinstance(cost, (int, float)) or not 0 <= cost < 1:
-                        return f"{engine} {dtype} {group} {feature} {cost!r}"
-    return "" if constants.costs else "no costs"
+            problem = _problem_of_costs(groups)
+            if problem:
+                return f"{engine} {dtype} {problem}"
+    return "" if any(constants.costs.values()) else "no costs"
+
+
+def _problem_of_costs(groups: Mapping[str, Mapping[str, float]]) -> str:
+    """The same of one engine's and dtype's costs."""
+    for group, costs in groups.items():
+        for feature, cost in costs.items():
+            if not isinstance(cost, (int, float)) or isinstance(cost, bool) or not 0 <= cost < 1:
+                return f"{group} {feature} {cost!r}"
+    missing = [group for group in GROUPS if group not in groups]
+    if missing:
+        return f"without {', '.join(missing)}"
+    # Looked up by these names whatever the network; other features of a group may be left out and then cost nothing.
+    for group, features in (("join", ("traffic", "cached")), ("every_op", ("seconds",))):
+        lacking = [feature for feature in features if feature not in groups[group]]
+        if lacking:
+            return f"{group} without {', '.join(lacking)}"
+    return ""
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _known(costs: Costs) -> str:

@@ -18,18 +18,32 @@ class Component:
     """How it is known: "exact", "derived: " and the rule, or "measured: " and where."""
 
 
-RULES: Tuple[Tuple[str, str], ...] = (
-    ("weights", "exact: float32"),
-    ("weights,", "exact: copies that the convolutions read"),
-    ("optimizer slots", "exact: float32 copies of the trainable weights"),
-    ("averaged weights", "exact: a float32 copy of the trainable weights"),
-    ("gradients", "exact: float32, one a trainable weight that has it by then"),
-    ("activations", "derived: the maps that a gradient still reads"),
-    ("transients", "derived: the maps on their way down the backward pass"),
-    ("scratch", "derived: oneDNN's buffers for this operation"),
-    ("input", "exact: images in the compute dtype, targets in one byte"),
-)
-"""Groups of tensors by how their names begin, in the order of the bill, and how each is known. The longest fits."""
+NEXT_BATCH = "input pipeline, next batch"
+"""The group of what a store holds ready."""
+
+RULES: Dict[str, str] = {
+    "weights": "exact: float32",
+    "weights, bfloat16 copies": "exact: copies that the convolutions read",
+    "weights, reordered": "exact: copies that the convolutions read",
+    "optimizer slots": "exact: float32 copies of the trainable weights",
+    "averaged weights": "exact: a float32 copy of the trainable weights",
+    "gradients": "exact: float32, one a trainable weight that has it by then",
+    "activations": "derived: the maps that a gradient still reads",
+    "transients": "derived: the maps on their way down the backward pass",
+    "scratch": "derived: oneDNN's buffers for this operation",
+    "input": "exact: images in the compute dtype, targets in one byte",
+    NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
+}
+"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be told apart
+by level, as in "activations, level 0"."""
+
+NAMED_SINGLY = ("transients", "scratch")
+"""Groups that live during few operations alone: the bill says which tensors they are."""
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """What of a tensor lies in memory: all of it, but for scratch that is written in part."""
+    return sum(last - first for first, last in tensor.touched) if tensor.touched else rounded(tensor.bytes)
 
 
 def bill(
@@ -38,12 +52,13 @@ def bill(
     """Every byte of the process's peak, once: the tensors live at the peak by group, then what lies around them.
 
     `baseline` says where `baseline_bytes` come from. Lines of nothing are left out.
+    Raises ValueError for a tensor of no declared group.
     """
     groups: Dict[str, List[Tensor]] = {}
     for tensor in line.peak_tensors:
         groups.setdefault(tensor.group, []).append(tensor)
     lines = [
-        Component(group, sum(rounded(tensor.bytes) for tensor in groups[group]), _source(group, groups[group]))
+        Component(group, sum(map(resident_bytes, groups[group])), _source(group, groups[group]))
         for group in sorted(groups, key=_place)
     ]
     lines += [
@@ -57,20 +72,22 @@ def bill(
 # --- Private helpers ---
 
 
-def _rule(group: str) -> int:
-    starts = [(len(start), index) for index, (start, _) in enumerate(RULES) if group.startswith(start)]
-    return max(starts, default=(0, len(RULES)))[1]
+def _rule(group: str) -> str:
+    """The key of RULES. Raises ValueError for a group that is not declared: it would stand unexplained on the bill."""
+    rule = group.partition(", level ")[0]
+    if rule not in RULES:
+        raise ValueError(f"group must be one of {', '.join(RULES)}, got {group!r}; declare it in components.RULES")
+    return rule
 
 
 def _place(group: str) -> Tuple[int, str]:
-    return _rule(group), group
+    return list(RULES).index(_rule(group)), group
 
 
 def _source(group: str, tensors: Sequence[Tensor]) -> str:
     """The group's rule; for what lives during few operations alone, the tensors as well."""
-    index = _rule(group)
-    rule = RULES[index][1] if index < len(RULES) else "derived"
-    if not group.startswith(("transients", "scratch")):
+    rule = RULES[_rule(group)]
+    if group not in NAMED_SINGLY:
         return rule
     names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
     return f"{rule}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

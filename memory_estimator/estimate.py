@@ -5,21 +5,20 @@ from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 from memory_estimator.accuracy import Accuracy, load_accuracy
-from memory_estimator.allocator import SMALL_BYTES, use
+from memory_estimator.allocator import SMALL_BYTES, fits_regions, use
 from memory_estimator.calibration import HostConstants
-from memory_estimator.components import Component, bill
+from memory_estimator.closed_form.writer import DTYPE_BYTES
+from memory_estimator.components import NEXT_BATCH, Component, bill, resident_bytes
 from memory_estimator.job import Job
 from memory_estimator.liveness import Timeline, rounded, timeline
 from memory_estimator.program import Program, Tensor
 from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import DTYPE_BYTES, training_step
-
-NEXT_BATCH = "input pipeline, next batch"
-"""The line of the bill."""
+from memory_estimator.training_step import training_step
 
 STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
 """To be said with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In
-one run the allocator's peak was 4 % and the process's 7 % above the prediction, and below the upper bound."""
+one run, which was not recorded, the allocator's peak was 4 % and the process's 7 % above the prediction, and below the
+upper bound."""
 
 PREPARED_BYTES = 13
 """Bytes a value that normalising a volume takes at its most: three float32 copies and a mask (cpu3d.data.source)."""
@@ -35,13 +34,16 @@ class Estimate:
     process_peak_bytes: int
     """Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted."""
     upper_bound_bytes: int
-    """What has to be free: no measured process has exceeded it."""
+    """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
+    though the tensors do, it is the memory of a host that they fit."""
     step_s: float
     components: Tuple[Component, ...]
     """The bill, which adds up to `process_peak_bytes`."""
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
+    regions_short: bool = False
+    """Whether the job would fail for the allocator's regions: they double, and together may take the host's memory."""
 
     @property
     def volume_s(self) -> float:
@@ -65,6 +67,7 @@ class Estimate:
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
         bound = self.accuracy
+        time = dataclasses.asdict(bound.step_s)
         return {
             "allocator_peak_bytes": self.allocator_peak_bytes,
             "process_peak_bytes": self.process_peak_bytes,
@@ -76,24 +79,39 @@ class Estimate:
             "peak_op": self.peak_op,
             "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
             "errors": {
+                "measured": bound.is_measured,
                 "allocator_peak_bytes": dataclasses.asdict(bound.allocator_peak),
                 "process_peak_bytes": dataclasses.asdict(bound.process_peak),
-                "step_s": dataclasses.asdict(bound.step_s),
+                "upper_bound_bytes": {
+                    "margin_share": bound.margin_share,
+                    "margin_bytes": bound.margin_bytes,
+                    "exceeded": bound.exceeded,
+                    "mean_slack": bound.mean_slack,
+                },
+                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), time),
                 "record": bound.record,
                 "configurations": bound.configurations,
             },
-            "constants": {"name": self.constants.name, "origin": self.constants.origin},
+            "constants": {
+                "name": self.constants.name,
+                "origin": self.constants.origin,
+                "caveats": self.constants.for_threads(self.job.threads).caveats(),
+                "record": self.constants.record,
+            },
             "job": dataclasses.asdict(self.job),
         }
 
 
-def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
+def estimate(
+    job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None, host_bytes: Optional[int] = None
+) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. Takes milliseconds, whatever the job's size.
 
-    Raises ValueError where the constants know nothing of the job's engine or dtype.
+    `host_bytes` is the memory that the host has, free or not: TensorFlow's allocator takes it for its limit. None is
+    without end. Raises ValueError where the constants know nothing of the job's engine or dtype.
     Not counted: validation, which keeps no maps and stays below a step's peak, and a checkpoint's copy of the weights.
     """
-    accuracy = accuracy or load_accuracy()
+    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     program = _with_next_batch(training_step(job), job)
     step_s = step_seconds(program, constants, job).step_s
     line = timeline(program)
@@ -102,16 +120,20 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     hidden = max(moment.hidden_bytes for moment in line.moments)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
+    upper_bound = accuracy.upper_bound(process_peak) + _preparation_bytes(job)
+    # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
+    tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
+    regions_short = tight and not fits_regions(program, host_bytes)
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
-        upper_bound_bytes=accuracy.upper_bound(process_peak) + _preparation_bytes(job),
+        upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
         step_s=step_s,
         components=tuple(
             bill(
                 line,
-                overhead_bytes=allocator.resident_bytes + small - line.peak_bytes,
+                overhead_bytes=allocator.resident_bytes + small - sum(map(resident_bytes, line.peak_tensors)),
                 hidden_bytes=hidden,
                 baseline_bytes=baseline,
                 baseline=f"{constants.origin}: {constants.name}",
@@ -120,6 +142,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         timeline=line,
         accuracy=accuracy,
         constants=constants,
+        regions_short=regions_short,
     )
 
 

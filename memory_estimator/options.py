@@ -2,10 +2,13 @@
 
 import argparse
 import dataclasses
-import importlib.util
-from typing import Optional
+from pathlib import Path
+from typing import Optional, Sequence
 
+from memory_estimator.engines import installed_engine
 from memory_estimator.job import ENGINES, OPTIMIZERS, Job
+from memory_estimator.recipes import JOBS
+from memory_estimator.saved_run import job_of_run
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 PLANNED_POLICIES = ("balanced", "lean")
@@ -43,18 +46,37 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     add("--deep-supervision", action="store_true", help="a loss at every decoder level")
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add what makes a `Job`: the network, and how it is trained."""
+def add_job_options(
+    parser: argparse.ArgumentParser, engines: Sequence[str] = ENGINES, dtypes: Sequence[str] = DTYPES
+) -> None:
+    """Add what makes a `Job`: the network, and how it is trained. More engines and dtypes are for what measures."""
     add = _adder(parser)
     add("--shape", type=int, nargs=3, metavar=("X", "Y", "Z"), help="voxels")
     add("--batch", type=int, metavar="B", help="volumes a step (default: 1)")
     add("--micro-batch", type=int, metavar="M", help="volumes at a time; so far all of the batch")
     add_network_options(parser)
-    add("--dtype", choices=DTYPES, help="compute dtype (default: bfloat16)")
+    add("--dtype", choices=dtypes, help="compute dtype (default: bfloat16)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adam")
     add("--policy", choices=(*POLICIES, *PLANNED_POLICIES), help="memory policy (default: speed, so far the only one)")
-    add("--engine", choices=("auto", *ENGINES), help="default: auto, ITEX unless only stock TensorFlow is installed")
+    add("--engine", choices=("auto", *engines), help="default: auto, ITEX unless only stock TensorFlow is installed")
     add("--threads", type=int, metavar="N", help="default: this host's physical cores")
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a whole job can be taken from."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--recipe", choices=sorted(JOBS), help="a named run's job; options given besides win over it")
+    source.add_argument("--run", type=Path, metavar="DIR", help="the job of a run folder that `train` has written")
+
+
+def source_job(args: argparse.Namespace) -> Optional[Job]:
+    """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
+    if args.recipe:
+        return dataclasses.replace(JOBS[args.recipe], engine=installed_engine())
+    if args.run:
+        engine = getattr(args, "engine", "auto")
+        return job_of_run(args.run, installed_engine(), None if engine == "auto" else engine)
+    return None
 
 
 def network_from(
@@ -77,26 +99,31 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
     policy = getattr(args, "policy", base.policy)
-    if policy in PLANNED_POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy}; the trainer has no other yet")
+    check_policy(policy)
     names = ("batch", "optimizer", "engine", "threads", "cases", "from_store")
     given = {name: getattr(args, name) for name in names if getattr(args, name, "auto") != "auto"}
     if hasattr(args, "shape"):
         given["shape"] = tuple(args.shape)
     job = dataclasses.replace(base, unet=network_from(args, base=base.unet), policy=policy, **given)
-    if getattr(args, "micro_batch", job.batch) != job.batch:
-        raise ValueError(
-            f"micro-batch must be the batch of {job.batch}, got {args.micro_batch}; leave it out, a smaller one "
-            "comes with the memory policies"
-        )
+    check_micro_batch(getattr(args, "micro_batch", None), job.batch)
+    if 0 < job.cases < job.batch:
+        raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job
 
 
-def installed_engine() -> str:
-    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
-    if importlib.util.find_spec("intel_extension_for_tensorflow") is None and importlib.util.find_spec("tensorflow"):
-        return "stock"
-    return "itex"
+def check_policy(policy: str) -> None:
+    """Raise ValueError for a policy that is to come."""
+    if policy in PLANNED_POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy}; the trainer has no other yet")
+
+
+def check_micro_batch(micro_batch: Optional[int], batch: int) -> None:
+    """Raise ValueError for a batch taken in parts, which is to come; None is the whole batch."""
+    if micro_batch not in (None, batch):
+        raise ValueError(
+            f"micro-batch must be the batch of {batch}, got {micro_batch}; leave it out, a smaller one comes with the "
+            "memory policies"
+        )
 
 
 # --- Private helpers ---

@@ -1,7 +1,7 @@
 """What fits: the largest batch, filters and extent for a host's memory, and what would save what. Pure searches.
 
-Memory grows with each of them, so a few guesses find the largest. `price` is asked for estimates: `estimate` with a
-host's constants in it, or a table in a test.
+Memory grows with each of them, but for the allocator's rounding, so a few guesses find the largest. `price` is asked
+for estimates: `estimate` with a host's constants in it, or a table in a test.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import Job
+from memory_estimator.job import ENGINES, Job
 from memory_estimator.recipes import BRAIN_BOX
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -20,7 +20,8 @@ Chain = Callable[[int], Job]
 """Number -> job, from 1 on, each at least as large as the one before."""
 
 STEP_OF_FILTERS = 8
-"""Convolutions are computed in vectors of 16 or 8 channels: numbers between cost as much as the next multiple."""
+"""Convolutions are computed in vectors of 16 channels, or of 8: numbers between cost as much as the next multiple, and
+where a vector of 16 bfloat16 channels is not filled, the norm is slower still. Prices say so, so all are tried."""
 
 LARGEST = 2**20
 """No search goes on past this number: the memory would then be without end."""
@@ -60,10 +61,13 @@ class Plan:
 
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
-    """The largest batch, filters (multiples of 8) and extent (in the job's proportions) that `budget_bytes` hold."""
+    """The largest batch, filters (multiples of 8) and extent (in the job's proportions) that `budget_bytes` hold.
+
+    No batch is larger than the training cases, where their number is known.
+    """
     return Plan(
         policy=job.policy,
-        batch=largest(batches(job), price, budget_bytes),
+        batch=largest(batches(job), price, budget_bytes, job.cases or LARGEST),
         filters=largest(widths(job), price, budget_bytes),
         extent=largest(extents(job), price, budget_bytes),
     )
@@ -76,8 +80,10 @@ def largest(chain: Chain, price: Price, budget_bytes: int, last: int = LARGEST) 
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
-    """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number.
+    """The largest number from 1 to `last` whose cost is within the budget; 0 for none.
 
+    Costs grow with the number but for the allocator's rounding, which takes chunks whole: there the answer fits, and a
+    number a little larger may fit again.
     Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known;
     every third one lies halfway, for costs that do not.
     """
@@ -133,19 +139,19 @@ def cubes(job: Job) -> Chain:
     return lambda number: dataclasses.replace(job, shape=grid(number))
 
 
-def advice(here: Estimate, price: Price, budget_bytes: int) -> List[str]:
+def advice(asked: Estimate, price: Price, budget_bytes: int) -> List[str]:
     """What to do about a job that does not fit, a sentence each; nothing about one that does."""
-    if here.upper_bound_bytes <= budget_bytes:
+    if asked.upper_bound_bytes <= budget_bytes:
         return []
-    found = nearest(here.job, price, budget_bytes)
+    found = nearest(asked.job, price, budget_bytes)
     return [f"fits with {option}" for option in found] or ["nothing smaller fits either; use another host"]
 
 
-def savings(job: Job, price: Price) -> List[Option]:
-    """Single changes that take less, each for itself, the one that saves most first."""
-    here = price(job)
-    options = [Option(change, price(changed)) for change, changed in _changes(job)]
-    less = [option for option in options if option.estimate.process_peak_bytes < here.process_peak_bytes]
+def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Option]:
+    """Single changes that take less, each for itself, the one that saves most first. `engines` are those to be had."""
+    asked = price(job)
+    options = [Option(change, price(changed)) for change, changed in _changes(job, engines)]
+    less = [option for option in options if option.estimate.process_peak_bytes < asked.process_peak_bytes]
     return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
 
 
@@ -157,19 +163,18 @@ def nearest(
     `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions.
     Empty when nothing helps.
     """
-
     kinds = (_lighter_dtype, _smaller_batch, _smaller_grid(grids), _fewer_filters)
     options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
         return alone
-    here, changes = price(job), []
+    reached, changes = price(job), []
     for change in kinds:
-        option = change(here.job, price, budget_bytes)
+        option = change(reached.job, price, budget_bytes)
         if option:
-            here, changes = option.estimate, [*changes, option.change]
-        if here.upper_bound_bytes <= budget_bytes:
-            return [Option(" ".join(changes), here)]
+            reached, changes = option.estimate, [*changes, option.change]
+        if reached.upper_bound_bytes <= budget_bytes:
+            return [Option(" ".join(changes), reached)]
     return []
 
 
@@ -192,7 +197,7 @@ def _with_unet(job: Job, **changes) -> Job:
     return dataclasses.replace(job, unet=dataclasses.replace(job.unet, **changes))
 
 
-def _changes(job: Job) -> List[Tuple[str, Job]]:
+def _changes(job: Job, engines: Sequence[str]) -> List[Tuple[str, Job]]:
     """Single changes that may save something, as (options, job)."""
     unet, half = job.unet, job.batch // 2
     found = []
@@ -211,9 +216,8 @@ def _changes(job: Job) -> List[Tuple[str, Job]]:
         found.append((_shape_option(box), dataclasses.replace(job, shape=box)))
     if job.optimizer == "adam":
         found.append(("--optimizer sgd", dataclasses.replace(job, optimizer="sgd")))
-    other = "stock" if job.engine == "itex" else "itex"
-    found.append((f"--engine {other}", dataclasses.replace(job, engine=other)))
-    return found
+    others = (engine for engine in engines if engine != job.engine)
+    return found + [(f"--engine {other}", dataclasses.replace(job, engine=other)) for other in others]
 
 
 def _brain_box(job: Job) -> Optional[Shape3]:

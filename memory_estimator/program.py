@@ -1,7 +1,7 @@
 """A training step as a list of operations that make and read tensors: what both engines of the estimator produce.
 
-The closed form (`training_step.py`) writes it down from the layer plan, the replay (`replay.py`) reads it off a traced
-graph. `liveness.py` turns it into memory over time, `timing.py` into seconds.
+The closed form (`training_step.py`, rules in closed_form/) writes it down from the layer plan, the replay (replay/)
+reads it off a traced graph. `liveness.py` turns it into memory over time, `timing.py` into seconds.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Tensor:
     group: str
     """The line of the bill it counts under, such as "activations, level 0"."""
     touched: Tuple[Tuple[int, int], ...] = ()
-    """Where bytes are written, as (first, past the last) offsets; () is everywhere. Elsewhere no page becomes resident."""
+    """Where bytes are written, as (first, past the last) offsets; () is everywhere. No other page becomes resident."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ KINDS = (
     "slice",
     "pointwise",
     "reduce",
+    "bias_gradient",
     "update",
 )
 """Kinds of operations, by what limits their speed."""

@@ -5,6 +5,7 @@ from typing import Any, List, Optional, Sequence
 from memory_estimator.estimate import STORE_NOTE, Estimate
 from memory_estimator.gpu import ASSUMPTIONS, Patch
 from memory_estimator.job import Job
+from memory_estimator.options import PLANNED_POLICIES
 from memory_estimator.planner import Option, Plan
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -29,8 +30,11 @@ def describe(job: Job) -> str:
     )
 
 
-def print_estimate(estimate: Estimate, *, memory_bytes: int, whose: str, advice: Sequence[str]) -> None:
-    """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host"."""
+def print_estimate(
+    estimate: Estimate, *, memory_bytes: int, whose: str, advice: Sequence[str], caveats: Sequence[str] = ()
+) -> None:
+    """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host", and `caveats` why
+    speed and baseline may be less than measured."""
     console = _console()
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
     say(describe(estimate.job))
@@ -38,8 +42,9 @@ def print_estimate(estimate: Estimate, *, memory_bytes: int, whose: str, advice:
     console.print(_bill(estimate))
     console.print(_predictions(estimate))
     console.print(_largest(estimate))
-    constants, accuracy = estimate.constants, estimate.accuracy
-    say(f"errors: {accuracy.basis}; speed and baseline: {constants.origin}, {constants.name} ({constants.record})")
+    constants = estimate.constants
+    say(f"errors: {estimate.accuracy.basis}")
+    say(f"speed and baseline: {'; '.join((f'{constants.origin}, {constants.name}', *caveats))} ({constants.record})")
     if estimate.job.from_store:
         say(f"note: {STORE_NOTE}")
     say(verdict(estimate, memory_bytes, whose))
@@ -49,6 +54,12 @@ def print_estimate(estimate: Estimate, *, memory_bytes: int, whose: str, advice:
 
 def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
     """Whether it fits, in one sentence."""
+    if estimate.regions_short:
+        return (
+            f"does not fit: TensorFlow's allocator takes memory in regions that double in size, here "
+            f"{format_bytes(estimate.upper_bound_bytes)} in all; cut down to the host's memory they have no place for "
+            "the largest tensors"
+        )
     fits = estimate.upper_bound_bytes <= memory_bytes
     left = format_bytes(abs(memory_bytes - estimate.upper_bound_bytes))
     return (
@@ -57,7 +68,7 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
     )
 
 
-def print_plan(plans: Sequence[Plan], options: Sequence[Option], here: Estimate, *, memory_bytes: int) -> None:
+def print_plan(plans: Sequence[Plan], options: Sequence[Option], asked: Estimate, *, memory_bytes: int) -> None:
     """What fits a memory under each policy, and what would save what."""
     console = _console()
     table = _table(f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for")
@@ -71,12 +82,14 @@ def print_plan(plans: Sequence[Plan], options: Sequence[Option], here: Estimate,
         ):
             cells = ("none", "", "") if found is None else _taken(found, value(found.job))
             table.add_row(one.policy, name, *cells)
+    for policy in PLANNED_POLICIES:
+        table.add_row(policy, "", "not yet", "", "")
     console.print(table)
     table = _table("What would save what, each for itself")
     for name in ("", "process peak", "saved", "a volume"):
         table.add_column(name, justify="right" if name else "left")
-    for label, taken in (("as asked for", here), *((option.change, option.estimate) for option in options)):
-        saved = here.process_peak_bytes - taken.process_peak_bytes
+    for label, taken in (("as asked for", asked), *((option.change, option.estimate) for option in options)):
+        saved = asked.process_peak_bytes - taken.process_peak_bytes
         table.add_row(
             label,
             format_bytes(taken.process_peak_bytes),
@@ -132,20 +145,21 @@ def _predictions(estimate: Estimate) -> Any:
     table = _table("Predicted")
     table.add_column("")
     table.add_column("", justify="right")
-    table.add_column("error over the measured configurations: median, worst")
     bound = estimate.accuracy
-    margin = f"never exceeded: {bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
+    table.add_column("error over the measured configurations: median, worst" if bound.is_measured else "error")
+    time = bound.error("step_s")
     rows: List[Sequence[str]] = [
-        ("allocator peak", format_bytes(estimate.allocator_peak_bytes), str(bound.allocator_peak)),
-        ("process peak", format_bytes(estimate.process_peak_bytes), str(bound.process_peak)),
-        ("upper bound", format_bytes(estimate.upper_bound_bytes), margin),
-        ("step", format_seconds(estimate.step_s), str(bound.step_s)),
-        ("volume", format_seconds(estimate.volume_s), str(bound.step_s)),
+        ("allocator peak", format_bytes(estimate.allocator_peak_bytes), bound.error("allocator_peak")),
+        ("process peak", format_bytes(estimate.process_peak_bytes), bound.error("process_peak")),
+        ("upper bound", format_bytes(estimate.upper_bound_bytes), bound.margin),
+        ("step", format_seconds(estimate.step_s), time),
+        ("volume", format_seconds(estimate.volume_s), time),
     ]
     if estimate.epoch_s is None:
         rows.append(("epoch", "-", "add --cases N"))
     else:
-        rows.append(("epoch", format_seconds(estimate.epoch_s), f"{estimate.job.cases} cases; validation not counted"))
+        counted = f"{estimate.job.cases} cases, validation not counted"
+        rows.append(("epoch", format_seconds(estimate.epoch_s), f"{time}; {counted}"))
     for row in rows:
         table.add_row(*row)
     return table

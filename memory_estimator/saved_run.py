@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Union
+from typing import Any, Dict, Optional, Union
 
-from memory_estimator.job import Job
+from memory_estimator.job import ENGINES, Job
 from models.config import UNetConfig
 
 SCHEMA = 1
 """Version of the run folder's layout that is understood; `cpu3d.config` writes it."""
 
 
-def job_of_run(folder: Union[str, Path], auto_engine: str = "itex") -> Job:
-    """What training the run in `folder` asks of a host, on `auto_engine` where the run left the engine open.
+def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Optional[str] = None) -> Job:
+    """What training the run in `folder` asks of a host.
 
+    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases is that of
+    the run's store, where this is still there, else unknown.
     Raises ValueError for a folder without config.json, a damaged one, or one of another version.
     """
     path = Path(folder) / "config.json"
@@ -29,24 +31,41 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex") -> Job:
     if schema != SCHEMA:
         raise ValueError(f"run config {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
     try:
-        return _job(content, auto_engine)
+        own = auto_engine if content["engine"] == "auto" else content["engine"]
+        return _job(content, engine or own)
     except (KeyError, TypeError) as error:
         raise ValueError(f"run config {path} must be complete, got {error!r}; restore it") from None
+    except ValueError as error:
+        raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
 
 
 # --- Private helpers ---
 
 
-def _job(content: Dict[str, Any], auto_engine: str) -> Job:
-    engine = content["engine"]
-    if engine == "stock-no-onednn":
-        raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; nothing is known of it")
+def _job(content: Dict[str, Any], engine: str) -> Job:
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; add --engine to choose one")
+    unet = content["unet"]
+    counts = {name: unet[name] for name in ("channels", "outputs", "filters", "depth") if name in unet}
+    counts.update({"batch": content["batch"], **{f"grid {axis}": n for axis, n in zip("XYZ", content["grid"])}})
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} must be a whole number, got {value!r}; restore the file")
     return Job(
-        unet=UNetConfig(**content["unet"]),
+        unet=UNetConfig(**unet),
         shape=tuple(content["grid"]),
         batch=content["batch"],
         optimizer=content["optimizer"],
-        engine=auto_engine if engine == "auto" else engine,
+        engine=engine,
         averaged=content["ema"] > 0,
         from_store=True,
+        cases=_training_cases(Path(content["store"])),
     )
+
+
+def _training_cases(store: Path) -> int:
+    """0 where the store is gone or cannot be read: the run's memory does not hang on it."""
+    try:
+        return len(json.loads((store / "manifest.json").read_text(encoding="utf-8"))["split"]["train"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

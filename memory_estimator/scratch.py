@@ -43,21 +43,29 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
 
 
 def filter_gradient_touched(job: FilterGradient, dtype: str, threads: int) -> Tuple[Tuple[int, int], ...]:
-    """Where that scratch is written, as offsets in bytes: a group fills its share of the depth in maps of its own.
+    """Where that scratch is written, as offsets in bytes: each group of threads fills its share of maps of its own.
 
-    With as many samples as groups each group fills its maps whole. () stands for everywhere.
+    Read off the pages of a process (/proc/self/pagemap) with two threads: of the map that the filter slides over a
+    group fills the last share, of the other its own, and of the head's as much as it has channels. () is everywhere.
     """
     groups = depth_groups(job, threads)
-    if dtype != "bfloat16" or groups <= job.batch:
+    if dtype != "bfloat16" or groups == 1:
         return ()
     (in_blocks, source), (out_blocks, target), weights = _buffers(job)
+    shares = max(1, groups // job.batch)
     found, start = [], 0
-    for blocks, size, place in ((in_blocks, source, groups - 1), (out_blocks, target, None)):
+    for blocks, size, is_source in ((in_blocks, source, True), (out_blocks, target, False)):
         for copy in range(groups):
-            share = 0 if job.in_channels < VECTOR and job.kernel > 1 else copy if place is None else place
+            share = shares - 1 if is_source else copy % shares
+            if job.in_channels < VECTOR and job.kernel > 1:
+                share = 0
             for block in range(blocks):
                 first = start + (copy * blocks + block) * size
-                found.append((first + size * share // groups, first + size * (share + 1) // groups))
+                if job.kernel == 1 and not is_source:
+                    filled = min(1.0, job.out_channels / VECTOR) * size
+                    found.append((first, first + int(filled / shares)))
+                else:
+                    found.append((first + size * share // shares, first + size * (share + 1) // shares))
         start += groups * blocks * size
     return (*found, (start, start + groups * weights))
 
@@ -71,15 +79,14 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
     """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator.
 
     Its thread pool has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of
-    channels of both maps and fills its share of the depth. Of what is asked for once a thread, only what is filled
-    becomes resident. Read off the process's peak above its resting size for 8 to 32 filters at 80 to 128 voxels a side.
+    channels of both maps and fills its share of a sample's depth, or whole samples where there are enough of them.
     """
     if dtype != "bfloat16":
         return 0
-    in_block = min(job.in_channels, VECTOR)
+    in_block, groups = min(job.in_channels, VECTOR), depth_groups(job, threads)
     source = in_block * _source_row(job) * job.source[0] * job.source[1]
     target = VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
-    return _up(threads, depth_groups(job, threads)) * 2 * (source + target)
+    return _up(threads, groups) * min(groups, job.batch) * 2 * (source + target)
 
 
 def hidden_up_convolution_bytes(input_bytes: int) -> int:

@@ -31,6 +31,10 @@ CONVOLUTIONS = {
 """Kind -> which channels of the layer its kernel writes, and which it reads."""
 
 
+BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
+"""Kinds without a vector kernel, which take their time for every voxel."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step, and of its parts."""
@@ -98,9 +102,13 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Features
     moved         bytes read and written, of a convolution
     traffic       bytes read and written, of other operations too large for the cache
     cached        bytes read and written, of the others
+    rows          bytes a channel, where every voxel costs something however few its channels
     """
     if op.kind not in CONVOLUTIONS:
-        return {("traffic" if op.traffic_bytes > cache_bytes else "cached"): float(op.traffic_bytes)}
+        passing = {("traffic" if op.traffic_bytes > cache_bytes else "cached"): float(op.traffic_bytes)}
+        if op.kind in BY_VOXEL:
+            passing["rows"] = op.traffic_bytes / op.out_channels
+        return passing
     channels = {"in": op.in_channels, "out": op.out_channels}
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
     out_vectors, in_vectors = (max(1, math.ceil(number / VECTOR)) for number in (written, read))

@@ -9,6 +9,9 @@ UNITS = {
 }
 """What a unit of memory counts in bytes."""
 
+GIB = UNITS["GiB"]
+"""For dividing by, where a figure has a unit of its own, as on an axis."""
+
 
 def parse_bytes(text: str) -> int:
     """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cpu3d.__main__ import COMMANDS
 from cpu3d.bench.tables import tables
+from memory_estimator.paper import paper_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,5 +27,11 @@ def test_every_file_of_the_tree_exists_and_every_module_is_in_it():
     named = set(re.findall(r"[a-z0-9_]+\.(?:py|md|sh)", tree))
     there = {path.name for path in ROOT.rglob("*.*") if not any(part.startswith(".venv") for part in path.parts)}
     assert named <= there
-    modules = {p.name for folder in ("models", "cpu3d", "cpu3d/data") for p in (ROOT / folder).glob("*.py")}
+    modules = {p.name for folder in ("models", "memory_estimator", "cpu3d", "cpu3d/data") for p in (ROOT / folder).glob("*.py")}
     assert modules - named - {"__init__.py"} == set()
+
+
+def test_the_estimator_s_page_says_what_the_estimator_says_of_the_paper_s_job():
+    page = (ROOT / "docs" / "estimator.md").read_text(encoding="utf-8")
+    missing = [line for line in paper_lines() if line not in page]
+    assert not missing, "print them with `python -m memory_estimator.paper`:\n" + "\n".join(missing)

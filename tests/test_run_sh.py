@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="run.sh needs ba
 STUB = """#!/bin/bash
 # A Python that says what its test wants: to the probe "{answer}", and it writes down everything else.
 case "$1 $2" in
+  "-c import sys, rich"*) exit "${{STUB_WITHOUT_RICH:-0}}" ;;
   "-c "*) [ -z "$2" ] || echo "{answer}" ;;
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "made by {name}" >"$3/pyvenv.cfg" ;;
   "-m pip")
@@ -225,6 +226,22 @@ def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sa
     assert sandbox.calls()[-1] == f"python3.11 -m cpu3d train --store store [{elsewhere}] [{sandbox.root}]"
     assert sandbox.run("test", cwd=elsewhere)[0] == 0
     assert sandbox.calls()[-1] == f"python3.11 -m pytest [{sandbox.root}] [{sandbox.root}]"
+
+
+def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandbox, tmp_path):
+    sandbox.python("python3", "3.13")
+    assert sandbox.run("estimate", "--shape", "8", "8", "8", cwd=tmp_path) == (0, "")
+    assert sandbox.calls() == [f"python3 -m memory_estimator --shape 8 8 8 [{tmp_path}] [{sandbox.root}]"]
+    assert not (sandbox.root / ".venv").exists()
+    assert sandbox.run("estimate", STUB_EXIT="3")[0] == 3
+
+
+def test_an_estimate_sets_up_where_no_python_has_what_it_takes(sandbox):
+    sandbox.python("python3", "3.11")
+    code, said = sandbox.run("estimate", STUB_WITHOUT_RICH="1")
+    assert code == 0, said
+    assert sandbox.installed() == "requirements.txt 3.11"
+    assert sandbox.calls()[-1].startswith("python3 -m memory_estimator")
 
 
 def test_the_exit_code_is_the_subcommands(sandbox):

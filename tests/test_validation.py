@@ -1,4 +1,4 @@
-"""The published validation is what the record and the code as it stands give."""
+"""The published validation is what the record and the code as it stands give, and what is demanded of it is met."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,18 @@ import pytest
 
 from cpu3d.bench.tables import VALIDATION, validation
 from cpu3d.bench.validation_page import page
-from memory_estimator.accuracy import SHIPPED
+from memory_estimator.accuracy import SHIPPED, load_accuracy
 from memory_estimator.digest import digest, to_json
+from memory_estimator.validation import targets
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = f"records/{VALIDATION}"
 REMAKE_ACCURACY = f"run python -m memory_estimator.digest {RECORD} --out memory_estimator/accuracy.json"
 REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
+
+NOT_MET = {}
+"""Name of each target that the published record misses, and the most that it was found to be: rounded up to a full per
+cent, so that a change for the worse fails."""
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +28,30 @@ def validated():
     return validation(ROOT / "records")
 
 
+@pytest.fixture(scope="module")
+def found(validated):
+    """The targets, judged on the configurations that neither constants nor the margin were fitted to."""
+    return {one.name: one for one in targets([row for row in validated[1] if row.measured.held_out])}
+
+
 def test_the_page_is_up_to_date(validated):
     there = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8").splitlines()
-    assert there == page(*validated), REMAKE_PAGE
+    assert there == page(*validated, load_accuracy()), REMAKE_PAGE
 
 
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
     assert json.loads(SHIPPED.read_text(encoding="utf-8")) == to_json(digest(validated[1], RECORD)), REMAKE_ACCURACY
 
 
-def test_no_measured_peak_is_above_its_upper_bound(validated):
-    assert [row for row in validated[1] if row.slack < 0] == []
+def test_what_is_demanded_is_met_but_for_what_is_listed_here(found):
+    assert {name for name, one in found.items() if not one.met} == set(NOT_MET)
+
+
+def test_what_is_not_met_is_no_further_off_than_listed(found):
+    for name, most in NOT_MET.items():
+        assert found[name].found <= most, name
+
+
+def test_enough_was_measured_and_is_held_out(validated):
+    assert sum(row.measured.held_out for row in validated[1]) >= 60
+    assert sum(not row.measured.held_out for row in validated[1]) >= 10

@@ -1,7 +1,7 @@
 """What `bench validate` measures: configurations far apart in everything that memory and time depend on.
 
-A fraction of all combinations, chosen by machine so that nearly every two settings meet somewhere, none takes more than
-12 GiB, and all together take about 40 minutes on two cores that do 640 GFLOP/s in bfloat16. Cheap ones come first.
+A fraction of all combinations, chosen by machine so that nearly every two settings meet somewhere and each fits a host
+with 24 GB of memory. About 400 steps in all; cheap ones come first.
 """
 
 from typing import List, Tuple

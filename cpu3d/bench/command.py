@@ -1,11 +1,14 @@
-"""Measure the training step: its time, its memory, on every engine (the paper's Fig. 2).
+"""Measure the training step: its time, its memory, on every engine (the paper's Fig. 2), and the estimator by it.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
     ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png --timeline step.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
+    ./run.sh bench validate --record records/memory.jsonl
+    ./run.sh bench tables --records records --page docs/validation.md
 
-A measurement wants a quiet machine. Every one runs in a fresh process.
+A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
+constants to this host, is a command of its own: every user wants it, these few do.)
 """
 
 import argparse

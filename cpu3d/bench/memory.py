@@ -3,12 +3,14 @@
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
     ./run.sh bench memory --shape 128 128 128 --picture process.png --trace process.mprof --timeline step.png
 
-Takes the estimator's arguments. The allocator's peak is TensorFlow's own count, exact; stock TensorFlow does not count
-oneDNN's scratch in it. The process's peak is the kernel's (VmHWM), exact too, split into anonymous memory and file
-pages by looking at the process 50 times a second. `mprof plot FILE` reads the trace.
+Takes the estimator's arguments, --recipe and --run among them; of a run it measures the step alone, without averaged
+weights and what a store does beside it. The allocator's peak is TensorFlow's own count, exact; stock TensorFlow does
+not count oneDNN's scratch in it. The process's peak is the kernel's (VmHWM), exact too, split into anonymous memory and
+file pages by looking at the process 50 times a second. `mprof plot FILE` reads the trace.
 """
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -21,16 +23,23 @@ from rich.table import Table
 from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.process_memory import draw_process, write_trace
 from cpu3d.bench.record import append_record
-from cpu3d.bench.step import add_engine_options, add_step_options, measure_in_fresh_process, step_request
+from cpu3d.bench.step import measure_in_fresh_process
 from cpu3d.errors import InputError
+from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
 from memory_estimator.allocator import counted_by_op
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import Estimate, estimate
+from memory_estimator.host import read_host
+from memory_estimator.job import ENGINES as KNOWN_ENGINES
+from memory_estimator.job import Job
+from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
 from memory_estimator.pictures import draw_timeline
 from memory_estimator.timing import step_seconds
 from memory_estimator.training_step import training_step
-from memory_estimator.validation import job_from
+from memory_estimator.validation import has_known_engine
+from memory_estimator.validation import job_from as measured_job
+from models.config import DTYPES, UNetConfig
 
 GIB = 2**30
 
@@ -39,10 +48,9 @@ FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser)
-    add_engine_options(parser)
-    parser.add_argument("--micro-batch", type=int, metavar="M", help="volumes at a time; so far all of the batch")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: this host's physical cores")
+    add_source_options(parser)
+    add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the process's memory as an mprof trace")
@@ -54,16 +62,9 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.record, args.trace, args.picture, args.timeline):
         if path:
             writable_folder(path.parent, "folder")
-    request = step_request(args, dtype=args.dtype, engine=args.engine)
-    if args.micro_batch not in (None, args.batch):
-        raise InputError(
-            f"micro-batch must be the batch of {args.batch}, got {args.micro_batch}; leave it out, a smaller one "
-            "comes with the memory policies"
-        )
-    if args.threads is not None and args.threads < 1:
-        raise InputError(f"threads must be at least 1, got {args.threads}; give a positive number")
+    request = _request(args)
     request = {**request, "matmul": ["after"], "profile": bool(args.timeline)}
-    result, seen = measure_memory(request, args.threads)
+    result, seen = measure_memory(request, getattr(args, "threads", None))
     allocations, moments = result.pop("allocations", None), result.pop("moments")
     said = predict(result)
     result.update(against(result, said))
@@ -115,9 +116,9 @@ def predict(result: Dict[str, Any]) -> Optional[Estimate]:
     measurement.
     """
     try:
-        if "no oneDNN" in result["engine_name"]:
+        if not has_known_engine(result):
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
-        job = job_from(result)
+        job = measured_job(result)
         return estimate(job, find_constants(job.threads))
     except ValueError as error:
         print(f"no prediction: {error}", file=sys.stderr)
@@ -135,6 +136,31 @@ def against(result: Dict[str, Any], said: Optional[Estimate]) -> Dict[str, Any]:
 
 
 # --- Private helpers ---
+
+
+def _request(args: argparse.Namespace) -> Dict[str, Any]:
+    """What `bench.measure` is to do, 128^3 where nothing is said. Raises InputError for a job that cannot be."""
+    if args.steps < 1:
+        raise InputError(f"steps must be at least 1, got {args.steps}; give a positive number")
+    engine = getattr(args, "engine", "auto")
+    if engine not in KNOWN_ENGINES:
+        args.engine = "auto"  # a job has none that the estimator does not know
+    if getattr(args, "dtype", "auto") == "auto":
+        vars(args).pop("dtype", None)
+    try:
+        whole = source_job(args)
+        job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return {
+        "shape": list(job.shape),
+        "batch": job.batch,
+        "unet": dataclasses.asdict(job.unet),
+        "optimizer": job.optimizer,
+        "policy": job.policy,
+        "steps": args.steps,
+        "engine": job.engine if whole and engine == "auto" else engine,
+    }
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -3,6 +3,8 @@
 python -m cpu3d.bench.op_times '{"engine": "itex", "networks": [...]}'     prints one JSON line
 """
 
+import contextlib
+import gc
 import json
 import os
 import statistics
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from cpu3d.bench.allocations import profile_planes
-from cpu3d.bench.measure import made_up
+from cpu3d.bench.measure import WARM_UP_STEPS, made_up
 from cpu3d.config import RunConfig
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
@@ -30,6 +32,7 @@ from models.config import UNetConfig
 OPTIMIZER_SCOPES = ("Adam", "SGD")
 
 KIND_BY_TYPE = (
+    ("BiasAddGrad", "bias_gradient"),
     ("BatchNormGrad", "norm_gradient"),
     ("BatchNorm", "norm"),
     ("MaxPool3DGrad", "pool_gradient"),
@@ -55,40 +58,43 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
 
     A network is {"unet", "shape", "steps"}. The result's "networks" have a row for every convolution and one for every
     other group of operations: its features, summed, and its seconds, the median of the steps. "runtime" has what the
-    process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone.
+    process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone. "check" has the
+    peaks of the first network that is timed, which nothing is fitted to.
+
+    Once `request["budget_s"]` is spent, no more steps are done; networks that would take more than is left are named in
+    "left_out". The first that is timed always is, for one step at least.
     """
+    begin = time.perf_counter()
     host, threads, tf = set_up(request["engine"])
-    from cpu3d.learner import Learner
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
-    found, runtime = [], None
+    found: List[Dict[str, Any]] = []
+    left_out: List[Dict[str, Any]] = []
+    runtime, check, ops_before = None, None, 0
+    second_a_flop = 0.0  # of the network timed last; unknown yet
     for network in request["networks"]:
-        unet, grid = UNetConfig(**network["unet"]), tuple(network["shape"])
-        program = training_step(Job(unet, grid, engine=engine, threads=intra_op))
-        learner = Learner(RunConfig(grid=grid, unet=unet))
-        image, target = made_up(tf, unet, 1, grid)
-
-        def step(learner=learner, image=image, target=target) -> float:
-            begin = time.perf_counter()
-            float(learner.step(image, target, 1e-4)[0])
-            return time.perf_counter() - begin
-
-        step(), step()
+        job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
+        program = training_step(job)
+        left_s = request["budget_s"] - (time.perf_counter() - begin)
+        if second_a_flop and (WARM_UP_STEPS + 1) * second_a_flop * _flops(program) > left_s:
+            left_out.append(network)
+            continue
+        is_first_timed = check is None and network["steps"] > 0
+        one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"], is_first_timed)
+        peaks = one.pop("peaks")
+        if is_first_timed:
+            check = {"unet": network["unet"], "shape": network["shape"], "ops_before": ops_before, **peaks}
+        found.append(one)
         runtime = runtime or _runtime(program)
-        before = _busy_s()
-        traced = [trace(tf, step) for _ in range(network["steps"])]
-        after = _busy_s()
-        found.append(
-            {
-                "step_s": statistics.median(seconds for seconds, _ in traced) if traced else None,
-                "others": _share_of_others(before, after),
-                "ops": len(program.ops),
-                "rows": _middle([rows(program, events, request["cache_bytes"]) for _, events in traced]),
-            }
-        )
+        ops_before += runtime_ops(program)
+        if one["step_s"]:
+            second_a_flop = one["step_s"] / _flops(program)
+        gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     return {
         "networks": found,
+        "left_out": left_out,
+        "check": check,
         "runtime": runtime,
         "engine": engine,
         "engine_name": engine_name(tf),
@@ -155,6 +161,65 @@ def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[s
 
 
 # --- Private helpers ---
+
+
+def _measure_network(
+    tf: Any, job: Job, program: Program, steps: int, left_s: float, cache_bytes: int, with_peaks: bool
+) -> Dict[str, Any]:
+    """One network's entry of the result, of at most so many steps and not many more seconds; and its "peaks"."""
+    from cpu3d.learner import Learner
+
+    begin = time.perf_counter()
+    live_before = _live_bytes(tf)
+    learner = Learner(RunConfig(grid=job.shape, unet=job.unet))
+    image, target = made_up(tf, job.unet, 1, job.shape)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        float(learner.step(image, target, 1e-4)[0])
+        return time.perf_counter() - begin
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    peaks = _peaks(tf, step, live_before) if with_peaks else {}  # before the profiler takes memory of its own
+    before, traced = _busy_s(), []
+    while len(traced) < steps and (not traced or time.perf_counter() - begin + traced[-1][0] < left_s):
+        traced.append(trace(tf, step))
+    after = _busy_s()
+    return {
+        "step_s": statistics.median(seconds for seconds, _ in traced) if traced else None,
+        "steps": len(traced),
+        "others": _share_of_others(before, after) if traced else None,
+        "ops": len(program.ops),
+        "rows": _middle([rows(program, events, cache_bytes) for _, events in traced]),
+        "peaks": peaks,
+    }
+
+
+def _flops(program: Program) -> int:
+    return sum(op.flops for op in program.ops)
+
+
+def _live_bytes(tf: Any) -> int:
+    """What the allocator has given out; 0 where it keeps no count."""
+    try:
+        return int(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    except (ValueError, KeyError, tf.errors.OpError):
+        return 0
+
+
+def _peaks(tf: Any, step: Any, live_before: int) -> Dict[str, Optional[int]]:
+    """Both peaks after one more step, the allocator's without what was live before the network was built."""
+    from cpu3d.learner import allocator_peak_bytes
+
+    with contextlib.suppress(ValueError, tf.errors.OpError):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    step()
+    peak = allocator_peak_bytes()
+    return {
+        "allocator_peak_bytes": None if peak is None else peak - live_before,
+        "process_peak_bytes": peak_rss_bytes(),
+    }
 
 
 def _events(folder: Path) -> Iterator[Tuple[int, Event]]:

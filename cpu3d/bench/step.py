@@ -7,25 +7,28 @@ JSON with "step_s"; it runs in turn with ours, and the ratio is taken round by r
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from rich.console import Console
 from rich.table import Table
 
 from cpu3d.bench.record import append_record
-from cpu3d.config import OPTIMIZERS
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from memory_estimator.host import read_host
-from memory_estimator.options import PLANNED_POLICIES, add_network_options, network_from
+from memory_estimator.job import OPTIMIZERS
+from memory_estimator.options import PLANNED_POLICIES, add_network_options, check_policy, network_from
 from models.config import DTYPES, POLICIES
 from models.layer_plan import layer_plan
 
@@ -33,6 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LOOK_EVERY_S = 0.02
 """Between two looks at a measuring process; a look takes 0.1 ms of another core."""
+
+
+class ProcessFailedError(InputError):
+    """A measuring process ended without a result: what it was asked to do cannot be done here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,14 +95,11 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
     """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
     if dtype == "auto":
         dtype = read_host().best_dtype
-    if args.policy not in POLICIES:
-        raise InputError(
-            f"policy must be one of {', '.join(POLICIES)}, got {args.policy}; the trainer has no other yet"
-        )
     for name in ("batch", "steps"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
     try:
+        check_policy(args.policy)
         unet = network_from(args, dtype)
         layer_plan(unet, tuple(args.shape))
     except ValueError as error:
@@ -132,23 +136,28 @@ def last_json_line(
     look: Optional[Callable[[int], None]] = None,
     environment: Optional[Dict[str, str]] = None,
 ) -> Dict[str, Any]:
-    """Run a command and read the last line it prints. Raises InputError, with what it said, where that is no JSON."""
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        out, err = _watched(process, look)
-    except BaseException:  # Ctrl-C among them: nothing is left running
-        process.kill()
-        process.communicate()
-        raise
+    """Run a command and read the last line it prints.
+
+    Raises ProcessFailedError, with what it said, where that is no JSON. SIGINT and SIGTERM kill the command and raise
+    KeyboardInterrupt, in the background as well.
+    """
+    with _stopped_by_signals():
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            out, err = _watched(process, look)
+        except BaseException:  # Ctrl-C among them: nothing is left running
+            process.kill()
+            process.communicate()
+            raise
     lines = out.strip().splitlines()
     try:
         return json.loads(lines[-1])
     except (IndexError, ValueError):
         told = (err.strip().splitlines() or ["nothing"])[-1]
         # A negative code is a signal: -9 is what the kernel's out-of-memory killer sends.
-        raise InputError(
+        raise ProcessFailedError(
             f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}"
         ) from None
 
@@ -161,6 +170,25 @@ def _peer(command: str) -> Dict[str, Any]:
     if "step_s" not in result:
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     return result
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM too, and for SIGINT where a shell has it ignored, as in the background.
+
+    Python alone would end at a SIGTERM without a word to the process that measures, which then runs on.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:

@@ -17,6 +17,7 @@ from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.record import read_records
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.errors import InputError
+from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.validation import Measured, Row, compare, read_measured
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.page:
         with atomic_write(args.page, "w") as file:
-            file.write("\n".join(page(*validation(args.records))) + "\n")
+            file.write("\n".join(page(*validation(args.records), load_accuracy())) + "\n")
     print("\n".join(tables(args.records)))
     return 0
 

@@ -19,6 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import ThreadPlan, thread_plan
+from memory_estimator.engines import itex_is_installed
 from memory_estimator.host import Host, read_host
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
@@ -102,7 +103,7 @@ def engine_name(tf: Any) -> str:
 
 def installed(engine: str) -> bool:
     """Whether an engine can be asked for here. Imports nothing."""
-    return engine != "itex" or _version("intel-extension-for-tensorflow") is not None
+    return engine != "itex" or itex_is_installed()
 
 
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:

@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 from typing import Dict, Optional, Sequence, Tuple
 
+from memory_estimator.before_step import inputs_made
 from memory_estimator.program import Program, StepOp, Tensor
 from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
-from memory_estimator.replay.history import inputs_made
 
 Source = Tuple[str, int]
 """(node, index of its output)."""
@@ -115,7 +115,11 @@ def _operation(node: Node, inputs: Sequence[Output], memory: _Memory, threads: i
     beside = op_rules.buffers(node, inputs, threads)
     filters = op_rules.filters(node, inputs)
     writes = memory.place(node, op_rules.outputs(node, inputs), kind)
-    scratch = (Tensor(f"{node.name}/scratch{i}", size, "scratch") for i, size in enumerate(beside.scratch) if size)
+    scratch = (
+        Tensor(f"{node.name}/scratch{i}", size, "scratch", () if i else beside.touched)
+        for i, size in enumerate(beside.scratch)
+        if size
+    )
     return StepOp(
         name=node.name,
         kind=kind,

@@ -8,10 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple
 
+from memory_estimator.norm_mask import mask_bytes
 from memory_estimator.replay.graph import Node, Output, plain
 from memory_estimator.scratch import (
     FilterGradient,
     filter_gradient_bytes,
+    filter_gradient_touched,
     hidden_filter_gradient_bytes,
     hidden_up_convolution_bytes,
     up_convolution_bytes,
@@ -80,6 +82,8 @@ class Buffers:
 
     scratch: Tuple[int, ...] = ()
     """Of the allocator, for the duration of the operation."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """Where the first of `scratch` is written, as of `memory_estimator.program.Tensor`."""
     keeps: int = 0
     """Of the allocator, from its first run on."""
     hidden: int = 0
@@ -135,7 +139,10 @@ def buffers(node: Node, inputs: Sequence[Output], threads: int) -> Buffers:
         job, dtype = _filter_gradient(node, inputs), inputs[0].dtype
         if not itex:
             return Buffers(hidden=hidden_filter_gradient_bytes(job, dtype, threads))
-        return Buffers(scratch=(filter_gradient_bytes(job, dtype, threads), node.outputs[0].bytes))
+        return Buffers(
+            scratch=(filter_gradient_bytes(job, dtype, threads), node.outputs[0].bytes),
+            touched=filter_gradient_touched(job, dtype, threads),
+        )
     filter_bytes = inputs[1].bytes
     if plain(node.op) in FORWARD:
         return Buffers(keeps=filter_bytes if itex else 0)
@@ -189,12 +196,8 @@ def _filter_gradient(node: Node, inputs: Sequence[Output]) -> FilterGradient:
 
 
 def _norm_reserve(op: str, x: Output) -> int:
-    """What a norm fused with its ReLU keeps to know where the ReLU was open: a bit an element where oneDNN has a vector
-    kernel for the channel count, else a byte. Stock TensorFlow takes that number of float32 elements for it."""
-    vector = 16 if x.dtype == "bfloat16" else 8
-    elements = math.prod(x.shape)
-    workspace = elements // 8 if x.shape[-1] % vector == 0 else elements
-    return workspace if op.startswith("_ITEX") else 4 * workspace
+    """What a norm fused with its ReLU keeps to know where the ReLU was open."""
+    return mask_bytes(math.prod(x.shape), x.shape[-1], x.dtype, "itex" if op.startswith("_ITEX") else "stock")
 
 
 def _bytes(size: int) -> Output:

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from cpu3d.config import RunConfig
-from cpu3d.errors import DoesNotFitError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.memory_plan import check_fits, describe, for_log, foresee, job_of
+from memory_estimator.calibration import find_constants
 from memory_estimator.host import Host
 from memory_estimator.job import Job
 from models.config import UNetConfig
@@ -19,6 +20,10 @@ RUN = RunConfig(
 BRAIN = [("--extent brain", (144, 192, 144))]
 
 
+def with_free(free_bytes):
+    return dataclasses.replace(HOST, available_bytes=free_bytes)
+
+
 def test_a_run_is_the_job_that_the_estimator_knows():
     assert job_of(RUN, threads=2, cases=9) == Job(
         RUN.unet, (240, 240, 160), batch=4, engine="itex", threads=2, averaged=True, from_store=True, cases=9,
@@ -28,16 +33,18 @@ def test_a_run_is_the_job_that_the_estimator_knows():
 def test_an_engine_without_estimates_is_said_and_never_refused():
     foreseen = foresee(dataclasses.replace(RUN, engine="stock-no-onednn"), HOST, cases=8)
     assert foreseen is None
-    assert "nothing is known" in describe(foreseen, GIB)[0]
+    assert "nothing is known" in describe(foreseen, HOST)[0]
     assert for_log(foreseen) == {}
-    check_fits(foreseen, 0)
+    check_fits(foreseen, with_free(0))
 
 
 def test_the_plan_says_peaks_bound_seconds_and_what_is_free():
     foreseen = foresee(RUN, HOST, cases=9)
-    text = " ".join(describe(foreseen, HOST.free_bytes))
-    for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch", "worst"):
+    text = " ".join(describe(foreseen, HOST))
+    for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
         assert word in text
+    assert foreseen.accuracy.error("process_peak") in text
+    assert "measured on AMD EPYC, for a CPU assumed" in text
     assert foreseen.epoch_s == pytest.approx(2 * foreseen.step_s)  # 9 cases are two whole batches of 4
 
 
@@ -45,7 +52,7 @@ def test_what_is_proposed_fits_and_is_the_store_s_own():
     foreseen = foresee(RUN, HOST, cases=8)
     assert foreseen.upper_bound_bytes > HOST.free_bytes
     with pytest.raises(DoesNotFitError) as caught:
-        check_fits(foreseen, HOST.free_bytes, BRAIN)
+        check_fits(foreseen, HOST, BRAIN)
     text = str(caught.value)
     assert "got 20.00 GiB free" in text
     assert "--batch 1: up to" in text
@@ -56,6 +63,29 @@ def test_what_is_proposed_fits_and_is_the_store_s_own():
 
 def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not():
     foreseen = foresee(RUN, HOST, cases=8)
-    check_fits(foreseen, foreseen.upper_bound_bytes)
+    check_fits(foreseen, with_free(foreseen.upper_bound_bytes))
     with pytest.raises(DoesNotFitError):
-        check_fits(foreseen, foreseen.upper_bound_bytes - 1)
+        check_fits(foreseen, with_free(foreseen.upper_bound_bytes - 1))
+
+
+def test_a_continued_run_is_not_told_to_change_what_it_must_keep():
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fits(foresee(RUN, HOST, cases=8), HOST, BRAIN, continued=True)
+    assert "free some, continue on a host with more, or --force; what fits, as a run in another folder: --" in str(
+        caught.value
+    )
+
+
+def test_regions_that_the_host_does_not_hold_are_named():
+    foreseen = dataclasses.replace(foresee(RUN, HOST, cases=8), regions_short=True)
+    with pytest.raises(DoesNotFitError, match="the allocator's regions, which double in size, up to"):
+        check_fits(foreseen, HOST)
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 7}', '{"schema": 1}'])
+def test_a_calibration_that_cannot_be_read_is_bad_input(content, tmp_path, monkeypatch):
+    own = tmp_path / "calibration.json"
+    own.write_text(content)
+    monkeypatch.setattr("cpu3d.memory_plan.find_constants", lambda threads, host: find_constants(threads, host, own))
+    with pytest.raises(InputError, match=r"calibration .*calibration\.json must"):
+        foresee(RUN, HOST, cases=8)

@@ -24,6 +24,7 @@ from cpu3d.inference import load_predictor
 from cpu3d.lock import locked
 from cpu3d.run_log import append_event, read_events
 from cpu3d.train import resolve, train
+from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,11 +234,11 @@ def test_every_kind_of_network_trains_and_predicts(phantom_store, tmp_path, sett
     assert answers.max() <= 1
 
 
-def hungry(store, folder, free_bytes, monkeypatch, **options):
+def hungry(store, folder, free_bytes, monkeypatch, *, epochs=1, **options):
     """Train on a host that has this much free."""
     host = dataclasses.replace(read_host(), available_bytes=free_bytes, cgroup_limit_bytes=None)
     monkeypatch.setattr("cpu3d.train.read_host", lambda: host)
-    settings = {**SMALL, "epochs": 1, "batch": 2, "extent": "full"}
+    settings = {**SMALL, "epochs": epochs, "batch": 2, "extent": "full"}
     return train(store.folder, folder, settings=settings, **options)
 
 
@@ -259,6 +260,38 @@ def test_a_forced_run_trains_and_logs_what_was_predicted(phantom_store, tmp_path
     assert 0 < predicted["allocator_peak_bytes"] < predicted["process_peak_bytes"] < predicted["upper_bound_bytes"]
     assert predicted["step_s"] > 0
     assert last["reason"] == "finished"
+
+
+def test_a_run_that_no_longer_fits_keeps_its_settings_and_one_that_is_over_needs_no_memory(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
+    hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, force=True)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix in (".json", ".jsonl", ".npz")}
+    hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch)
+    assert "nothing to do after step" in capsys.readouterr().err
+    with pytest.raises(DoesNotFitError, match="as a run in another folder") as caught:
+        hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, epochs=2)
+    assert "what fits: --" not in str(caught.value)
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_damaged_calibration_is_told_in_a_sentence_and_keeps_nobody_from_training_by_force(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
+    own = tmp_path / "calibration.json"
+    own.write_text('{"schema": 999}')
+    find = lambda threads, host: find_constants(threads, host, own)
+    monkeypatch.setattr("cpu3d.memory_plan.find_constants", find)
+    arguments = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run"), "--epochs", "1"]
+    arguments += ["--filters", "4", "--depth", "3", "--dtype", "float32"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"error: calibration {own} must have schema 1, got 999" in error
+    assert error.rstrip().endswith("or --force")
+    assert not (tmp_path / "run").exists()
+    assert main([*arguments, "--force"]) == 0
+    assert "plan: none, calibration" in capsys.readouterr().err
+    assert read_events(tmp_path / "run")[0]["predicted"] == {}
 
 
 def test_a_run_that_does_not_fit_ends_with_code_3(phantom_store, tmp_path, monkeypatch, capsys):

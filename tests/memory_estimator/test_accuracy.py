@@ -1,5 +1,6 @@
 """The digest of the validation record: read whole or refused, and the bound that is made of it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -17,6 +18,22 @@ def test_the_upper_bound_is_the_margin_above_the_peak_in_whole_bytes():
 
 def test_an_error_reads_as_median_and_worst():
     assert str(KNOWN.allocator_peak) == "± 0.4%, worst 2.1%"
+
+
+def test_the_margin_says_how_it_has_held_as_far_as_anybody_looked():
+    rule = "3.0% and 48 MiB above the process peak"
+    assert KNOWN.margin == rule
+    assert dataclasses.replace(KNOWN, exceeded=0).margin == f"{rule}; exceeded by none of 70"
+    assert dataclasses.replace(KNOWN, exceeded=2).margin == f"{rule}; exceeded by 2 of 70"
+
+
+def test_without_measurements_no_error_is_claimed():
+    nobody = dataclasses.replace(KNOWN, configurations=0)
+    assert nobody.error("step_s") == "error not measured"
+    assert nobody.basis == "not measured"
+    assert nobody.margin.endswith("; chosen, not measured")
+    assert KNOWN.error("step_s") == "± 5.0%, worst 15.0%"
+    assert KNOWN.basis.startswith("r.jsonl, 70 configurations")
 
 
 def test_the_shipped_digest_is_whole():

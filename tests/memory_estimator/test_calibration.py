@@ -8,17 +8,23 @@ import pytest
 from memory_estimator import calibration
 from memory_estimator.calibration import (
     BY_ISA,
+    GROUPS,
+    NAMED,
     SHIPPED,
+    STAND_INS,
     find_constants,
     load_constants,
+    named_constants,
     part_of,
     shipped_constants,
     to_json,
 )
+from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
+from memory_estimator.timing import group_of
 from memory_estimator.training_step import training_step
-from models.config import DTYPES, UNetConfig
+from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
 
 EPYC = SHIPPED / "epyc_avx512_bf16.json"
 
@@ -69,11 +75,14 @@ def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure
     for engine in ENGINES:
         assert 100e6 < found.baseline_bytes[engine] < 1e9
         for dtype in DTYPES:
-            assert {"conv", "norm", "loss", "update", "every_op"} <= set(found.speeds(engine, dtype))
+            assert set(GROUPS) <= set(found.speeds(engine, dtype))
     for field in ("costs", "baseline_bytes", "op_bytes", "cache_bytes", "saturating_threads"):
         origin, _, why = found.origins[field].partition(": ")
         assert origin in ("measured", "assumed")
         assert why
+        assert "provisional" not in why
+    assert found.record
+    assert found.date
 
 
 def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
@@ -94,12 +103,71 @@ def test_the_hosts_own_constants_come_first(own):
     assert found.speeds("stock", "float32")["norm"]["traffic"] == 2e-12
 
 
-def test_what_was_not_calibrated_comes_from_the_shipped_ones(own):
+def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own_name(own):
     here = host(cpu_model="Some CPU", isa=("avx512f", "avx512_bf16"))
     found, shipped = find_constants(2, here, own), load_constants(EPYC)
     assert found.speeds("itex", "bfloat16") == shipped.speeds("itex", "bfloat16")
-    assert found.speeds("stock", "bfloat16") == shipped.speeds("stock", "bfloat16")
-    assert found.baseline_bytes == {**shipped.baseline_bytes, "stock": 7}
+    unet = UNetConfig(depth=3)
+    for engine, dtype, name in (
+        ("stock", "float32", "mine"), ("stock", "bfloat16", shipped.name), ("itex", "float32", shipped.name),
+    ):  # fmt: skip
+        job = Job(dataclasses.replace(unet, dtype=dtype), (32, 32, 32), engine=engine, threads=2)
+        said = estimate(job, found)
+        assert said.constants.name == name
+        assert said == estimate(job, found.of(engine, dtype))
+
+
+def test_what_nobody_measured_is_refused_by_name(mine):
+    with pytest.raises(
+        ValueError, match="mine must know itex in bfloat16, got stock in float32; run `calibrate --all`"
+    ):
+        mine.of("itex", "bfloat16")
+
+
+def test_figures_of_another_cpu_or_of_other_threads_are_told_from_measured_ones(mine):
+    here = host(cpu_model="Some CPU", isa=("avx512f",))
+    assert mine.caveats(here) == mine.caveats() == []
+    assert mine.for_threads(2).caveats(here) == []
+    assert mine.for_threads(80).for_threads(40).caveats(here) == ["from 2 threads to 40 by assumption"]
+    assert mine.for_threads(80).for_threads(2).caveats(here) == []
+    (other,) = mine.caveats(host(cpu_model="Xeon", isa=("avx512f",)))
+    assert other == "measured on Some CPU, for Xeon assumed"
+
+
+@pytest.mark.parametrize(("isa", "word"), [((), "unknown"), (("avx2",), "which this CPU has not")])
+def test_a_cpu_without_the_instructions_that_are_assumed_is_told(isa, word):
+    (caveat,) = shipped_constants(isa).caveats(host(isa=isa))
+    assert "AVX512 assumed" in caveat
+    assert word in caveat
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_another_kind_of_host_can_be_named(name):
+    assert named_constants(name) == load_constants(SHIPPED / NAMED[name])
+
+
+def test_every_operation_of_every_network_has_costs_in_every_file():
+    """Groups come from `timing.group_of`, costs from a file: one without the other is a crash."""
+    groups = {"every_op"}
+    for network in NETWORKS:
+        for norm in NORMS:
+            for up in UPS:
+                more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
+                unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, **more)
+                for engine in ENGINES:
+                    ops = training_step(Job(unet, (16, 16, 16), batch=2, engine=engine)).ops
+                    groups |= {group_of(op) for op in ops}
+    assert groups <= {*GROUPS, *STAND_INS}
+
+
+def test_a_narrow_norm_that_was_not_seen_is_taken_as_many_times_as_dear(mine):
+    costs = {**load_constants(EPYC).costs["stock"]["float32"]}
+    costs.pop("narrow_norm", None)
+    speeds = dataclasses.replace(mine, costs={"stock": {"float32": costs}}).speeds("stock", "float32")
+    assert speeds["narrow_norm"]["traffic"] == pytest.approx(STAND_INS["narrow_norm"][1] * costs["norm"]["traffic"])
+    seen = {**costs, "narrow_norm": {"cached": 1e-9, "traffic": 2e-9}}
+    speeds = dataclasses.replace(mine, costs={"stock": {"float32": seen}}).speeds("stock", "float32")
+    assert speeds["narrow_norm"]["traffic"] == 2e-9
 
 
 def test_constants_of_another_cpu_are_passed_over(own):
@@ -133,12 +201,25 @@ def test_a_deeper_network_holds_more_besides_its_tensors():
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.json must exist, found none"):
+    with pytest.raises(ValueError, match=r"none\.json must exist, got none"):
         load_constants(tmp_path / "none.json")
 
 
 def changed(**changes):
     return lambda content: json.dumps({**content, **changes})
+
+
+def with_costs(group, costs):
+    """One group's costs replaced; None takes the group away."""
+
+    def damage(content):
+        groups = content["costs"]["stock"]["float32"]
+        groups[group] = costs
+        return json.dumps(
+            {**content, "costs": {"stock": {"float32": {k: v for k, v in groups.items() if v is not None}}}}
+        )
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -157,6 +238,16 @@ def changed(**changes):
         (changed(costs={"stock": {"float32": {"conv": {"work": "fast"}}}}), "float32 conv work 'fast'"),
         (changed(costs={"stock": {"float32": {"conv": {"work": float("nan")}}}}), "float32 conv work nan"),
         (changed(baseline_bytes={}), "no baseline_bytes or op_bytes of stock"),
+        (with_costs("pool", None), "stock float32 without pool"),
+        (with_costs("join", {}), "stock float32 join without traffic, cached"),
+        (with_costs("join", {"traffic": 1e-11}), "stock float32 join without cached"),
+        (with_costs("every_op", {}), "stock float32 every_op without seconds"),
+        (with_costs("norm", {"traffic": True}), "norm traffic True"),
+        (with_costs("norm", 3), "must be complete"),
+        (changed(baseline_bytes={"stock": "7"}), "baseline_bytes of stock '7'"),
+        (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
+        (changed(op_bytes={"stock": 1.5}), "op_bytes of stock 1.5"),
+        (changed(name=3), "got name 3"),
         (changed(threads=0), "got threads 0"),
         (changed(threads=True), "got threads True"),
         (changed(cache_bytes="32M"), "got cache_bytes '32M'"),

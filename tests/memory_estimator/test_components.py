@@ -18,7 +18,7 @@ PEAK = (
     Tensor("kernel/m", 700, "optimizer slots"),
     Tensor("kernel/v", 700, "optimizer slots"),
     Tensor("kernel", 512, "weights"),
-    Tensor("surprise", 256, "something new"),
+    Tensor("kernel/reordered", 256, "weights, reordered"),
 )
 
 
@@ -30,11 +30,11 @@ def lines(**around):
 def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
     assert [(line.name, line.bytes) for line in lines()] == [
         ("weights", 512),
+        ("weights, reordered", 256),
         ("optimizer slots", 2 * 768),  # rounded up to 256 each, as the allocator does
         ("activations, level 0", 4096),
         ("activations, level 1", 1024),
         ("transients", 2048),
-        ("something new", 256),
     ]
 
 
@@ -45,9 +45,22 @@ def test_what_lies_around_the_tensors_comes_last_and_nothing_is_left_out():
     assert sum(line.bytes for line in found) == 512 + 1536 + 4096 + 1024 + 2048 + 256 + 321
 
 
+def test_scratch_counts_where_it_is_written():
+    scratch = (Tensor("conv/scratch0", 4096, "scratch", touched=((0, 100), (2048, 2304))),)
+    line = Timeline((Moment("op", 4096, 0),), 0, scratch)
+    (only,) = bill(line, overhead_bytes=0, hidden_bytes=0, baseline_bytes=0, baseline="")
+    assert only.bytes == 356
+
+
 def test_transients_are_named():
     (line,) = [line for line in lines() if line.name == "transients"]
     assert "decoder0_act2/gradient" in line.source
+
+
+def test_a_group_that_nobody_declared_is_refused():
+    peak = (Tensor("surprise", 256, "weights, of another kind"),)
+    with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
+        bill(Timeline((Moment("op", 0, 0),), 0, peak), overhead_bytes=0, hidden_bytes=0, baseline_bytes=0, baseline="")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

@@ -6,14 +6,16 @@ import time
 
 import pytest
 
-from memory_estimator.calibration import find_constants
+from memory_estimator import estimate as estimate_module
+from memory_estimator.accuracy import Accuracy, Bound
+from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from memory_estimator.recipes import JOBS
 from models.config import UNetConfig
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (96, 96, 96), threads=2)
-CONSTANTS = find_constants(2)
+CONSTANTS = shipped_constants(("avx512_bf16",))
 
 
 def of(job=SMALL, **changes):
@@ -45,8 +47,9 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(job):
 
 
 def test_more_of_anything_takes_more_memory_and_more_time():
-    here = of()
-    for more in (of(batch=4), of(shape=(128, 128, 128)), of(with_unet(filters=16))):
+    full = with_unet(filters=16)  # fewer bfloat16 channels do not fill a vector, and take longer than 16
+    here = of(full)
+    for more in (of(full, batch=4), of(full, shape=(128, 128, 128)), of(with_unet(filters=32))):
         assert more.allocator_peak_bytes > 1.5 * here.allocator_peak_bytes
         assert more.process_peak_bytes > here.process_peak_bytes
         assert more.step_s > here.step_s
@@ -101,4 +104,30 @@ def test_the_json_is_plain_and_has_what_was_promised():
     for key in ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s"):
         assert content[key] > 0
     assert set(content["components"][0]) == {"name", "bytes", "source"}
-    assert content["errors"]["process_peak_bytes"]["worst"] > 0
+    errors = content["errors"]
+    for name in ("allocator_peak_bytes", "process_peak_bytes", "step_s", "volume_s", "epoch_s"):
+        assert 0 < errors[name]["median"] <= errors[name]["worst"]
+    assert set(errors["upper_bound_bytes"]) == {"margin_share", "margin_bytes", "exceeded", "mean_slack"}
+    assert content["constants"]["name"] == CONSTANTS.name
+
+
+def test_what_was_not_measured_is_not_called_measured():
+    nobody = Accuracy("none", 0, Bound(0.01, 0.03), Bound(0.02, 0.05), Bound(0.08, 0.2), 0.03, 50_000_000)
+    assert estimate(SMALL, CONSTANTS, nobody).to_json()["errors"]["measured"] is False
+
+
+def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
+    job = dataclasses.replace(JOBS["brats"], threads=2)
+    fits = estimate(job, CONSTANTS)
+    host_bytes = fits.upper_bound_bytes
+    assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
+    asked = []
+    monkeypatch.setattr(estimate_module, "fits_regions", lambda program, limit: asked.append(limit))
+    short = estimate(job, CONSTANTS, host_bytes=host_bytes)
+    assert short.regions_short
+    assert short.upper_bound_bytes > host_bytes
+    assert short.process_peak_bytes == fits.process_peak_bytes
+    # Nothing is asked where all regions fit, nor where the job is too large anyway.
+    assert not estimate(job, CONSTANTS, host_bytes=short.upper_bound_bytes).regions_short
+    assert not estimate(job, CONSTANTS, host_bytes=host_bytes - 1).regions_short
+    assert asked == [host_bytes]

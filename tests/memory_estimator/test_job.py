@@ -138,15 +138,22 @@ def damaged(**changes):
         (damaged(unet={"filters": 8, "colour": 3}), "must be complete, got .*colour"),
         (lambda content: json.dumps({"schema": 1}), "must be complete, got KeyError"),
         (damaged(grid=[64, 64]), "input_shape must be three positive numbers"),
-        (damaged(batch="two"), "must be complete"),
+        (damaged(batch="two"), "batch must be a whole number, got 'two'"),
+        (damaged(batch=1.5), "batch must be a whole number, got 1.5"),
+        (damaged(batch=True), "batch must be a whole number, got True"),
+        (damaged(batch=0), "batch must be at least 1, got 0"),
+        (damaged(grid=[64, 64.5, 64]), "grid Y must be a whole number, got 64.5"),
+        (damaged(unet={"filters": 0}), "filters must be at least 1, got 0"),
+        (damaged(ema="much"), "must be complete"),
     ],
 )
 def test_a_damaged_run_is_refused_by_its_file(damage, message, tmp_path):
     save_config(CONFIG, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(damage(json.loads(path.read_text())))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         job_of_run(tmp_path)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -92,6 +92,11 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     assert found.extent.job.shape == (160, 160, 112)
 
 
+def test_no_batch_is_larger_than_the_cases():
+    assert plan(dataclasses.replace(JOB, batch=2, cases=8), Priced, 10**15).batch.job.batch == 8
+    assert plan(dataclasses.replace(JOB, batch=2), Priced, 10**15).batch.job.batch > 8
+
+
 def test_nothing_that_fits_is_said_as_nothing():
     assert largest(batches(JOB), Priced, 1000) is None
     found = plan(JOB, Priced, 1000)
@@ -125,6 +130,12 @@ def test_savings_are_the_single_changes_that_save_the_largest_first():
     assert peaks == sorted(peaks)
     assert all(peak < Priced(JOB).process_peak_bytes for peak in peaks)
     assert "--optimizer sgd" not in [option.change for option in found]  # costs the same here
+
+
+def test_another_engine_is_a_saving_only_where_it_can_be_had():
+    cheaper = lambda job: Priced(dataclasses.replace(job, batch=1) if job.engine == "stock" else job)
+    assert "--engine stock" in [option.change for option in savings(JOB, cheaper)]
+    assert "--engine stock" not in [option.change for option in savings(JOB, cheaper, ("itex",))]
 
 
 def test_the_nearest_settings_are_each_enough_alone():

@@ -14,6 +14,7 @@ from memory_estimator.validation import (
     read_measured,
     spread,
     spreads,
+    targets,
 )
 from models.config import UNetConfig
 
@@ -92,7 +93,7 @@ RECORD = {
 
 def test_a_record_is_read_as_the_job_that_really_ran(tmp_path):
     path = tmp_path / "memory.jsonl"
-    failed = {**RECORD, "error": "exited with -9", "step_s": None}
+    failed = {**RECORD, "batch": 3, "error": "exited with -9", "step_s": None}
     step = {"schema": 1, "kind": "step"}
     path.write_text("".join(json.dumps(record) + "\n" for record in (step, RECORD, failed)))
     one, other = read_measured(path)
@@ -125,3 +126,63 @@ def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line, me
 def test_a_missing_record_says_how_to_make_one(tmp_path):
     with pytest.raises(ValueError, match="make it with `bench validate"):
         read_measured(tmp_path / "none.jsonl")
+
+
+def test_lines_without_onednn_are_passed_over(tmp_path):
+    path = tmp_path / "memory.jsonl"
+    asked = {**RECORD, "engine": "stock-no-onednn"}
+    ran = {**RECORD, "engine_name": "TensorFlow 2.15.1, no oneDNN"}
+    path.write_text("".join(json.dumps(record) + "\n" for record in (asked, RECORD, ran)))
+    assert len(read_measured(path)) == 1
+
+
+def steps(shortest, longest, **more):
+    """A record of steps that took so long, half a second in the middle."""
+    return {**RECORD, "step_s_min": shortest, "step_s_max": longest, **more}
+
+
+@pytest.mark.parametrize(("longest", "disturbed"), [(0.52, False), (0.54, False), (0.56, True)])
+def test_steps_further_apart_than_a_tenth_were_disturbed(tmp_path, longest, disturbed):
+    path = tmp_path / "memory.jsonl"
+    path.write_text(json.dumps(steps(0.495, longest)) + "\n")
+    (one,) = read_measured(path)
+    assert one.step_spread == pytest.approx((longest - 0.495) / 0.5)
+    assert one.disturbed == disturbed
+
+
+def test_the_newest_of_several_measurements_counts_and_knows_the_earlier_ones(tmp_path):
+    path = tmp_path / "memory.jsonl"
+    other_job, other_host = {**RECORD, "batch": 3}, {**RECORD, "host": {"cpu": "another", "isa": []}}
+    lines = [steps(0.4, 0.6), other_job, steps(0.3, 0.7), other_host, steps(0.5, 0.51, process_peak_bytes=7)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    first, second, third = read_measured(path)
+    assert (first.process_peak_bytes, first.job.batch, first.disturbed) == (7, 2, False)
+    assert [round(one.step_spread, 3) for one in first.earlier] == [0.4, 0.8]
+    assert all(not one.earlier for one in (*first.earlier, second, third))
+    assert (second.job.batch, third.host) == (3, "another")
+
+
+def test_targets_are_judged_by_medians_worst_errors_and_bounds():
+    rows = [row(step_s=1.0 + 0.01 * error, upper=int(10.4 * GIB)) for error in (-30, 3, 2)]
+    rows[0] = row(allocator=int(9.6 * GIB), process=int(10.5 * GIB) - 2**20, upper=10 * GIB - 1, step_s=0.7)
+    found = {one.name: one for one in targets(rows)}
+    assert found["allocator peak, median error"].found == 0
+    assert found["allocator peak, worst error"].found == pytest.approx(0.04)
+    assert found["process peak, worst error"].found == pytest.approx(0.05, abs=1e-3)
+    assert found["peaks above their upper bound"].found == 1
+    assert found["upper bound above the peak, mean"].found == pytest.approx(0.08 / 3)
+    assert found["seconds a step, median error"].found == pytest.approx(0.03)
+    assert found["seconds a step, worst error"].found == pytest.approx(0.3)
+    assert {name for name, one in found.items() if not one.met} == {
+        *("allocator peak, worst error", "peaks above their upper bound", "seconds a step, worst error")
+    }
+
+
+def test_a_small_process_may_be_off_by_150_mib_as_its_worst_error_too():
+    small = {"process_peak_bytes": 1000 * MIB, "upper": 2 * GIB}
+    worst = {one.name: one for one in targets([row(process=1149 * MIB, **small)])}["process peak, worst error"]
+    assert (worst.found, worst.met) == (0, True)
+
+
+def test_nothing_measured_meets_no_target():
+    assert not any(one.met for one in targets([]))

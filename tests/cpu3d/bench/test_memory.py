@@ -1,5 +1,6 @@
 """`bench memory` measures the trainer's own step from outside, and says it as `bench step` does."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,12 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import memory
 from cpu3d.bench.record import read_records
+from cpu3d.config import RunConfig, save_config
+from cpu3d.errors import InputError
+from memory_estimator.host import read_host
+from memory_estimator.recipes import JOBS
 from memory_estimator.validation import read_measured
+from models.config import UNetConfig
 
 MIB = 2**20
 TINY = ["--shape", "32", "32", "32", "--filters", "8", "--depth", "3", "--steps", "2", "--dtype", "float32"]
@@ -98,6 +104,8 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--run", "nowhere"], "run nowhere must hold a config.json"),
         (["--threads", "0"], "threads must be at least 1, got 0"),
         (["--policy", "lean"], "policy must be one of speed, got lean"),
         (["--batch", "4", "--micro-batch", "2"], "micro-batch must be the batch of 4, got 2"),
@@ -107,6 +115,46 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
 def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys):
     assert main(["bench", "memory", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What would have been measured, as (request, threads)."""
+    found = []
+
+    def measure_memory(*request):
+        found.append(request)
+        raise InputError("nothing is measured")
+
+    monkeypatch.setattr(memory, "measure_memory", measure_memory)
+    return found
+
+
+def test_a_recipe_is_measured_as_the_estimator_takes_it(asked):
+    assert main(["bench", "memory", "--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]) == 2
+    ((request, threads),) = asked
+    job = dataclasses.replace(JOBS["paper-2020"], batch=1)
+    assert (request["shape"], request["batch"], request["unet"]) == ([240, 240, 144], 1, dataclasses.asdict(job.unet))
+    assert (request["optimizer"], request["steps"], threads) == ("adam", 3, 2)
+
+
+def test_a_run_is_measured_as_it_is_configured(asked, tmp_path):
+    config = RunConfig(grid=(32, 32, 32), unet=UNetConfig(filters=4, depth=3), optimizer="sgd", engine="stock")
+    save_config(config, tmp_path)
+    main(["bench", "memory", "--run", str(tmp_path)])
+    main(["bench", "memory", "--run", str(tmp_path), "--engine", "stock-no-onednn", "--dtype", "bfloat16"])
+    (first, threads), (second, _) = asked
+    assert (first["shape"], first["optimizer"], first["engine"], threads) == ([32, 32, 32], "sgd", "stock", None)
+    assert (second["engine"], second["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+
+
+def test_without_a_job_it_is_the_default_network_on_a_cube_in_the_dtype_that_is_fast(asked):
+    main(["bench", "memory"])
+    main(["bench", "memory", "--dtype", "auto"])
+    (first, _), (second, _) = asked
+    assert first == second
+    assert (first["shape"], first["engine"]) == ([128, 128, 128], "auto")
+    assert first["unet"]["dtype"] == read_host().best_dtype
 
 
 def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(capsys):

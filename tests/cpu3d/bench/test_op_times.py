@@ -1,8 +1,13 @@
 """Which operation of the step a profiled event belongs to."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from cpu3d.bench import op_times
 from cpu3d.bench.op_times import Event, rows
+from cpu3d.host.thread_plan import thread_plan
+from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.timing import CONVOLUTIONS
 from memory_estimator.training_step import training_step
@@ -62,3 +67,53 @@ def test_a_group_timed_as_a_whole_counts_all_its_operations():
     (pool,) = [row for row in rows(PROGRAM, events, CACHE) if row["group"] == "pool"]
     assert pool["seconds"] == 2.0
     assert pool["features"] == {"cached": sum(op.traffic_bytes for op in PROGRAM.ops if op.kind == "pool")}
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """`op_times.measure` of networks by their filters within so many seconds, where 8 filters take 1 s a step."""
+    host, clock = read_host(), [0.0]
+    threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: 2)
+    tensorflow = SimpleNamespace(config=SimpleNamespace(threading=threading))
+
+    def one(tf, job, program, steps, left_s, cache_bytes, with_peaks):
+        step_s = op_times._flops(program) / op_times._flops(PROGRAM)
+        clock[0] += (2 + steps) * step_s
+        peaks = {"process_peak_bytes": 7} if with_peaks else {}
+        return {"step_s": step_s if steps else None, "ops": len(program.ops), "rows": [], "peaks": peaks}
+
+    monkeypatch.setattr(op_times, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(op_times, "set_up", lambda engine: (host, thread_plan(host), tensorflow))
+    monkeypatch.setattr(op_times, "engine_name", lambda tf: "TensorFlow")
+    monkeypatch.setattr(op_times, "_runtime", lambda program: {"bytes": 1, "ops": 1})
+    monkeypatch.setattr(op_times, "_measure_network", one)
+
+    def run(budget_s, *wanted):
+        networks = [
+            {"unet": UNetConfig(depth=2, filters=filters).__dict__, "shape": (32, 32, 32), "steps": steps}
+            for filters, steps in wanted
+        ]
+        return op_times.measure({"engine": "stock", "networks": networks, "budget_s": budget_s, "cache_bytes": CACHE})
+
+    return run
+
+
+def test_networks_that_take_longer_than_is_left_are_left_out(measure):
+    wanted = [(8, 0), (8, 3), (32, 3), (8, 2)]
+    of = lambda networks: [network["unet"]["filters"] for network in networks]
+    assert of(measure(1000, *wanted)["left_out"]) == []
+    short = measure(12, *wanted)  # 2 + 5 s are spent, 32 filters would take 3 steps of 15 s, 8 another 4 s
+    assert of(short["left_out"]) == [32]
+    assert len(short["networks"]) == 3
+
+
+def test_the_first_network_that_is_timed_is_measured_whatever_is_left(measure):
+    found = measure(0, (8, 0), (8, 3), (8, 3))
+    assert len(found["networks"]) == 2
+    assert len(found["left_out"]) == 1
+
+
+def test_peaks_are_checked_of_the_first_network_that_is_timed(measure):
+    check = measure(1000, (8, 0), (16, 3), (8, 3))["check"]
+    assert (check["unet"]["filters"], check["process_peak_bytes"]) == (16, 7)
+    assert check["ops_before"] == op_times.runtime_ops(PROGRAM)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -10,9 +12,11 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import step, tables, validate
+from cpu3d.bench.step import ProcessFailedError
 from cpu3d.bench.validation_page import page
 from cpu3d.errors import InputError
 from cpu3d.host.memory import resident
+from memory_estimator.accuracy import Accuracy, Bound
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.validation import Measured, compare, read_measured
@@ -29,10 +33,10 @@ def measured(monkeypatch):
     """The campaign without its measurements; what was asked for, in order. Every third one fails."""
     asked = []
 
-    def fake(request):
+    def fake(request, threads):
         asked.append(request)
         if len(asked) % 3 == 0:
-            raise InputError("the measured step must end with a line of JSON, exited with -9 saying: nothing")
+            raise ProcessFailedError("the measured step must end with a line of JSON, exited with -9 saying: nothing")
         result = {
             **request,
             "engine_name": "none",
@@ -40,14 +44,15 @@ def measured(monkeypatch):
             "process_peak_bytes": 3 * GIB,
             "allocator_peak_bytes": 2 * GIB,
             "moments": [["step", 0, 1]],
-            "threads": {"TF_NUM_INTRAOP_THREADS": str(read_host().usable_cores)},
-            "host": {"cpu": "some CPU", "cores": 2, "isa": []},
+            "threads": {"TF_NUM_INTRAOP_THREADS": str(threads)},
+            "host": read_host().summary(),
         }
         return result, []
 
     monkeypatch.setattr(validate, "measure_memory", fake)
     monkeypatch.setattr(validate, "estimate", lambda job, constants: SAID)
-    monkeypatch.setattr(validate, "find_constants", lambda threads: None)
+    monkeypatch.setattr(validate, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(validate, "installed", lambda engine: True)
     return asked
 
 
@@ -57,7 +62,7 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(measured, tmp_path,
     assert len(measured) == 2
 
     one_more = validate.measure_memory
-    monkeypatch.setattr(validate, "measure_memory", lambda request: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(validate, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["bench", "validate", "--record", str(record), "--first", "7"]) == 130
     monkeypatch.setattr(validate, "measure_memory", one_more)
 
@@ -88,6 +93,66 @@ def test_only_one_engine_on_request(measured, tmp_path):
     assert {request["engine"] for request in measured} == {"stock"}
 
 
+def test_an_engine_that_is_not_installed_is_left_out_and_not_recorded(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(validate, "installed", lambda engine: engine == "stock")
+    record = tmp_path / "memory.jsonl"
+    assert main(["bench", "validate", "--record", str(record), "--first", "4"]) == 0
+    assert {request["engine"] for request in measured} == {"stock"}
+    assert "left out, as it is not installed: itex" in capsys.readouterr().err
+    assert main(["bench", "validate", "--record", str(record), "--engine", "itex"]) == 2
+    assert "engine must be installed, got itex" in capsys.readouterr().err
+
+
+def test_what_was_refused_before_a_process_started_is_no_failure_of_the_job(measured, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise InputError("something must be otherwise, got this; do that")
+
+    monkeypatch.setattr(validate, "measure_memory", refuse)
+    record = tmp_path / "memory.jsonl"
+    assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 2
+    assert not record.exists()
+    assert "something must be otherwise" in capsys.readouterr().err
+
+
+def test_only_what_was_disturbed_is_measured_again_and_only_on_request(measured, tmp_path, capsys):
+    record = tmp_path / "memory.jsonl"
+    again = ["bench", "validate", "--record", str(record), "--first", "2"]
+    assert main(again) == 0
+    first, second = (json.loads(line) for line in record.read_text().splitlines())
+    lines = [{**first, "step_s_min": 0.9, "step_s_max": 1.01}, {**second, "step_s_min": 0.96, "step_s_max": 1.05}]
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(again) == 0
+    assert len(measured) == 2
+    assert main([*again, "--again-disturbed"]) == 0
+    assert [request["unet"] for request in measured[2:]] == [first["unet"]]
+    assert len(record.read_text().splitlines()) == 3
+
+
+def test_a_record_of_another_host_is_refused(measured, tmp_path, capsys):
+    record = tmp_path / "memory.jsonl"
+    assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 0
+    line = json.loads(record.read_text())
+    record.write_text(json.dumps({**line, "host": {**line["host"], "cpu": "another CPU"}}) + "\n")
+    assert main(["bench", "validate", "--record", str(record), "--first", "2"]) == 2
+    assert "must be of this host" in capsys.readouterr().err
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("first", ["0", "-3"])
+def test_the_first_none_or_fewer_are_refused(measured, tmp_path, first, capsys):
+    assert main(["bench", "validate", "--record", str(tmp_path / "r.jsonl"), "--first", first]) == 2
+    assert f"first must be at least 1, got {first}" in capsys.readouterr().err
+
+
+def test_threads_are_those_of_the_plan_whatever_the_environment_says(measured, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
+    record = tmp_path / "memory.jsonl"
+    for _ in range(2):
+        assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 0
+    assert len(measured) == 1
+    assert read_measured(record)[0].job.threads == read_host().usable_cores
+
+
 def test_a_damaged_record_is_refused_before_anything_is_measured(measured, tmp_path, capsys):
     record = tmp_path / "memory.jsonl"
     record.write_text("{\n")
@@ -96,22 +161,48 @@ def test_a_damaged_record_is_refused_before_anything_is_measured(measured, tmp_p
     assert measured == []
 
 
+ACCURACY = Accuracy("r.jsonl", 3, Bound(0, 0), Bound(0, 0), Bound(0, 0), 0.045, 64 * 2**20)
+
+
 def test_the_page_shows_every_row_its_misses_and_what_failed():
     base = Measured(Job(), 1.0, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
-    missed = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2))
+    missed = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2), step_spread=0.123)
     uncounted = dataclasses.replace(base, allocator_peak_bytes=None, job=Job(UNetConfig(residual=True)))
-    small = dataclasses.replace(base, job=Job(shape=(64, 64, 64)))
+    small = dataclasses.replace(base, job=Job(shape=(64, 64, 64)), earlier=(dataclasses.replace(base, step_s=9.0),))
     failed = Measured(Job(batch=3), failure="exited with -9", host="some CPU", date="2026-11-21")
     measured = [base, missed, uncounted, small, failed]
-    text = "\n".join(page(measured, compare(measured, lambda one: SAID)))
+    text = "\n".join(page(measured, compare(measured, lambda one: SAID), ACCURACY))
     assert "## Errors of the 3 larger configurations" in text
-    assert "Configurations with one: 3 of 3." in text  # all predicted times are half too long
-    assert "| 128x128x128 f16 d5 b1 c4 k3 float32 itex instance adam | 2.000 | 2.000 | +0.0 % | 3.000 | 3.000 |" in text
-    assert "| -25.0 % | -0.0 % | 1.00 | 1.50 | +50.0 % | process, upper bound, time |" in text
-    assert "f16 d5 b1 c4 k3 float32 itex instance adam residual | - | 2.000 | - |" in text
-    assert text.index("64x64x64") > text.index("## 96^3 voxels and less")
+    assert "Configurations with a miss: 3 of 3;" in text  # all predicted times are half too long
+    assert (
+        "| 128x128x128 f16 d5 b1 c4 k3 float32 itex instance adam | 2.000 | +0.0 % | 3.000 | +0.0 % | +33." in text
+    )
+    assert "| 4.000 | -25.0 % | -0.0 % | 1.00 | 12 %, disturbed | +50.0 % | process, upper bound, time |" in text
+    assert "f16 d5 b1 c4 k3 float32 itex instance adam residual | - | - |" in text
+    assert text.rindex("| 64x64x64") > text.index("## 96^3 voxels and less")
     assert "- 128x128x128 f16 d5 b3 c4 k3 float32 itex instance adam: exited with -9" in text
     assert "2026-11-20 to 2026-11-21" in text
+    assert "| 64x64x64 f16 d5 b1 c4 k3 float32 itex instance adam | 9.00 (0 %), then 1.00 (0 %) |" in text
+    assert "Measured again: 1. Disturbed as they stand: 1." in text
+
+
+def test_the_page_says_what_is_demanded_beside_what_was_found():
+    base = Measured(Job(), 1.5, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
+    over = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2))
+    text = " ".join(page([base, over], compare([base, over], lambda one: SAID), ACCURACY))
+    assert "| allocator peak, median error | 1.0 % | 0.0 % | met |" in text
+    assert "| process peak, worst error | 5.0 % | 25.0 % | **not met** |" in text
+    assert "| peaks above their upper bound | 0 | 1 | **not met** |" in text
+    assert "predicted peak, 4.5 % more, and 64 MiB" in text
+    assert "voxels ask for, 1.5 %, and a reserve of 3.0 %" in text
+    assert "1 of their 2 peaks are above the bound (demanded: 0), which lies +16.7 %" in text
+
+
+def test_a_page_of_nothing_has_no_numbers():
+    text = "\n".join(page([], [], ACCURACY))
+    assert "| all | 0 | - | - | - (-) | - |" in text
+    assert "| seconds a step, worst error | 20.0 % | - | **not met** |" in text
+    assert "nan" not in text
 
 
 def test_the_page_is_written_from_the_records(measured, tmp_path, monkeypatch, capsys):
@@ -140,3 +231,27 @@ def test_an_interrupt_leaves_no_measuring_process_behind():
         step.last_json_line([sys.executable, "-c", "import time; time.sleep(60)"], "a sleeper", look=look)
     assert time.time() - begin < 30
     assert resident(seen[0]) is None
+
+
+SLEEPER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts with &
+from cpu3d.bench.step import last_json_line
+child = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(60)"
+try:
+    last_json_line([sys.executable, "-c", child], "a sleeper")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_background_ends_it_and_the_process_that_measures(tmp_path, number):
+    told = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(path=str(told))], cwd=step.ROOT)
+    deadline = time.time() + 30
+    while not (told.exists() and told.read_text().strip()) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 130
+    assert resident(int(told.read_text())) is None

@@ -1,0 +1,249 @@
+"""The allocator on paper: sequences worked out by hand, a recorded one, and what must hold for any."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memory_estimator.allocator import SMALL_BYTES, Allocator, NoRegionError, fits_regions, use
+from memory_estimator.liveness import rounded
+from memory_estimator.program import Program, StepOp, Tensor
+
+MIB = 2**20
+RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
+
+
+def taking(*mib):
+    """An allocator that has taken so many MiB, under the names "0", "1" ..."""
+    allocator = Allocator()
+    for name, size in enumerate(mib):
+        allocator.take(str(name), int(size * MIB))
+    return allocator
+
+
+def with_region(mib):
+    """An allocator whose one region of `mib` MiB, a power of two, is free."""
+    allocator = taking(mib)
+    allocator.give_back("0")
+    return allocator
+
+
+def cut_up(*pieces, region=64):
+    """That region cut into named pieces of so many MiB, from its low end on; its rest is free."""
+    allocator = with_region(region)
+    for name, mib in pieces:
+        allocator.take(name, int(mib * MIB))
+    return allocator
+
+
+def lain_in(allocator):
+    """Resident bytes without the regions' tables: 8 bytes for every 256 of a region."""
+    return allocator.resident_bytes - allocator.reserved_bytes // 32
+
+
+# --- What counts ---
+
+
+def test_requests_below_256_kib_are_not_its_own():
+    allocator = Allocator()
+    allocator.take("small", SMALL_BYTES - 1)
+    assert (allocator.counted_bytes, allocator.resident_bytes, allocator.reserved_bytes) == (0, 0, 0)
+    allocator.give_back("small")
+    allocator.take("large", SMALL_BYTES)
+    assert allocator.counted_bytes == SMALL_BYTES
+
+
+def test_a_request_is_rounded_up_to_256_bytes():
+    allocator = with_region(64)
+    allocator.take("a", MIB + 1)
+    assert allocator.counted_bytes == MIB + 256
+
+
+def test_the_peak_is_of_what_was_counted_since_it_was_forgotten():
+    allocator = with_region(64)
+    assert allocator.peak_bytes == 64 * MIB
+    allocator.forget_peak()
+    allocator.take("a", 8 * MIB)
+    allocator.give_back("a")
+    assert (allocator.counted_bytes, allocator.peak_bytes) == (0, 8 * MIB)
+
+
+def test_what_nobody_took_cannot_be_given_back():
+    with pytest.raises(KeyError):
+        taking(1).give_back("another")
+
+
+# --- Regions ---
+
+
+def test_regions_double_from_2_mib():
+    # 1 MiB of 2; 1.5 do not fit beside it: 4 more; 3 do not fit into the 2.5 left: 8 more.
+    assert [taking(*sizes).reserved_bytes // MIB for sizes in ((1,), (1, 1.5), (1, 1.5, 3))] == [2, 6, 14]
+
+
+def test_a_region_doubles_until_the_request_fits_and_the_next_is_then_of_the_same_size():
+    # 2 grows to 32 for the first; the second finds no room and takes 32 again, after which 64 is due.
+    allocator = taking(20, 20)
+    assert allocator.reserved_bytes == 64 * MIB
+    allocator.take("third", 20 * MIB)
+    assert allocator.reserved_bytes == 128 * MIB
+
+
+# --- Chunks ---
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "counted"),
+    [
+        (32, 16, 16),  # exactly twice: split
+        (32, 16.5, 32),  # less than twice: handed out whole
+        (512, 384, 384),  # less than twice, but 128 MiB to spare: split
+        (512, 385, 512),  # 127 MiB to spare
+    ],
+)
+def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spare(free, asked, counted):
+    allocator = with_region(free)
+    allocator.take("a", int(asked * MIB))
+    assert allocator.counted_bytes == counted * MIB
+
+
+def test_the_smallest_chunk_that_fits_is_taken_and_not_the_first():
+    allocator = cut_up(("seven", 7), ("wall", 1), ("three", 3), ("other wall", 1))
+    allocator.give_back("seven")
+    allocator.give_back("three")
+    allocator.take("a", int(2.5 * MIB))
+    # The chunk of 3 MiB whole; the one of 7 would have been split.
+    assert allocator.counted_bytes == (1 + 1 + 3) * MIB
+
+
+def test_of_chunks_of_one_size_the_lowest_is_taken():
+    allocator = Allocator()
+    allocator.take("all", 64 * MIB, ((0, 1),))
+    allocator.give_back("all")
+    for name, touched in (("low", ((0, 1),)), ("wall", ()), ("high", ()), ("other wall", ())):
+        allocator.take(name, 4 * MIB, touched)
+    assert lain_in(allocator) == 1 + 3 * 4 * MIB
+    allocator.give_back("high")
+    allocator.give_back("low")
+    allocator.take("a", 4 * MIB)
+    assert lain_in(allocator) == 4 * 4 * MIB
+
+
+def test_neighbours_that_are_free_become_one_chunk_whichever_goes_first():
+    for order in ("abc", "acb", "cab", "bac"):
+        allocator = cut_up(("a", 10), ("b", 10), ("c", 10))
+        for name in order:
+            allocator.give_back(name)
+        allocator.take("all", 64 * MIB)
+        assert allocator.reserved_bytes == 64 * MIB
+
+
+def test_what_is_held_keeps_its_neighbours_apart():
+    allocator = cut_up(("a", 10), ("b", 10), ("c", 10))
+    allocator.give_back("a")
+    allocator.give_back("c")
+    allocator.take("d", 40 * MIB)
+    # c and the rest of the region: 10 + 34, handed out whole.
+    assert allocator.counted_bytes == (10 + 44) * MIB
+
+
+# --- What becomes resident ---
+
+
+def test_only_what_a_tensor_has_lain_in_is_resident_and_it_stays():
+    allocator = taking(20)
+    assert (allocator.counted_bytes, lain_in(allocator)) == (32 * MIB, 20 * MIB)
+    allocator.give_back("0")
+    allocator.take("again", 24 * MIB)
+    assert lain_in(allocator) == 24 * MIB
+
+
+def test_a_regions_table_is_resident_as_soon_as_it_is_there():
+    allocator = Allocator()
+    allocator.take("a", 64 * MIB, ((0, 1),))
+    assert allocator.resident_bytes == 64 * MIB // 256 * 8 + 1
+
+
+def test_of_a_buffer_that_is_written_in_places_only_these_are_resident():
+    allocator = Allocator()
+    allocator.take("a", 8 * MIB, ((0, 100), (50, 200), (MIB, MIB + 1)))
+    assert lain_in(allocator) == 200 + 1
+
+
+def test_a_programs_use_is_that_of_its_third_step():
+    kept = Tensor("kept", 16 * MIB, "")
+    ops = (
+        StepOp("a", "conv", writes=(Tensor("x", 16 * MIB, ""),), keeps=(kept,)),
+        StepOp("b", "reduce", reads=("x",), scratch=(Tensor("s", SMALL_BYTES - 1, ""),)),
+    )
+    before = (StepOp("make", "update", writes=(Tensor("made", 64 * MIB, ""),)),)
+    found = use(Program((Tensor("tiny", 100, ""), Tensor("weights", 32 * MIB, "")), ops, before))
+    assert found.peak_bytes == (32 + 16 + 16) * MIB
+    assert found.small_bytes == 100
+    # What was made before has gone, and the step lies in its region: 32 and 64, with their tables.
+    assert found.reserved_bytes == (32 + 64) * MIB
+    assert found.resident_bytes == (32 + 64) * MIB * 33 // 32
+
+
+def test_under_a_limit_the_last_region_is_cut_down_to_what_is_left():
+    program = lambda mib: Program((Tensor("a", 32 * MIB, ""), Tensor("b", mib * MIB, "")), ())
+    # 32, then 32 again of which 16 are left.
+    assert fits_regions(program(16), 48 * MIB)
+    assert not fits_regions(program(17), 48 * MIB)
+    assert fits_regions(program(17), 64 * MIB)
+    with pytest.raises(NoRegionError):
+        Allocator(MIB).take("a", 2 * MIB)
+
+
+# --- A recorded process ---
+
+
+def test_a_recorded_process_is_followed_chunk_by_chunk():
+    calls = json.loads(RECORDED.read_text())["calls"]
+    allocator, taken = Allocator(), 0
+    for call in calls:
+        before = allocator.counted_bytes
+        if isinstance(call, list):
+            requested, handed_out = call
+            allocator.take(str(taken), requested)
+            assert allocator.counted_bytes - before == handed_out, f"take {taken} of {requested} bytes"
+            taken += 1
+        else:
+            allocator.give_back(str(call))
+    assert taken > 1000
+    # What `get_memory_info` said of that process.
+    assert allocator.peak_bytes == 643_607_296
+
+
+# --- What holds for any sequence ---
+
+CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB)), max_size=60)
+"""(name, bytes): a name that is held is given back, another one is taken."""
+
+
+@given(CALLS)
+@settings(max_examples=150, deadline=None)
+def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_back_is_one_again(calls):
+    allocator, held = Allocator(), {}
+    for name, size in calls:
+        if name in held:
+            allocator.give_back(name)
+            del held[name]
+        else:
+            allocator.take(name, size)
+            held[name] = size
+        chunks = {each: allocator._by_name[each] for each, size in held.items() if size >= SMALL_BYTES}
+        spans = sorted((chunk.start, chunk.start + chunk.size) for chunk in chunks.values())
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+        assert all(chunk.size >= rounded(held[each]) for each, chunk in chunks.items())
+        assert sum(rounded(held[each]) for each in chunks) <= allocator.counted_bytes <= allocator.reserved_bytes
+        assert allocator.counted_bytes == sum(chunk.size for chunk in chunks.values())
+    for name in held:
+        allocator.give_back(name)
+    assert allocator.counted_bytes == 0
+    # Every region is one free chunk again.
+    assert sorted(chunk.size for chunk in allocator._chunks.values()) == sorted(
+        region.size for region in allocator._regions
+    )

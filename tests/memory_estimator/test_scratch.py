@@ -1,0 +1,198 @@
+"""oneDNN's scratch by rule against what TensorFlow's profiler recorded with 2, 4 and 8 threads."""
+
+import dataclasses
+
+import pytest
+
+from memory_estimator.scratch import (
+    FilterGradient,
+    depth_groups,
+    filter_gradient_bytes,
+    filter_gradient_touched,
+    up_convolution_bytes,
+)
+
+KIB, MIB = 2**10, 2**20
+
+SLACK_BYTES = 8 * KIB
+"""A thread: barriers and guards, for all of which the rule counts 8 KiB."""
+
+
+def convolution(side, in_channels, out_channels, kernel=3):
+    grid = (side, side, side)
+    return FilterGradient(1, grid, grid, in_channels, out_channels, kernel, 1, False)
+
+
+def up_convolution(side, in_channels, out_channels):
+    """From `side` / 2 voxels to `side`; the filter slides over the output."""
+    grid, below = (side, side, side), (side // 2,) * 3
+    return FilterGradient(1, grid, below, out_channels, in_channels, 2, 2, False)
+
+
+def network(side):
+    """The filter gradients of the default network (four channels, 16 filters, depth 5) on a cube of `side` voxels."""
+    return {
+        "head": convolution(side, 16, 3, kernel=1),
+        "decoder0_conv2": convolution(side, 16, 16),
+        "decoder0_conv1": convolution(side, 32, 16),
+        "decoder0_up": up_convolution(side, 32, 16),
+        "decoder1_conv2": convolution(side // 2, 32, 32),
+        "decoder1_conv1": convolution(side // 2, 64, 32),
+        "decoder1_up": up_convolution(side // 2, 64, 32),
+        "decoder2_conv2": convolution(side // 4, 64, 64),
+        "decoder2_conv1": convolution(side // 4, 128, 64),
+        "decoder2_up": up_convolution(side // 4, 128, 64),
+        "decoder3_conv2": convolution(side // 8, 128, 128),
+        "decoder3_conv1": convolution(side // 8, 256, 128),
+        "decoder3_up": up_convolution(side // 8, 256, 128),
+        "encoder4_conv2": convolution(side // 16, 256, 256),
+        "encoder4_conv1": convolution(side // 16, 128, 256),
+        "encoder3_conv1": convolution(side // 8, 64, 128),
+        "encoder2_conv1": convolution(side // 4, 32, 64),
+        "encoder1_conv1": convolution(side // 2, 16, 32),
+        "encoder0_conv1": convolution(side, 4, 16),
+    }
+
+
+# Bytes of region "temp" in the profiler's list of allocations: TensorFlow 2.15.1, ITEX 2.15.0.0, AVX-512 with bfloat16.
+RECORDED = {
+    (2, 96): {
+        "head": 113256832,
+        "decoder0_conv2": 114489732,
+        "decoder0_conv1": 172347780,
+        "decoder0_up": 36602244,
+        "decoder1_conv2": 29131140,
+        "decoder1_conv1": 44097924,
+        "decoder1_up": 9519492,
+        "decoder2_conv2": 8266116,
+        "decoder2_conv1": 12984708,
+        "decoder2_up": 2785668,
+        "decoder3_conv2": 2744708,
+        "decoder3_conv1": 5030276,
+        "decoder3_up": 1765764,
+        "encoder4_conv2": 7352708,
+        "encoder4_conv1": 3740036,
+        "encoder3_conv1": 3178884,
+        "encoder2_conv1": 5906820,
+        "encoder1_conv1": 21647748,
+        "encoder0_conv1": 71088004,
+    },
+    (4, 64): {
+        "head": 67121926,
+        "decoder0_conv2": 68276612,
+        "decoder0_conv1": 51511684,
+        "decoder0_up": 22073732,
+        "decoder1_conv2": 8892804,
+        "decoder1_conv1": 13570436,
+        "decoder1_up": 2965892,
+        "decoder2_conv2": 3133828,
+        "decoder2_conv1": 5198212,
+        "decoder2_up": 1065348,
+        "decoder3_conv2": 2081156,
+        "decoder3_conv1": 4014468,
+        "decoder3_up": 1311108,
+        "encoder4_conv2": 7176580,
+        "encoder4_conv1": 3629444,
+        "encoder3_conv1": 1130884,
+        "encoder2_conv1": 2101636,
+        "encoder1_conv1": 6553988,
+        "encoder0_conv1": 42241412,
+    },
+    (8, 64): {
+        "head": 134235142,
+        "decoder0_conv2": 136544644,
+        "decoder0_conv1": 103010692,
+        "decoder0_up": 44134788,
+        "decoder1_conv2": 17772932,
+        "decoder1_conv1": 27128196,
+        "decoder1_up": 5919108,
+        "decoder2_conv2": 6254980,
+        "decoder2_conv1": 10383748,
+        "decoder2_up": 2118020,
+        "decoder3_conv2": 2081156,
+        "decoder3_conv1": 4014468,
+        "decoder3_up": 1319300,
+        "encoder4_conv2": 7176580,
+        "encoder4_conv1": 3637636,
+        "encoder3_conv1": 2244996,
+        "encoder2_conv1": 4190596,
+        "encoder1_conv1": 13095300,
+        "encoder0_conv1": 84474244,
+    },
+}
+
+
+@pytest.mark.parametrize(("threads", "side"), RECORDED)
+def test_the_bfloat16_filter_gradient_takes_what_was_recorded(threads, side):
+    layers = network(side)
+    found = {name: filter_gradient_bytes(layers[name], "bfloat16", threads) for name in RECORDED[threads, side]}
+    off = {name: found[name] - bytes_ for name, bytes_ in RECORDED[threads, side].items()}
+    assert {name: difference for name, difference in off.items() if abs(difference) > threads * SLACK_BYTES} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded_mib"),
+    [("decoder0_conv2", 258.06), ("decoder0_conv1", 388.11), ("decoder0_up", 82.03), ("encoder0_conv1", 160.51)],
+)
+def test_it_takes_what_was_recorded_at_128_cubed_too(name, recorded_mib):
+    found = filter_gradient_bytes(network(128)[name], "bfloat16", 2)
+    assert found / MIB == pytest.approx(recorded_mib, abs=2 * SLACK_BYTES / MIB + 0.005)
+
+
+@pytest.mark.parametrize(
+    ("threads", "side", "recorded"),
+    [
+        (2, 96, {16: 14194736, 32: 3577904, 64: 923696}),
+        (4, 64, {16: 8446048, 32: 2154592, 64: 581728}),
+        (8, 64, {16: 16875712, 32: 4292800, 64: 1147072, 128: 352448}),
+    ],
+)
+def test_the_up_convolution_takes_its_input_once_a_thread(threads, side, recorded):
+    for filters, bytes_ in recorded.items():
+        below = side * 16 // filters // 2
+        input_bytes = below**3 * 2 * filters * 2
+        found = up_convolution_bytes(input_bytes, threads)
+        assert found == pytest.approx(bytes_, abs=threads * SLACK_BYTES)
+
+
+def test_float32_takes_none():
+    assert filter_gradient_bytes(convolution(96, 16, 16), "float32", 8) == 0
+
+
+def test_one_threads_buffers_by_hand():
+    # Both maps once, 16 channels of 2 bytes: rows of 8 and 2 of padding in the source, of 8 in the target; weights.
+    job = convolution(8, 16, 16)
+    maps = 8 * 8 * (8 + 2) * 16 * 2 + 8 * 8 * 8 * 16 * 2
+    assert filter_gradient_bytes(job, "bfloat16", 1) == maps + 27 * 16 * 16 * 4 + 8 * KIB
+
+
+def test_few_channels_count_as_a_whole_block_but_for_the_first_convolutions_input():
+    whole = filter_gradient_bytes(convolution(32, 16, 16), "bfloat16", 2)
+    assert filter_gradient_bytes(convolution(32, 16, 3), "bfloat16", 2) == whole
+    assert filter_gradient_bytes(convolution(32, 4, 16), "bfloat16", 2) < 0.7 * whole
+    # A kernel of its own, which has no such case.
+    assert filter_gradient_bytes(convolution(32, 4, 16, kernel=1), "bfloat16", 2) == filter_gradient_bytes(
+        convolution(32, 16, 16, kernel=1), "bfloat16", 2
+    )
+
+
+def test_threads_share_the_depth_of_large_maps_and_the_channels_of_small_ones():
+    assert [depth_groups(network(96)[name], 8) for name in ("decoder0_conv2", "encoder4_conv2")] == [8, 1]
+    assert depth_groups(convolution(4, 16, 16, kernel=1), 64) == 4
+
+
+def test_there_are_never_more_groups_than_threads_or_slabs():
+    for threads in (1, 2, 3, 5, 8, 56):
+        for side in (16, 32, 64):
+            for job in network(side).values():
+                assert 1 <= depth_groups(job, threads) <= min(threads, job.target[0])
+
+
+def test_what_is_written_lies_within_the_buffer():
+    for threads in (1, 2, 8):
+        for batch in (1, 2, 3):
+            for job in network(64).values():
+                job = dataclasses.replace(job, batch=batch)
+                size = filter_gradient_bytes(job, "bfloat16", threads)
+                for first, last in filter_gradient_touched(job, "bfloat16", threads):
+                    assert 0 <= first <= last <= size

@@ -1,0 +1,318 @@
+"""The closed form: a small network's step by hand, the rules of each engine, and measured peaks."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memory_estimator import training_step as module
+from memory_estimator.allocator import SMALL_BYTES, use
+from memory_estimator.before_step import inputs_made
+from memory_estimator.closed_form.maps import FEW_PIECES, MOST_PLANES
+from memory_estimator.job import Job
+from memory_estimator.liveness import requests, timeline
+from memory_estimator.norm_mask import is_narrow, mask_bytes
+from memory_estimator.program import KINDS, Tensor
+from memory_estimator.training_step import training_step
+from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+
+SMALL = UNetConfig(channels=1, outputs=1, filters=8, depth=2)
+
+
+def step(shape=(16, 16, 16), batch=1, engine="itex", threads=2, optimizer="adam", **unet):
+    job = Job(dataclasses.replace(SMALL, **unet), shape, batch, engine=engine, threads=threads, optimizer=optimizer)
+    return training_step(job)
+
+
+def op(program, name):
+    return next(each for each in program.ops if each.name == name)
+
+
+def names(program, *kinds):
+    return [each.name for each in program.ops if each.kind in kinds]
+
+
+def written(program, name):
+    made = [tensor for each in (*program.before, *program.ops) for tensor in (*each.writes, *each.keeps)]
+    return next(tensor for tensor in [*made, *program.resident] if tensor.name == name)
+
+
+# --- The order ---
+
+
+def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
+    program = step()
+    assert names(program, "conv", "up_conv", "pool", "join") == [
+        *("encoder0_conv1", "encoder0_conv2", "encoder1_pool", "encoder1_conv1", "encoder1_conv2"),
+        *("decoder0_up", "decoder0_concat", "decoder0_conv1", "decoder0_conv2", "head"),
+    ]
+    gradients = [name.partition("/") for name in names(program, "conv_filter_gradient", "conv_input_gradient")]
+    assert [(layer, what) for layer, _, what in gradients[:4]] == [
+        ("head", "filter_gradient"),
+        ("head", "input_gradient"),
+        ("decoder0_conv2", "filter_gradient"),
+        ("decoder0_conv2", "input_gradient"),
+    ]
+    # The image has no gradient.
+    assert gradients[-1][0] == "encoder0_conv1"
+    assert gradients[-1][2] == "filter_gradient"
+
+
+def test_a_shortcuts_gradients_come_before_the_long_ways():
+    program = step(residual=True)
+    done = [each.name for each in program.ops]
+    short = done.index("decoder0_shortcut/input_gradient")
+    assert done.index("decoder0_act2/gradient_below") < short < done.index("decoder0_norm2/gradient_below")
+    # The long way reads the same gradient, which therefore outlives the short one.
+    assert "decoder0_act2/gradient_below" in op(program, "decoder0_norm2/gradient_below").reads
+
+
+def test_two_gradients_of_one_map_are_added_in_the_memory_of_the_second():
+    program = step()
+    total = op(program, "encoder0_act2/gradient")
+    assert total.takes_over == "encoder1_pool/gradient_below"
+    assert set(total.reads) == {"encoder1_pool/gradient_below", "decoder0_concat/gradient_of_encoder0_act2"}
+
+
+# --- Sizes ---
+
+
+@pytest.mark.parametrize(("dtype", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_bytes):
+    program = step(batch=3, dtype=dtype, norm="batch")
+    voxels = 3 * 16**3
+    assert written(program, "image").bytes == voxels * value_bytes
+    assert written(program, "target").bytes == voxels
+    assert written(program, "decoder0_concat").bytes == voxels * 16 * value_bytes
+    assert written(program, "encoder1_pool/winners").bytes == voxels // 8 * 8
+    assert written(program, "encoder0_conv2/kernel").bytes == 27 * 8 * 8 * 4
+    assert written(program, "encoder0_conv2/filter_gradient").bytes == 27 * 8 * 8 * value_bytes
+    # The loss is float32 either way.
+    assert written(program, "head/loss/products").bytes == voxels * 4
+
+
+def test_a_convolutions_traffic_is_what_it_reads_and_writes():
+    found = op(step(norm="batch"), "encoder0_conv2")
+    assert found.traffic_bytes == 4 * (2 * 16**3 * 8 + 27 * 8 * 8)
+    assert found.flops == 2 * 27 * 8 * 8 * 16**3
+    assert (found.in_channels, found.out_channels) == (8, 8)
+
+
+def test_slots_and_averages_are_copies_of_the_trainable_weights():
+    trainable = 4 * sum(each.trainable for each in module.Writer(Job(SMALL, (16, 16, 16))).plan)
+    for optimizer, copies in (("adam", 2), ("sgd", 1)):
+        resident = step(optimizer=optimizer).resident
+        assert sum(t.bytes for t in resident if t.group == "optimizer slots") == copies * trainable
+    averaged = training_step(Job(SMALL, (16, 16, 16), averaged=True)).resident
+    in_kernels = sum(t.bytes for t in averaged if t.name.endswith("/kernel"))
+    assert sum(t.bytes for t in averaged if t.group == "averaged weights") == in_kernels
+
+
+# --- What differs between engines ---
+
+
+def test_itex_takes_scratch_from_the_allocator_and_stock_tensorflow_outside():
+    itex, stock = (step((64, 64, 64), engine=engine, filters=16, dtype="bfloat16") for engine in ("itex", "stock"))
+    for name in ("decoder0_conv2/filter_gradient", "decoder0_up"):
+        assert op(itex, name).scratch
+        assert not op(itex, name).hidden_bytes
+        assert not op(stock, name).scratch
+        assert op(stock, name).hidden_bytes
+
+
+def test_itex_keeps_the_reordered_kernels_of_its_forward_kernels():
+    keep = lambda program: [each.name for each in program.ops if each.keeps]
+    assert keep(step(engine="stock")) == []
+    # An up-convolution's forward kernel is its input gradient.
+    assert keep(step())[-1] == "decoder0_up/input_gradient"
+    assert "decoder0_conv1" in keep(step())
+
+
+def test_stock_tensorflow_takes_the_relu_before_the_norm_in_place():
+    name = "decoder0_act2/gradient_below"
+    stock = step(engine="stock")
+    assert op(stock, f"{name}/relu").takes_over == "head/input_gradient"
+    assert op(step(), name).reads == ("head/input_gradient", "decoder0_conv2", "decoder0_act2", "decoder0_act2/mask0")
+    assert op(stock, name).reads == (f"{name}/relu", "decoder0_conv2", "decoder0_act2/mask0")
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "engine", "bytes_"),
+    [
+        (16, "bfloat16", "itex", 100),
+        (8, "bfloat16", "itex", 800),
+        (8, "float32", "itex", 100),
+        (16, "float32", "stock", 400),
+        (24, "bfloat16", "stock", 3200),
+        (12, "float32", "stock", 3200),
+    ],
+)
+def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that(channels, dtype, engine, bytes_):
+    assert mask_bytes(800, channels, dtype, engine) == bytes_
+    assert is_narrow(channels, dtype) == (bytes_ in (800, 3200))
+
+
+# --- Norms ---
+
+
+def test_instance_norm_takes_a_batch_apart_and_the_last_sample_comes_first():
+    program = step(batch=2)
+    assert names(program, "norm")[:2] == ["encoder0_act1/sample1", "encoder0_act1/sample0"]
+    assert len(names(step(batch=2, norm="batch"), "norm")) == len(names(program, "norm")) // 2
+    assert written(program, "encoder0_act1/sample0").bytes * 2 == written(program, "encoder0_act1").bytes
+
+
+def test_without_a_norm_the_activation_lies_in_the_convolutions_output():
+    program = step(norm="none")
+    assert op(program, "encoder0_act1").takes_over == "encoder0_conv1"
+    assert names(program, "norm", "norm_gradient") == []
+
+
+def test_a_batch_of_many_samples_keeps_the_program_short():
+    few, many = (len(step(batch=batch).ops) for batch in (8, 64))
+    assert few == many
+
+
+# --- Up-sampling ---
+
+
+def pieces(program, of):
+    return next(each.writes for each in program.ops if each.name == of)
+
+
+def test_upsampling_cuts_a_map_into_planes_and_pieces_add_up():
+    program = step((32, 16, 16), up="upsampling")
+    planes = pieces(program, "decoder0_up/cut0")
+    assert len(planes) == 16
+    assert sum(plane.bytes for plane in planes) == written(program, "decoder0_up_conv").bytes
+    assert len(pieces(program, "decoder0_up/gradient_below/cut0")) == 32
+
+
+def test_more_planes_than_that_are_joined_into_few_pieces_of_the_same_bytes():
+    shape = (4 * MOST_PLANES, 16, 16)
+    program = step(shape, up="upsampling")
+    cut = pieces(program, "decoder0_up/cut0")
+    assert len(cut) == FEW_PIECES
+    assert sum(piece.bytes for piece in cut) == written(program, "decoder0_up_conv").bytes
+    assert len(pieces(program, "decoder0_up/cut1")) == 8
+
+
+# --- Before the first step ---
+
+
+def test_inputs_are_drawn_in_order_and_cast_when_all_are_there():
+    image, target = Tensor("image", 200, "input"), Tensor("target", 50, "input")
+    made = inputs_made([(image, "bfloat16"), (target, "uint8")])
+    assert [each.name for each in made] == [
+        *("image/noise", "image/scaled", "image/shifted", "target/drawn"),
+        *("image", "target/hits", "target", "inputs made"),
+    ]
+    assert [tensor.bytes for each in made for tensor in each.writes] == [400, 400, 400, 200, 200, 50, 50]
+    assert made[-1].reads == ("image/shifted", "target/drawn")
+
+
+def test_a_float32_image_is_there_once_drawn():
+    made = inputs_made([(Tensor("image", 400, "input"), "float32"), (Tensor("labels", 800, "input"), "int64")])
+    assert [each.name for each in made][:4] == ["image/noise", "image/scaled", "image", "labels/drawn"]
+    assert [tensor.bytes for each in made[3:] for tensor in each.writes] == [400, 100, 800]
+
+
+# --- Any job ---
+
+JOBS = st.builds(
+    lambda unet, shape, **more: Job(UNetConfig(**unet), shape, **more),
+    unet=st.fixed_dictionaries(
+        {
+            "channels": st.sampled_from((1, 4)),
+            "outputs": st.sampled_from((1, 3)),
+            "filters": st.sampled_from((4, 8, 16, 24)),
+            "depth": st.sampled_from((2, 3)),
+            "network": st.sampled_from(NETWORKS),
+            "norm": st.sampled_from(NORMS),
+            "up": st.sampled_from(UPS),
+            "residual": st.booleans(),
+            "deep_supervision": st.booleans(),
+            "dtype": st.sampled_from(DTYPES),
+        }
+    ),
+    shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
+    batch=st.integers(1, 4),
+    optimizer=st.sampled_from(("adam", "sgd")),
+    engine=st.sampled_from(("itex", "stock")),
+    threads=st.sampled_from((1, 2, 8)),
+    averaged=st.booleans(),
+)
+
+
+@given(JOBS)
+@settings(max_examples=80, deadline=None)
+def test_every_program_is_consistent(job):
+    program = training_step(job)
+    done = [each.name for each in program.ops]
+    assert len(set(done)) == len(done)
+    assert {each.kind for each in program.ops} <= set(KINDS)
+    # Raises where an operation reads what is not there.
+    line = timeline(program)
+    assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
+    # What a step takes it gives back, but for what it keeps.
+    kept = sum(tensor.bytes for each in program.ops for tensor in each.keeps)
+    assert sum(request.bytes for request in requests(program, 2)) == kept + sum(t.bytes for t in program.resident)
+
+
+@given(JOBS)
+@settings(max_examples=60, deadline=None)
+def test_more_voxels_filters_or_samples_never_mean_fewer_live_bytes(job):
+    x, y, z = job.shape
+    larger = [
+        dataclasses.replace(job, shape=(2 * x, y, z)),
+        dataclasses.replace(job, shape=(x, y, z + 2 * job.unet.divisor)),
+        dataclasses.replace(job, batch=job.batch + 1),
+    ]
+    if job.unet.norm == "none":
+        # A norm's mask shrinks eightfold where channels fill whole vectors.
+        larger.append(dataclasses.replace(job, unet=dataclasses.replace(job.unet, filters=2 * job.unet.filters)))
+    least = timeline(training_step(job)).peak_bytes
+    assert min(timeline(training_step(each)).peak_bytes for each in larger) >= least
+
+
+def test_a_kind_of_layer_without_rules_is_refused(monkeypatch):
+    monkeypatch.delitem(module.RULES, "pool")
+    with pytest.raises(ValueError, match="encoder1_pool must be of a kind that has rules, got 'pool'"):
+        step()
+
+
+# --- Measured ---
+
+BFLOAT16, FLOAT32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
+
+MEASURED = [
+    # get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads, inputs as
+    # `bench memory` makes them.
+    (BFLOAT16, 96, 1, "itex", 643_688_960),
+    (FLOAT32, 96, 1, "itex", 1_049_526_272),
+    (FLOAT32, 96, 1, "stock", 987_004_928),
+    ({**BFLOAT16, "residual": True}, 64, 1, "itex", 266_826_240),
+    ({**FLOAT32, "residual": True}, 64, 1, "stock", 383_254_528),
+    ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, 64, 2, "itex", 331_350_016),
+    ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872),
+]
+
+
+def measured_job(unet, side, batch, engine):
+    shape = side if isinstance(side, tuple) else (side, side, side)
+    return Job(UNetConfig(**unet), shape, batch, engine=engine, threads=2)
+
+
+@pytest.mark.parametrize(("unet", "side", "batch", "engine", "measured"), MEASURED)
+def test_the_allocators_peak_is_the_measured_one_to_a_kib(unet, side, batch, engine, measured):
+    found = use(training_step(measured_job(unet, side, batch, engine))).peak_bytes
+    assert found == pytest.approx(measured, abs=1024)
+
+
+def test_under_deep_supervision_it_is_within_2_percent_for_tensorflow_chooses_when_the_coarse_losses_run():
+    program = training_step(measured_job({**BFLOAT16, "deep_supervision": True}, 64, 1, "itex"))
+    assert use(program).peak_bytes == pytest.approx(262_799_360, rel=0.02)
+    # What is live is the same whenever they run before the finest head's gradients. Of that log, without small tensors:
+    taken = sum(tensor.bytes for tensor in timeline(program).peak_tensors if tensor.bytes >= SMALL_BYTES)
+    assert taken == pytest.approx(240_429_440, abs=1024)
