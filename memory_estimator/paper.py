@@ -1,7 +1,7 @@
 """The paper's terabyte, worked out again: what must be assumed to arrive at it, and what the job takes today.
 
-"Addressing the Memory Bottleneck in AI Model Training" (2020) reports "a little less than 1 TB" for a batch of 16 images
-of 240 x 240 x 144 voxels, FLAIR alone, in the wide network of Cicek et al., float32.
+"Addressing the Memory Bottleneck in AI Model Training" (2020) reports "a little less than 1 TB" for a batch of 16
+images of 240 x 240 x 144 voxels, FLAIR alone, in the wide network of Cicek et al., float32.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from memory_estimator.validation import Measured
 
 GIB = 2**30
 
-SIDES = (64, 80, 96, 112, 128, 160, 192, 240, 288, 352, 432, 512)
+SIDES = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 240, 288, 352, 432, 512)
 """Cubes that a line goes through, each rounded up to what the network can halve."""
 
 BATCHES = (1, 2, 4, 8, 16)
@@ -151,7 +151,7 @@ def draw_timeline(
     strip.set_title(title, fontsize=10, loc="left", fontweight="bold", pad=6)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, length or 1)
-    axes.set_xlabel("seconds into the step")
+    axes.set_xlabel("seconds into the step, which the profiler slows" if measured else "seconds into the step")
     axes.set_ylabel("live bytes, GiB")
     if notes:
         axes.legend(frameon=False, fontsize=8, loc="lower center", title="\n".join(notes), title_fontsize=8,

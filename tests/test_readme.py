@@ -27,7 +27,8 @@ def test_every_file_of_the_tree_exists_and_every_module_is_in_it():
     named = set(re.findall(r"[a-z0-9_]+\.(?:py|md|sh)", tree))
     there = {path.name for path in ROOT.rglob("*.*") if not any(part.startswith(".venv") for part in path.parts)}
     assert named <= there
-    modules = {p.name for folder in ("models", "memory_estimator", "cpu3d", "cpu3d/data") for p in (ROOT / folder).glob("*.py")}
+    rooms = ("models", "memory_estimator", "cpu3d", "cpu3d/data")
+    modules = {path.name for room in rooms for path in (ROOT / room).glob("*.py")}
     assert modules - named - {"__init__.py"} == set()
 
 

@@ -71,7 +71,7 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
     found: List[Dict[str, Any]] = []
     left_out: List[Dict[str, Any]] = []
-    runtime, check, ops_before = None, None, 0
+    runtime, check = None, None
     second_a_flop = 0.0  # of the network timed last; unknown yet
     for network in request["networks"]:
         job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
@@ -84,10 +84,9 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
         one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"], is_first_timed)
         peaks = one.pop("peaks")
         if is_first_timed:
-            check = {"unet": network["unet"], "shape": network["shape"], "ops_before": ops_before, **peaks}
+            check = {"unet": network["unet"], "shape": network["shape"], **peaks}
         found.append(one)
         runtime = runtime or _runtime(program)
-        ops_before += runtime_ops(program)
         if one["step_s"]:
             second_a_flop = one["step_s"] / _flops(program)
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights

@@ -4,7 +4,7 @@ from typing import List
 
 from memory_estimator.closed_form.maps import relu_gradient
 from memory_estimator.closed_form.writer import Writer
-from memory_estimator.norm_mask import is_narrow, mask_bytes
+from memory_estimator.norm_mask import is_narrow, mask_bytes, mask_touched
 from memory_estimator.program import Tensor
 from models.layer_plan import LayerOp
 
@@ -80,7 +80,7 @@ def _with_mask(writer: Writer, op: LayerOp, output: Tensor, sample: int, samples
     if op.kind != "norm_act":
         return [output]
     size = mask_bytes(writer.job.batch * op.elements, op.shape[3], op.dtype, writer.job.engine) // samples
-    touched = () if writer.itex else ((0, size // 4),)
+    touched = mask_touched(size, writer.job.engine)
     mask = writer.tensor(f"{op.name}/mask{sample}", size, writer.kept_at(op), touched)
     return [output, mask] if writer.itex else [mask, output]
 

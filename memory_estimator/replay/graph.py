@@ -21,6 +21,8 @@ class Output:
     shape: Tuple[int, ...]
     dtype: str
     bytes: int
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """As of `memory_estimator.program.Tensor`."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class _Memory:
             # Known by no rule: small, such as the bias gradient that a fused kernel computes alongside.
             self._own((node.name, index), Output((), "", 0), None)
         for index, output in enumerate(outputs):
-            tensor = Tensor(f"{node.name}:{index}", output.bytes, group) if output.bytes else None
+            tensor = Tensor(f"{node.name}:{index}", output.bytes, group, output.touched) if output.bytes else None
             self._own((node.name, index), output, tensor and tensor.name)
             placed += [tensor] if tensor else []
         if node.op in op_rules.STAYS:

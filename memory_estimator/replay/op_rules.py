@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple
 
-from memory_estimator.norm_mask import mask_bytes
+from memory_estimator.norm_mask import mask_bytes, mask_touched
 from memory_estimator.replay.graph import Node, Output, plain
 from memory_estimator.scratch import (
     FilterGradient,
@@ -117,7 +117,7 @@ def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
     name = plain(node.op)
     if name.startswith("FusedBatchNorm") and "Grad" not in name:
         fused = name == "FusedBatchNormEx"
-        return (*node.outputs[:5], _bytes(_norm_reserve(node.op, inputs[0]) if fused else 0))
+        return (*node.outputs[:5], _norm_reserve(node.op, inputs[0]) if fused else _bytes(0))
     if name in ("MaxPool", "MaxPool3D") and name != node.op:
         # Which element of its window was the largest: a byte each.
         return (node.outputs[0], _bytes(math.prod(node.outputs[0].shape)))
@@ -195,9 +195,11 @@ def _filter_gradient(node: Node, inputs: Sequence[Output]) -> FilterGradient:
     )
 
 
-def _norm_reserve(op: str, x: Output) -> int:
+def _norm_reserve(op: str, x: Output) -> Output:
     """What a norm fused with its ReLU keeps to know where the ReLU was open."""
-    return mask_bytes(math.prod(x.shape), x.shape[-1], x.dtype, "itex" if op.startswith("_ITEX") else "stock")
+    engine = "itex" if op.startswith("_ITEX") else "stock"
+    size = mask_bytes(math.prod(x.shape), x.shape[-1], x.dtype, engine)
+    return Output((size,), "uint8", size, mask_touched(size, engine))
 
 
 def _bytes(size: int) -> Output:

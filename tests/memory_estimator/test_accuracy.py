@@ -39,7 +39,7 @@ def test_without_measurements_no_error_is_claimed():
 def test_the_shipped_digest_is_whole():
     shipped = load_accuracy()
     for bound in (shipped.allocator_peak, shipped.process_peak, shipped.step_s):
-        assert 0 < bound.median <= bound.worst < 1
+        assert 0 <= bound.median <= bound.worst < 1
     assert 0 < shipped.margin_share < 0.06
 
 

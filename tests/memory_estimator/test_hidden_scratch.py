@@ -17,11 +17,17 @@ def test_it_is_one_block_of_channels_of_both_maps():
     assert hidden_filter_gradient_bytes(JOB, "bfloat16", 2) in range(rows * (96 + 96), rows * (100 + 96) + 1)
 
 
-def test_more_channels_take_no_more_and_neither_do_more_samples():
-    for change in ({"in_channels": 32}, {"out_channels": 32}, {"batch": 4}):
+def test_more_channels_take_no_more():
+    for change in ({"in_channels": 32}, {"out_channels": 32}):
         assert hidden_filter_gradient_bytes(dataclasses.replace(JOB, **change), "bfloat16", 2) == (
             hidden_filter_gradient_bytes(JOB, "bfloat16", 2)
         )
+
+
+def test_each_thread_fills_buffers_of_its_own_where_there_are_samples_enough():
+    one = hidden_filter_gradient_bytes(JOB, "bfloat16", 2)
+    found = [hidden_filter_gradient_bytes(dataclasses.replace(JOB, batch=n), "bfloat16", 2) for n in (2, 4)]
+    assert found == [2 * one, 2 * one]
 
 
 @pytest.mark.parametrize(

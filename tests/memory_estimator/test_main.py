@@ -48,10 +48,10 @@ def test_the_bill_names_causes_peaks_errors_and_the_verdict(capsys):
 
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
-    large = SMALL.replace("64GiB", "900MiB") + " --batch 8 --dtype float32"
+    large = SMALL.replace("64GiB", "1300MiB") + " --batch 8 --dtype float32"
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
-    assert content["upper_bound_bytes"] > 900 * 2**20
+    assert content["upper_bound_bytes"] > 1300 * 2**20
     assert any(line.startswith("fits with --batch") for line in content["advice"])
     assert main(large.split()) == 3
     assert "does not fit: needs up to" in capsys.readouterr().out
@@ -197,8 +197,8 @@ print(json.dumps([code, peak, sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.
         ("--shape 240 240 160 --up upsampling", 0.5),
         ("--recipe paper-2020 --shape 1024 1024 1024 --batch 64 --threads 80 --json", 0.5),
         ("--recipe paper-2020 --host-memory 1.5TiB --plan --json", 1.0),
-        # A plan is some fifty estimates, and nearest neighbours are joined plane by plane.
-        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 3.0),
+        # A plan is some thirty estimates, and nearest neighbours are joined plane by plane.
+        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 6.0),
     ],
 )
 def test_an_answer_takes_half_a_second_150_mib_and_no_tensorflow_at_any_size(arguments, most_s):

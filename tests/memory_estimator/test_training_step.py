@@ -75,6 +75,18 @@ def test_two_gradients_of_one_map_are_added_in_the_memory_of_the_second():
     assert set(total.reads) == {"encoder1_pool/gradient_below", "decoder0_concat/gradient_of_encoder0_act2"}
 
 
+def test_the_loss_writes_over_what_it_has_read_last():
+    program = step(dtype="bfloat16")
+    over = {each.name.rpartition("/")[2]: each.takes_over for each in program.ops if each.name.startswith("head/")}
+    assert {result: taken.rpartition("/")[2] for result, taken in over.items() if taken} == {
+        "probability": "float32",
+        "slope": "weighted",
+        "scaled": "probability",
+        "truth": "target",
+        "gradient": "scaled",
+    }
+
+
 # --- Sizes ---
 
 
@@ -135,6 +147,12 @@ def test_stock_tensorflow_takes_the_relu_before_the_norm_in_place():
     assert op(stock, f"{name}/relu").takes_over == "head/input_gradient"
     assert op(step(), name).reads == ("head/input_gradient", "decoder0_conv2", "decoder0_act2", "decoder0_act2/mask0")
     assert op(stock, name).reads == (f"{name}/relu", "decoder0_conv2", "decoder0_act2/mask0")
+
+
+def test_the_gradient_of_a_relu_without_a_norm_is_in_place_with_stock_tensorflow_alone():
+    for unet in ({"norm": "none"}, {"residual": True}):
+        found = [op(step(engine=engine, **unet), "decoder0_act2/gradient_below") for engine in ("itex", "stock")]
+        assert [each.takes_over for each in found] == [None, "head/input_gradient"]
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,7 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     text = "\n".join(page(measured, compare(measured, lambda one: SAID), ACCURACY))
     assert "## Errors of the 3 larger configurations" in text
     assert "Configurations with a miss: 3 of 3;" in text  # all predicted times are half too long
-    assert (
-        "| 128x128x128 f16 d5 b1 c4 k3 float32 itex instance adam | 2.000 | +0.0 % | 3.000 | +0.0 % | +33." in text
-    )
+    assert "| 128x128x128 f16 d5 b1 c4 k3 float32 itex instance adam | 2.000 | +0.0 % | 3.000 | +0.0 % | +33." in text
     assert "| 4.000 | -25.0 % | -0.0 % | 1.00 | 12 %, disturbed | +50.0 % | process, upper bound, time |" in text
     assert "f16 d5 b1 c4 k3 float32 itex instance adam residual | - | - |" in text
     assert text.rindex("| 64x64x64") > text.index("## 96^3 voxels and less")
