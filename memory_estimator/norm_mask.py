@@ -8,7 +8,7 @@ VECTOR_CHANNELS = {"bfloat16": 16, "float32": 8}
 
 
 def is_narrow(channels: int, dtype: str) -> bool:
-    """Whether the channels leave part of a vector empty: oneDNN then norms with a kernel ten times as slow."""
+    """Whether the channels leave part of a vector empty: oneDNN then norms with a plain kernel, many times as slow."""
     return channels % VECTOR_CHANNELS.get(dtype, VECTOR_CHANNELS["float32"]) != 0
 
 
