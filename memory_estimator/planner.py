@@ -84,18 +84,18 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
 
     Costs grow with the number but for the allocator's rounding, which takes chunks whole: there the answer fits, and a
     number a little larger may fit again.
-    Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known;
-    every third one lies halfway, for costs that do not.
+    Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known, and
+    halfway after a guess that did not halve what is left: no search takes over 3 log2(answer) guesses and a few.
     """
     low, high, below, above = 1, last + 1, cost(1), 0
     if below > budget:
         return 0
-    turn = 0
+    halved = True
     while high - low > 1:
-        turn += 1
+        left = high - low
         if not above:
-            guess = max(2 * low if turn > 1 else 0, low * budget // below)
-        elif turn % 3:
+            guess = max(2 * low if low > 1 else 0, low * budget // below)
+        elif halved:
             power = math.log(above / below) / math.log(high / low)
             guess = int(low * (budget / below) ** (1 / max(power, 0.1)))
         else:
@@ -106,6 +106,7 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
             low, below = guess, found
         else:
             high, above = guess, found
+        halved = 2 * (high - low) <= left
     return low
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from cpu3d.host.apply import apply
@@ -17,6 +18,12 @@ if "tensorflow" not in sys.modules:  # a second collection in one process finds 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and every process that a test starts and interrupts would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples every time, so that a change is judged by what it changes; and no limit on an example's time, which
+# says how busy the machine is. `--hypothesis-profile search` looks for others.
+hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

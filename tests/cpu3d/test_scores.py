@@ -133,7 +133,7 @@ def test_what_cannot_be_scored_is_refused(truth, prediction, spacing_mm, toleran
 MASKS = arrays(bool, (4, 5, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(MASKS, MASKS, st.tuples(*[st.sampled_from([0.5, 1.0, 2.5])] * 3), st.sampled_from([0.0, 1.0, 2.5]))
 def test_scores_are_those_of_brute_force(truth, prediction, spacing_mm, tolerance_mm):
     scores = score_region(truth, prediction, spacing_mm, tolerance_mm)
@@ -148,7 +148,7 @@ def test_scores_are_those_of_brute_force(truth, prediction, spacing_mm, toleranc
     assert scores.surface_dice == pytest.approx(sum(near) / len(near))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(MASKS, MASKS)
 def test_truth_and_prediction_can_change_places_and_the_grid_can_be_flipped(truth, prediction):
     scores, turned = score_region(truth, prediction, (1, 2, 3)), score_region(prediction, truth, (1, 2, 3))

@@ -264,7 +264,7 @@ JOBS = st.builds(
 
 
 @given(JOBS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_program_is_consistent(job):
     program = training_step(job)
     done = [each.name for each in program.ops]
@@ -279,7 +279,7 @@ def test_every_program_is_consistent(job):
 
 
 @given(JOBS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_voxels_filters_or_samples_never_mean_fewer_live_bytes(job):
     x, y, z = job.shape
     larger = [
