@@ -7,8 +7,8 @@ NETWORKS = ("unet3d", "cicek2016")
 NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
-POLICIES = ("speed",)
-"""What may be traded for memory in a step: "speed" keeps every map that the backward pass reads."""
+POLICIES = ("speed", "balanced", "lean")
+"""What may be traded for memory in a training step, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class UNetConfig:
     """Of the initial weights."""
     dtype: str = "float32"
     """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
+    policy: str = "speed"
+    """How a training step trades time for memory, with the same gradients to rounding: "speed" keeps every map that the
+    backward pass reads, "balanced" makes norms and joins again, "lean" whole blocks where that is memory
+    (models/policy.py)."""
 
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
@@ -46,7 +50,13 @@ class UNetConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
         if not 2 <= self.depth <= 8:
             raise ValueError(f"depth must be between 2 and 8, got {self.depth}; 5 is the paper's")
-        for name, allowed in (("network", NETWORKS), ("norm", NORMS), ("up", UPS), ("dtype", DTYPES)):
+        for name, allowed in (
+            ("network", NETWORKS),
+            ("norm", NORMS),
+            ("up", UPS),
+            ("dtype", DTYPES),
+            ("policy", POLICIES),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
 

@@ -35,43 +35,83 @@ class NormActivation(tf.keras.layers.Layer):
             shared = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
             self.gamma = self.add_weight(name="gamma", initializer="ones", **shared)
             self.beta = self.add_weight(name="beta", initializer="zeros", **shared)
+        if self.norm == "batch":
+            _, size_x, size_y, size_z, channels = input_shape
+            self.batch_norm.build((None, size_x * size_y, size_z, channels))
         if self.norm == "none":
             self.bias = self.add_weight(name="bias", shape=(input_shape[-1],), initializer="zeros")
         super().build(input_shape)
 
     def call(self, x, training=None):
-        if self.norm == "instance":
-            samples = x.shape[0]
-            if samples is None:
-                return self._activate(self._from_moments(x))
-            parts = tf.split(x, samples) if samples > 1 else [x]
-            parts = [self._unfold(self._activate(self._fused(self._fold(part))), part) for part in parts]
-            return tf.concat(parts, 0) if samples > 1 else parts[0]
+        parts = self.fold(x)
         if self.norm == "batch":
-            return self._unfold(self._activate(self.batch_norm(self._fold(x), training=training)), x)
-        return self._activate(add_bias(x, tf.convert_to_tensor(self.bias)))
+            return self.unfold([self._activate(self.batch_norm(parts[0], training=training))], x)
+        return self.unfold(self.apply(parts, *self.values())[0], x)
 
     def get_config(self):
         return {**super().get_config(), "norm": self.norm, "activate": self.activate}
 
+    # --- As a function of its weights ---
+
+    def values(self, *before):
+        """What it multiplies by and adds, as tensors, read once all of `before` is there."""
+        owner = self.batch_norm or self
+        with tf.control_dependencies(before):
+            if self.norm == "none":
+                return [tf.cast(tf.convert_to_tensor(self.bias), self.compute_dtype)]
+            return [tf.convert_to_tensor(owner.gamma), tf.convert_to_tensor(owner.beta)]
+
+    def apply(self, parts, *values):
+        """The layer in training on a folded map: its parts again, and a batch's mean and variance (or nothing).
+
+        `values` stand for its weights. Changes no variable, so it may be computed twice.
+        """
+        if self.norm == "none":
+            return [self._activate(add_bias(part, *values)) for part in parts], []
+        if self.norm == "instance" and parts[0].shape[0] is None:
+            return [self._activate(self._from_moments(part, *values)) for part in parts], []
+        found = [self._fused(part, *values) for part in parts]
+        return [self._activate(one[0]) for one in found], list(found[0][1:3]) if self.norm == "batch" else []
+
+    def fold(self, x):
+        """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
+
+        Without a norm it is x: the kernels then take any rank. Whoever computes `apply` twice must fold once, since
+        ITEX's passes count the readers of a view alone: with one, they write the result over the map behind it.
+        """
+        if self.norm == "none":
+            return [x]
+        samples, size_x, size_y, size_z, channels = x.shape
+        shape = (size_x * size_y, size_z, channels)
+        if self.norm == "batch" or samples in (None, 1):
+            return [tf.reshape(x, (-1, *shape))]
+        return [tf.reshape(part, (1, *shape)) for part in tf.split(x, samples)]
+
+    def unfold(self, parts, like):
+        """The way back, to the grid of `like` (N, X, Y, Z, ...)."""
+        if self.norm == "none":
+            return parts[0]
+        samples, *grid = like.shape[:4]
+        whole = [tf.reshape(part, (-1 if len(parts) == 1 else 1, *grid, part.shape[-1])) for part in parts]
+        return tf.concat(whole, 0) if len(whole) > 1 else whole[0]
+
+    def move(self, mean, variance):
+        """Move batch norm's statistics towards those of a batch, as training does."""
+        for moving, found in ((self.batch_norm.moving_mean, mean), (self.batch_norm.moving_variance, variance)):
+            moving.assign_sub((moving - tf.cast(found, moving.dtype)) * (1 - MOMENTUM))
+
+    # --- Private helpers ---
+
     def _activate(self, x):
         return tf.nn.relu(x) if self.activate else x
 
-    def _fused(self, sample):
-        return tf.compat.v1.nn.fused_batch_norm(sample, self.gamma, self.beta, epsilon=EPSILON, is_training=True)[0]
+    @staticmethod
+    def _fused(sample, gamma, beta):
+        return tf.compat.v1.nn.fused_batch_norm(sample, gamma, beta, epsilon=EPSILON, is_training=True)
 
-    def _from_moments(self, x):
+    @staticmethod
+    def _from_moments(x, gamma, beta):
         """The definition, for a batch size that is not known when the model is built."""
-        mean, variance = tf.nn.moments(tf.cast(x, tf.float32), (1, 2, 3), keepdims=True)
-        scale = self.gamma * tf.math.rsqrt(variance + EPSILON)
-        return tf.cast(tf.cast(x, tf.float32) * scale + (self.beta - mean * scale), x.dtype)
-
-    @staticmethod
-    def _fold(x):
-        """(N, X, Y, Z, C) -> (N, X*Y, Z, C): a view, no copy."""
-        _, size_x, size_y, size_z, channels = x.shape
-        return tf.reshape(x, (-1, size_x * size_y, size_z, channels))
-
-    @staticmethod
-    def _unfold(x, like):
-        return tf.reshape(x, (-1, *like.shape[1:]))
+        mean, variance = tf.nn.moments(tf.cast(x, tf.float32), (1, 2), keepdims=True)
+        scale = gamma * tf.math.rsqrt(variance + EPSILON)
+        return tf.cast(tf.cast(x, tf.float32) * scale + (beta - mean * scale), x.dtype)

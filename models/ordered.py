@@ -7,16 +7,28 @@ it is the last that reads the convolution's input. The order is also what makes 
 
 import tensorflow as tf
 
-UNIT = (1, 1, 1, 1, 1)
+from models.filter_gradient import UNIT, filter_gradient, filter_gradient_by_planes
+
 HALF = (1, 2, 2, 2, 1)
 
 
 class Convolution(tf.keras.layers.Conv3D):
-    """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same"."""
+    """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same".
+
+    `by_planes` is how its filter gradient is computed: with less memory, as models/filter_gradient.py says.
+    """
+
+    def __init__(self, *args, by_planes: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.by_planes = by_planes
 
     def call(self, inputs):
-        maps = _convolution(inputs, _read_after(inputs, self.kernel))
+        of_kernel = filter_gradient_by_planes if self.by_planes else filter_gradient
+        maps = _convolution(of_kernel)(inputs, read_after(inputs, self.kernel))
         return add_bias(maps, tf.convert_to_tensor(self.bias)) if self.use_bias else maps
+
+    def get_config(self):
+        return {**super().get_config(), "by_planes": self.by_planes}
 
 
 class ShortcutSum(tf.keras.layers.Layer):
@@ -38,7 +50,7 @@ class ShortcutSum(tf.keras.layers.Layer):
 
     def call(self, inputs):
         maps, entry = inputs
-        return _shortcut_sum(maps, entry, _read_after(maps, self.kernel), self.entry_learns)
+        return _shortcut_sum(maps, entry, read_after(maps, self.kernel), self.entry_learns)
 
     def get_config(self):
         initializer = tf.keras.initializers.serialize(self.kernel_initializer)
@@ -50,7 +62,7 @@ class UpConvolution(tf.keras.layers.Conv3DTranspose):
     """A transposed convolution of kernel and stride 2, without bias: (N, X, Y, Z, C) -> (N, 2X, 2Y, 2Z, filters)."""
 
     def call(self, inputs):
-        return _up_convolution(inputs, _read_after(inputs, self.kernel))
+        return up_convolution(inputs, read_after(inputs, self.kernel))
 
 
 class Join(tf.keras.layers.Concatenate):
@@ -72,31 +84,58 @@ def add_bias(maps, bias):
     return tf.nn.bias_add(maps, bias), gradient
 
 
-# --- Private helpers ---
-
-
-def _read_after(maps, kernel):
+def read_after(maps, kernel):
     """The kernel in the compute dtype, cast when the maps it meets are there and not at the start of the step."""
     with tf.control_dependencies([maps]):
         return tf.convert_to_tensor(kernel)
 
 
-@tf.custom_gradient
-def _convolution(x, kernel):
-    return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream)
+def input_gradient(x, kernel, upstream, *before):
+    """Of a convolution of x (N, X, Y, Z, A), stride 1, "same", from its output's gradient (N, X, Y, Z, B).
 
-
-def _gradients(x, kernel, upstream):
-    """Of a convolution's input and kernel, the kernel's first."""
-    to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
-        input=x, filter_sizes=kernel.shape, out_backprop=upstream, strides=UNIT, padding="SAME"
-    )
+    Not computed until all of `before` is; of x, only the shape is read.
+    """
     size = tf.shape(x)
-    with tf.control_dependencies([to_kernel]):
-        to_x = tf.raw_ops.Conv3DBackpropInputV2(
+    with tf.control_dependencies(before):
+        return tf.raw_ops.Conv3DBackpropInputV2(
             input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
         )
-    return to_x, to_kernel
+
+
+@tf.custom_gradient
+def up_convolution(x, kernel):
+    """A transposed convolution of kernel and stride 2: (N, X, Y, Z, A), (2, 2, 2, B, A) -> (N, 2X, 2Y, 2Z, B)."""
+    samples, size_x, size_y, size_z, _ = tf.unstack(tf.shape(x))
+    shape = tf.stack([samples, 2 * size_x, 2 * size_y, 2 * size_z, kernel.shape[3]])
+
+    def gradient(upstream):
+        to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
+            input=upstream, filter_sizes=kernel.shape, out_backprop=x, strides=HALF, padding="SAME"
+        )
+        with tf.control_dependencies([to_kernel]):
+            to_x = tf.nn.conv3d(upstream, kernel, HALF, "SAME")
+        return to_x, to_kernel
+
+    return tf.nn.conv3d_transpose(x, kernel, shape, HALF, "SAME"), gradient
+
+
+# --- Private helpers ---
+
+
+def _convolution(of_kernel):
+    """A convolution of x with a kernel, whose filter gradient is computed as told."""
+
+    @tf.custom_gradient
+    def convolution(x, kernel):
+        return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream, of_kernel)
+
+    return convolution
+
+
+def _gradients(x, kernel, upstream, of_kernel=filter_gradient):
+    """Of a convolution's input and kernel, the kernel's first."""
+    to_kernel = of_kernel(x, upstream, kernel.shape)
+    return input_gradient(x, kernel, upstream, to_kernel), to_kernel
 
 
 def _shortcut_sum(maps, entry, kernel, entry_learns):
@@ -114,22 +153,6 @@ def _shortcut_sum(maps, entry, kernel, entry_learns):
         return maps + tf.nn.conv3d(late, kernel, UNIT, "SAME"), gradient
 
     return total(maps, entry, kernel)
-
-
-@tf.custom_gradient
-def _up_convolution(x, kernel):
-    samples, size_x, size_y, size_z, _ = tf.unstack(tf.shape(x))
-    shape = tf.stack([samples, 2 * size_x, 2 * size_y, 2 * size_z, kernel.shape[3]])
-
-    def gradient(upstream):
-        to_kernel = tf.raw_ops.Conv3DBackpropFilterV2(
-            input=upstream, filter_sizes=kernel.shape, out_backprop=x, strides=HALF, padding="SAME"
-        )
-        with tf.control_dependencies([to_kernel]):
-            to_x = tf.nn.conv3d(upstream, kernel, HALF, "SAME")
-        return to_x, to_kernel
-
-    return tf.nn.conv3d_transpose(x, kernel, shape, HALF, "SAME"), gradient
 
 
 @tf.custom_gradient

@@ -4,7 +4,7 @@ from typing import Optional, Tuple
 
 import tensorflow as tf
 
-from models.blocks import block, down, head, join, up
+from models.blocks import decoder, down, encoder, head
 from models.config import UNetConfig
 
 
@@ -23,14 +23,12 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     for level in range(config.depth):
         if level:
             x = down(x, config, f"encoder{level}")
-        x = block(x, config, f"encoder{level}", config.encoder_widths(level))
+        x = encoder(x, config, level)
         skips.append(x)
 
     coarse = []
     for level in reversed(range(config.depth - 1)):
-        x = up(x, config, f"decoder{level}", config.up_width(level))
-        x = join(skips[level], x, config, f"decoder{level}")
-        x = block(x, config, f"decoder{level}", config.decoder_widths(level))
+        x = decoder(skips[level], x, config, level)
         if config.deep_supervision and level:
             coarse.append((level, x))
 

@@ -1,0 +1,226 @@
+"""A U-Net's blocks with less memory: backward passes that keep few maps and make the others again when they are due.
+
+Same weights and functions as the layers of models/blocks.py, same gradients to rounding; what a block keeps is
+models/policy.py's choice. Four things make the difference:
+
+- A convolution's output is enough to keep: norm and ReLU are made again from it.
+- A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; and the up-sampled one is
+  made again from the coarser.
+- Filter gradients go plane by plane (models/filter_gradient.py).
+- Every operation of a backward pass waits for the one before. Left alone, TensorFlow would make everything again at
+  once, as soon as a step begins.
+"""
+
+import dataclasses
+from typing import Tuple
+
+import tensorflow as tf
+
+from models.config import UNetConfig
+from models.filter_gradient import filter_gradient_by_planes
+from models.layers import convolution_layer, norm_layer, up_layers
+from models.ordered import UNIT, input_gradient, read_after, up_convolution
+
+
+class LeanBlock(tf.keras.layers.Layer):
+    """Two 3x3x3 convolutions, each with norm and ReLU, as one layer; `residual` adds the entry before the last ReLU.
+
+    An encoder's block takes its entry; a decoder's takes [skip, below] and doubles the grid of `below` itself, to
+    `up_width` maps. Weights are those of the single layers, in their order.
+    """
+
+    def __init__(self, unet: UNetConfig, widths: Tuple[int, int], keeps_hidden: bool, up_width: int = 0, **kwargs):
+        super().__init__(**kwargs)
+        self.unet, self.widths, self.keeps_hidden, self.up_width = unet, tuple(widths), keeps_hidden, up_width
+        name, residual = self.name, unet.residual
+        self.up = up_layers(unet, name, up_width) if up_width else []
+        self.conv1 = convolution_layer(unet, f"{name}_conv1", widths[0], 3)
+        self.norm1 = norm_layer(unet, f"{name}_act1")
+        self.conv2 = convolution_layer(unet, f"{name}_conv2", widths[1], 3)
+        self.norm2 = norm_layer(unet, f"{name}_norm2" if residual else f"{name}_act2", activate=not residual)
+        self.shortcut = convolution_layer(unet, f"{name}_shortcut", widths[1], 1) if residual else None
+
+    def build(self, input_shape):
+        entry = input_shape
+        if self.up:
+            skip, below = input_shape
+            self.up[0].build(below)
+            entry = [*skip[:-1], skip[-1] + self.up_width]
+        first, second = ([*entry[:-1], width] for width in self.widths)
+        for layer, shape in ((self.conv1, entry), (self.norm1, first), (self.conv2, first), (self.norm2, second)):
+            layer.build(tf.TensorShape(shape))
+        if self.shortcut:
+            self.shortcut.build(tf.TensorShape(entry))
+        super().build(input_shape)
+
+    @property
+    def weights(self):
+        """Layer by layer, as a model of single layers lists them: batch norm's statistics beside its scale."""
+        layers = (*self.up, self.conv1, self.norm1, self.conv2, self.norm2, self.shortcut)
+        return [weight for layer in layers if layer for weight in layer.weights]
+
+    def call(self, inputs, training=None):
+        inputs = list(inputs) if self.up else [inputs]
+        if not training:
+            return self._infer(inputs)
+        like = (inputs, self._read_weights(inputs[-1]))
+
+        @tf.custom_gradient
+        def block(*flat):
+            inputs, weights = tf.nest.pack_sequence_as(like, flat)
+            outputs, kept = self._forward(inputs, weights)
+
+            def gradient(upstream, *_):
+                return tf.nest.flatten(self._backward(upstream, kept, inputs, weights))
+
+            return outputs, gradient
+
+        y, *statistics = block(*tf.nest.flatten(like))
+        for norm, found in ((self.norm1, statistics[:2]), (self.norm2, statistics[2:])):
+            if found:
+                norm.move(*found)
+        return y
+
+    def get_config(self):
+        more = {"widths": self.widths, "keeps_hidden": self.keeps_hidden, "up_width": self.up_width}
+        return {**super().get_config(), "unet": dataclasses.asdict(self.unet), **more}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**{**config, "unet": UNetConfig(**config["unet"])})
+
+    # --- Private helpers ---
+
+    def _infer(self, inputs):
+        """The single layers, one after the other."""
+        entry = inputs[-1]
+        for layer in self.up:
+            entry = layer(entry)
+        if self.up:
+            entry = tf.concat([inputs[0], entry], -1)
+        y = self.norm2(self.conv2(self.norm1(self.conv1(entry))))
+        return tf.nn.relu(y + self.shortcut(entry)) if self.shortcut else y
+
+    def _read_weights(self, entry):
+        """As tensors; kernels in the compute dtype, cast one after the other once the maps they meet are there."""
+        weights = {"norm1": self.norm1.values(), "norm2": self.norm2.values()}
+        before = entry
+        for name, layer in (("up", self.up and self.up[0]), ("conv1", self.conv1), ("conv2", self.conv2)):
+            if layer:
+                before = weights[name] = read_after(before, layer.kernel)
+        if self.shortcut:
+            weights["shortcut"] = read_after(before, self.shortcut.kernel)
+        return weights
+
+    def _forward(self, inputs, weights):
+        """(output, a batch's statistics ...), and what the backward pass will find: the hidden maps, the output."""
+        parts, _ = self._entry(inputs, weights)
+        hidden1 = self.norm1.fold(_convolve(parts, weights["conv1"]))
+        y, statistics1 = self._normalised(1, hidden1, weights, parts[0])
+        hidden2 = self.norm2.fold(_convolve([y], weights["conv2"]))
+        y, statistics2 = self._normalised(2, hidden2, weights, parts[0])
+        if self.shortcut:
+            y = tf.nn.relu(y + _convolve([then(part, y) for part in parts], weights["shortcut"]))
+        kept = (hidden1, hidden2) if self.keeps_hidden else None, y if self.shortcut else None
+        return (y, *statistics1, *statistics2), kept
+
+    def _backward(self, upstream, kept, inputs, weights):
+        """Gradients of (inputs, weights), with no more maps alive at a time than must be."""
+        hidden, y = kept
+        entry, found = None, {}
+        if self.shortcut:
+            upstream = tf.raw_ops.ReluGrad(gradients=upstream, features=y)
+        like = inputs[0]
+        if not hidden:
+            entry = self._entry([then(one, upstream) for one in inputs], weights)
+            hidden1 = self.norm1.fold(_convolve(entry[0], weights["conv1"]))
+            y1, _ = self._normalised(1, hidden1, weights, like)
+            hidden = hidden1, self.norm2.fold(_convolve([y1], weights["conv2"]))
+
+        _, gradient = self._again(2, hidden[1], upstream)
+        at_hidden2, *found["norm2"] = gradient(upstream)
+        y1, gradient = self._again(1, hidden[0], at_hidden2)
+        at_y1, (found["conv2"],) = _gradients(y1, [(weights["conv2"], at_hidden2)])
+        at_hidden1, *found["norm1"] = gradient(at_y1)
+
+        parts, to_up = entry or self._entry([then(one, at_hidden1) for one in inputs], weights)
+        readers = [("conv1", at_hidden1)] + ([("shortcut", upstream)] if self.shortcut else [])
+        at_inputs, of_parts = [], []
+        # The up-sampled map first: it lives for this alone, and its gradient goes on to the coarser grid at once.
+        for part, first in reversed(list(zip(parts, (0, parts[0].shape[-1])))):
+            rows = slice(first, first + part.shape[-1])
+            meets = [(weights[name][..., rows, :], at_output) for name, at_output in readers]
+            at_part, of_kernels = _gradients(then(part, *at_inputs), meets)
+            if to_up:
+                (at_part, found["up"]), to_up = to_up(at_part), None
+            at_inputs.append(at_part)
+            of_parts.append(of_kernels)
+        for number, (name, _) in enumerate(readers):
+            found[name] = tf.concat([of_kernels[number] for of_kernels in reversed(of_parts)], 3)
+        return at_inputs[::-1], found
+
+    def _normalised(self, number, hidden, weights, like):
+        """Norm and ReLU of a folded hidden map, on the grid of `like`, and a batch's statistics."""
+        norm = (self.norm1, self.norm2)[number - 1]
+        y, statistics = norm.apply(hidden, *weights[f"norm{number}"])
+        return norm.unfold(y, like), statistics
+
+    def _again(self, number, hidden, before):
+        """Norm and ReLU of what is kept, computed after `before`: the map, and the gradient function for [hidden, norm].
+
+        What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
+        """
+        norm = (self.norm1, self.norm2)[number - 1]
+        values = norm.values(before)
+        with tf.GradientTape() as tape:
+            tape.watch([hidden, values])
+            y = norm.unfold(norm.apply(hidden, *values)[0], before)
+
+        def gradient(upstream):
+            at_hidden, at_values = tape.gradient(y, [hidden, values], upstream)
+            return norm.unfold(at_hidden, before), *at_values
+
+        return y, gradient
+
+    def _entry(self, inputs, weights):
+        """What the first convolution reads, [entry] or [skip, up-sampled], and the gradient function of the latter."""
+        if not self.up:
+            return inputs, None
+        skip, below = inputs
+        kernel = weights["up"]
+        with tf.GradientTape() as tape:
+            tape.watch([below, kernel])
+            fine = up_convolution(below, kernel) if len(self.up) == 1 else self.up[1](_convolve([below], kernel))
+        return [skip, fine], lambda upstream: tape.gradient(fine, [below, kernel], upstream)
+
+
+def then(x, *before):
+    """x, but not until all of `before` is there. A view, no copy."""
+    with tf.control_dependencies(before):
+        return tf.identity(x)
+
+
+# --- Private helpers ---
+
+
+def _convolve(parts, kernel):
+    """The convolution of `parts` side by side, without putting them there: a sum of one for each."""
+    total, first = None, 0
+    for part in parts:
+        rows = kernel[..., first : first + part.shape[-1], :]
+        with tf.control_dependencies([] if total is None else [total]):
+            output = tf.nn.conv3d(part, rows, UNIT, "SAME")
+        total = output if total is None else total + output
+        first += part.shape[-1]
+    return total
+
+
+def _gradients(x, meets):
+    """Of a map and of each kernel that it meets, given as (kernel, gradient of that convolution's output)."""
+    at_x, of_kernels = None, []
+    for kernel, at_output in meets:
+        of_kernels.append(filter_gradient_by_planes(x, then(at_output, *of_kernels[-1:]), kernel.shape))
+    for kernel, at_output in meets:
+        at_one = input_gradient(x, kernel, at_output, of_kernels[-1])
+        at_x = at_one if at_x is None else at_x + at_one
+    return at_x, of_kernels
