@@ -11,14 +11,15 @@ from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
-from memory_estimator.job import OPTIMIZERS
+from memory_estimator.job import OPTIMIZERS, divisors
 from models.config import UNetConfig
 
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
-FREE = ("store", "epochs", "patience", "validate_every", "save_minutes")
-"""Settings that may change when a run is continued; all others would make it another run."""
+FREE = ("store", "epochs", "patience", "validate_every", "save_minutes", "micro_batch", "unet.policy")
+"""Settings that may change when a run is continued; all others would make it another run. The last two are how a step
+is computed: the run then goes on alike, but not to the bit."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class RunConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     batch: int = 1
     """Volumes a step. An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
+    micro_batch: int = 0
+    """Volumes computed at a time, whose gradients are then summed; it divides `batch`. 0 is by rule (see `micro`)."""
     epochs: int = 100
     """Passes over the training cases."""
     optimizer: str = "adam"
@@ -71,12 +74,28 @@ class RunConfig:
     def __post_init__(self):
         for name in ("batch", "epochs", "validate_every"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("patience", "warmup_steps", "save_minutes"):
+        for name in ("patience", "warmup_steps", "save_minutes", "micro_batch"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        advice = f"give one of {', '.join(map(str, divisors(self.batch)))}"
+        _require(
+            self.batch % self.micro == 0, "micro_batch", f"divide the batch of {self.batch}", self.micro_batch, advice
+        )
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
         for name, allowed in (("extent", EXTENTS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
             _require(getattr(self, name) in allowed, name, f"be one of {', '.join(allowed)}", getattr(self, name))
+
+    @property
+    def micro(self) -> int:
+        """Volumes computed at a time. By rule 1, the least memory, with a norm per sample: the sum of the gradients is
+        then the whole batch's, to rounding. Batch norm's statistics are of what is computed together, so there it is
+        the whole batch."""
+        return self.micro_batch or (self.batch if self.unet.norm == "batch" else 1)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches a step."""
+        return self.batch // self.micro
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -106,6 +125,7 @@ def config_from_json(content: Dict[str, Any]) -> RunConfig:
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     fields["label_names"] = {int(code): name for code, name in content["label_names"].items()}
     fields["region_codes"] = {name: tuple(codes) for name, codes in content["region_codes"].items()}
+    fields = {"micro_batch": fields["batch"], **fields}  # a run from before there was a choice goes on as it was
     return RunConfig(**{**fields, "unet": UNetConfig(**fields["unet"]), "augment": AugmentConfig(**fields["augment"])})
 
 

@@ -5,7 +5,7 @@ import signal
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -65,8 +65,14 @@ class Fit:
             f"{', '.join(config.regions)}",
             f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
             f"{parameter_count(self.learner.model):,} parameters, {flops / 1e9:,.0f} GFLOP a step",
-            f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}{done}",
+            f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}"
+            f"{f', {config.micro} at a time' if config.parts > 1 else ''}{done}",
         ]
+        if config.parts > 1 and unet.norm == "batch":
+            lines.append(
+                f"batch norm: its statistics are of {config.micro} of a batch's {config.batch} volumes at a time, so "
+                "training differs from that on whole batches"
+            )
         if config.augment.resamples:
             lines.append(
                 f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs"
@@ -89,6 +95,8 @@ class Fit:
             grid=list(self.config.grid),
             parameters=parameter_count(self.learner.model),
             precision=self.config.unet.dtype,
+            policy=self.config.unet.policy,
+            micro_batch=self.config.micro,
             predicted=predicted,
         )
 
@@ -96,12 +104,12 @@ class Fit:
         """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
-        batches = iter(self._dataset(self.step, self.steps))
+        parts = _Awaited(self._dataset(self.step, self.steps))
         bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
         with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
             self._watchers = (bar.show, board.show)
             while not (stop or self.is_over):
-                self._train_step(batches)
+                self._train_step(parts)
                 validated = self._validation_is_due()
                 if validated:
                     self._validate()
@@ -127,7 +135,7 @@ class Fit:
 
     # --- Steps ---
 
-    def _train_step(self, batches: Iterator) -> None:
+    def _train_step(self, parts: "_Awaited") -> None:
         config = self.config
         rate = learning_rate(
             self.step,
@@ -136,12 +144,9 @@ class Fit:
             warmup_steps=config.warmup_steps,
             schedule=config.schedule,
         )
-        begin = time.perf_counter()
-        image, target = next(batches)
-        waited_s = time.perf_counter() - begin
-        loss, dice = self.learner.step(image, target, rate)
-        loss, dice = float(loss), dice.numpy().mean(0)
-        step_s = time.perf_counter() - begin
+        begin, waited_before_s = time.perf_counter(), parts.waited_s
+        loss, dice = self.learner.step(parts, rate)
+        step_s, waited_s = time.perf_counter() - begin, parts.waited_s - waited_before_s
         self.waited_s += waited_s
         self.stepped_s += step_s
         names = self._case_ids(self.step)
@@ -156,7 +161,7 @@ class Fit:
             epoch=epoch,
             case_id=" ".join(names),
             loss=loss,
-            dice=dict(zip(config.regions, map(float, dice))),
+            dice=dict(zip(config.regions, map(float, dice.mean(0)))),
             learning_rate=rate,
             step_s=step_s,
             wait_s=waited_s,
@@ -246,17 +251,17 @@ class Fit:
     # --- Data and log ---
 
     def _dataset(self, start: int, stop: int, split: str = "train") -> tf.data.Dataset:
-        """Batches from step `start` to step `stop` of a split, validation cases in order and as they are."""
+        """Micro-batches from step `start` to step `stop`, or validation cases in order and as they are."""
         config, training = self.config, split == "train"
-        batch = config.batch if training else 1
+        volumes = config.batch if training else 1
         return volume_dataset(
             self.store,
             split=split,
-            start=start * batch,
-            stop=stop * batch,
+            start=start * volumes,
+            stop=stop * volumes,
             shuffle=training,
             seed=config.seed,
-            batch=batch,
+            batch=config.micro if training else 1,
             extent=config.extent,
             grid=config.grid,
             channels=config.channels,
@@ -297,6 +302,21 @@ class Fit:
 
 
 # --- Private helpers ---
+
+
+class _Awaited:
+    """An iterator over `items` that keeps count of the seconds spent waiting for them, and keeps none of them."""
+
+    def __init__(self, items: Iterable):
+        self._items = iter(items)
+        self.waited_s = 0.0
+
+    def __next__(self) -> Any:
+        begin = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self.waited_s += time.perf_counter() - begin
 
 
 @tf.function

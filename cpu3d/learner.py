@@ -1,6 +1,10 @@
-"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this."""
+"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
 
-from typing import Dict, List, Optional, Sequence, Tuple
+A batch that is computed in parts is one compiled function for each part, which adds its gradients to sums, and one that
+updates the weights from them. Its peak is that of one part and one set of gradients.
+"""
+
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,21 +20,41 @@ class Learner:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.model = build_unet3d(config.unet, config.grid, config.batch)
-        self.optimizer = _optimizer(config)
+        self.model = build_unet3d(config.unet, config.grid, config.micro)
+        self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
+        # Not in a checkpoint: every step starts them at zero.
+        summed = self.model.trainable_variables if config.parts > 1 else []
+        self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
         self._step = tf.function(self._train)
+        self._accumulate = tf.function(self._add_part)
+        self._apply = tf.function(self._update_from_sums)
         self._predict = tf.function(self._infer)
 
-    def step(self, image, target, learning_rate: float) -> Tuple[tf.Tensor, tf.Tensor]:
-        """One optimizer step on image (batch, X, Y, Z, C) and target (batch, X, Y, Z, R) uint8.
+    def step(self, parts: Iterator[Tuple[tf.Tensor, tf.Tensor]], learning_rate: float) -> Tuple[float, np.ndarray]:
+        """One optimizer step on the next `config.parts` of `parts`, which are taken one after another.
 
-        Returns the loss (scalar) and the soft Dice (batch, R), both before the update.
+        A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. Returns the loss and the soft Dice
+        (batch, R), both before the update. A batch in several parts ends with the first whose loss is not finite: that
+        is the loss returned then, and the weights stay as they were.
         """
         self.optimizer.learning_rate.assign(learning_rate)
-        return self._step(image, target)
+        if self.config.parts == 1:
+            loss, dice = self._step(*next(parts))
+            return float(loss), dice.numpy()
+        for total in self._sums:
+            total.assign(tf.zeros(total.shape))
+        losses, scores = [], []
+        for _ in range(self.config.parts):
+            loss, dice = self._accumulate(*next(parts))  # no name is kept for a part: it would live beside the next one
+            losses.append(float(loss))
+            scores.append(dice.numpy())
+            if not np.isfinite(losses[-1]):
+                return losses[-1], np.concatenate(scores)
+        self._apply()
+        return float(np.mean(losses)), np.concatenate(scores)
 
     def logits(self, image) -> tf.Tensor:
         """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
@@ -75,12 +99,35 @@ class Learner:
         named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
         return {**named, "updates": self._updates}
 
+    # --- Traced ---
+
     def _train(self, image, target):
+        loss, dice, gradients = self._gradients(image, target)
+        self._update(gradients)
+        return loss, dice
+
+    def _add_part(self, image, target):
+        loss, dice, gradients = self._gradients(image, target)
+        # All of them first: an addition in between would have its turn by accident, and memory with it.
+        with tf.control_dependencies(gradients):
+            for total, gradient in zip(self._sums, gradients):
+                total.assign_add(gradient)
+        return loss, dice
+
+    def _update_from_sums(self):
+        self._update([tf.convert_to_tensor(total) for total in self._sums])
+
+    def _gradients(self, image, target):
+        """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
         with tf.GradientTape() as tape:
             logits = self.model(image, training=True)
             many = isinstance(logits, (list, tuple))
-            loss, dice = (deep_supervision_loss if many else dice_cross_entropy)(target, logits)
-        gradients = tape.gradient(loss, self.model.trainable_variables)
+            loss_of = deep_supervision_loss if many else dice_cross_entropy
+            loss, dice = loss_of(target, logits, by_slabs=self.config.unet.policy != "speed")
+            share = loss / self.config.parts if self.config.parts > 1 else loss
+        return loss, dice, tape.gradient(share, self.model.trainable_variables)
+
+    def _update(self, gradients):
         # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.
         with tf.control_dependencies(gradients):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
@@ -90,10 +137,16 @@ class Learner:
         for mean, variable in zip(self._average, self.model.trainable_variables):
             decay = tf.minimum(self.config.ema, 1 - 1 / updates)
             mean.assign(decay * mean + (1 - decay) * variable)
-        return loss, dice
 
     def _infer(self, image):
         return finest(self.model(image, training=False))
+
+
+def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
+    """The optimizer that a run asks for, fresh."""
+    if config.optimizer == "sgd":
+        return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
+    return tf.keras.optimizers.Adam(config.learning_rate)
 
 
 def finest(logits) -> tf.Tensor:
@@ -117,12 +170,3 @@ def allocator_peak_bytes() -> Optional[int]:
         return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
     except (ValueError, KeyError, tf.errors.OpError):
         return None
-
-
-# --- Private helpers ---
-
-
-def _optimizer(config: RunConfig):
-    if config.optimizer == "sgd":
-        return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
-    return tf.keras.optimizers.Adam(config.learning_rate)

@@ -1,9 +1,11 @@
 """What a training run will take of this host, before anything is allocated; a run that does not fit is refused.
 
+config, why = pick_policy(config, host, 8)  the fastest memory policy that fits what is free, and a line that says why
 foreseen = foresee(config, host, cases=8)   an Estimate, or None where the engine is not known to the estimator
 check_fits(foreseen, host, others)          raises DoesNotFitError with the nearest settings that fit
 """
 
+import dataclasses
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.config import RunConfig
@@ -14,7 +16,7 @@ from memory_estimator.engines import installed_engine
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
-from memory_estimator.planner import nearest
+from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.units import format_bytes, format_seconds
 
 Shape3 = Tuple[int, int, int]
@@ -29,6 +31,7 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
         unet=config.unet,
         shape=config.grid,
         batch=config.batch,
+        micro_batch=config.micro_batch,
         optimizer=config.optimizer,
         engine=engine,
         threads=threads,
@@ -38,6 +41,28 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
     )
 
 
+def pick_policy(config: RunConfig, host: Host, cases: int) -> Tuple[RunConfig, str]:
+    """`config` under the fastest policy that fits what is free, and why it is that one.
+
+    Where none fits it is the one that takes least; speed for an engine that the estimator knows nothing of. Raises
+    InputError where the host's calibration cannot be read.
+    """
+    job = job_of(config, thread_plan(host).intra_op, cases)
+    if job is None:
+        return under(config, "speed"), "policy speed: nothing is known of this engine's memory"
+    try:
+        choice = fastest_that_fits(job, _price(job, host), host.free_bytes)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    reason = choice.reason(f"{format_bytes(host.free_bytes)} free")
+    return under(config, choice.policy), f"policy {choice.policy}: {reason}"
+
+
+def under(config: RunConfig, policy: str) -> RunConfig:
+    """The run under another memory policy."""
+    return dataclasses.replace(config, unet=dataclasses.replace(config.unet, policy=policy))
+
+
 def foresee(config: RunConfig, host: Host, cases: int) -> Optional[Estimate]:
     """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of.
 
@@ -45,7 +70,7 @@ def foresee(config: RunConfig, host: Host, cases: int) -> Optional[Estimate]:
     """
     job = job_of(config, thread_plan(host).intra_op, cases)
     try:
-        return job and estimate(job, find_constants(job.threads, host), host_bytes=host.memory_bytes)
+        return job and _price(job, host)(job)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -71,17 +96,18 @@ def check_fits(
 ) -> None:
     """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
 
-    `grids` are the grids that the store offers besides, each with its option. A run that is `continued` has to keep its
-    settings: others are another run's. Between the predicted peak and the upper bound it is a matter of luck whether a
-    run is killed, and luck is not for long runs.
+    `grids` are the grids that the store offers besides, each with its option. A run that is `continued` may change its
+    policy and its micro-batch, and has to keep its other settings: else it is another run. Between the predicted peak
+    and the upper bound it is a matter of luck whether a run is killed, and luck is not for long runs.
     """
     if foreseen is None or foreseen.upper_bound_bytes <= host.free_bytes:
         return
-    price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy, host.memory_bytes)  # noqa: E731
-    options = nearest(foreseen.job, price, host.free_bytes, grids=grids)
+    price: Price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy, host.memory_bytes)  # noqa: E731
+    same = nearest(foreseen.job, price, host.free_bytes, same_training=True) if continued else []
+    options = same or nearest(foreseen.job, price, host.free_bytes, grids=grids)
     fits = "; ".join(map(str, options)) or "nothing smaller does"
     advice = f"what fits: {fits}; or --force"
-    if continued:
+    if continued and not same:
         advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
     what = "the allocator's regions, which double in size," if foreseen.regions_short else "this training,"
     raise DoesNotFitError(
@@ -101,3 +127,12 @@ def for_log(foreseen: Optional[Estimate]) -> Dict[str, Union[int, float, str]]:
         "step_s": foreseen.step_s,
         "constants": foreseen.constants.name,
     }
+
+
+# --- Private helpers ---
+
+
+def _price(job: Job, host: Host) -> Price:
+    """What jobs of these threads take on this host. Raises ValueError where its calibration cannot be read."""
+    constants = find_constants(job.threads, host)
+    return lambda one: estimate(one, constants, host_bytes=host.memory_bytes)

@@ -59,14 +59,15 @@ def train(
     store = open_store(store_folder)
     host = read_host()
     config = resolve(store, run_folder, host, settings or {}, recipe)
-    continued = (run_folder / "config.json").is_file()
-    foreseen = _foresee(config, host, len(store.cases("train")), force)
+    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
+    pick = (settings or {}).get("policy", saved.unet.policy if saved else "auto") == "auto"
+    config, foreseen = _foresee(config, host, len(store.cases("train")), pick=pick, force=force)
 
     def check_fits() -> None:
         if not force:
-            memory_plan.check_fits(foreseen, host, _other_grids(store, config), continued=continued)
+            memory_plan.check_fits(foreseen, host, _other_grids(store, config), continued=saved is not None)
 
-    if not continued:
+    if saved is None:
         check_fits()
     _, threads, tf = set_up(config.engine)
     engine = engine_name(tf)
@@ -77,10 +78,10 @@ def train(
     with locked(run_folder, "run"):
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         fit = Fit(store, run_folder, config)
-        if continued and not fit.is_over:  # one that is over takes no memory any more
+        if saved is not None and not fit.is_over:  # one that is over takes no memory any more
             check_fits()
         save_config(config, run_folder)
-        _say(*describe(host, threads, engine), *fit.plan(), *_engine_change(run_folder, engine))
+        _say(*describe(host, threads, engine), *fit.plan(), *_changes(run_folder, engine, saved, config))
         if fit.is_over:
             _say(f"nothing to do after step {fit.step}; a larger --epochs goes on")
         else:
@@ -92,7 +93,9 @@ def train(
 def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any], recipe: Optional[str]) -> RunConfig:
     """The whole configuration of a run: recipe or saved run, then the chosen settings, then what store and host decide.
 
-    Raises InputError when the settings do not suit the store, or when a saved run cannot continue under them.
+    How a saved run computes its steps, in dtype, policy and micro-batch, only a setting changes, no recipe. A new run's
+    policy is left for `train` to pick by memory. Raises InputError when the settings do not suit the store, or when a
+    saved run cannot continue under them.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats"]()
@@ -101,7 +104,11 @@ def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any]
         config = _for_store(config, store)
         dtype = settings.get("dtype") or (saved.unet.dtype if saved else "auto")
         unet = dataclasses.replace(config.unet, dtype=host.best_dtype if dtype == "auto" else dtype)
+        if saved and "policy" not in settings:
+            unet = dataclasses.replace(unet, policy=saved.unet.policy)
         config = dataclasses.replace(config, unet=unet)
+        if saved and "micro_batch" not in settings and saved.batch == config.batch:
+            config = dataclasses.replace(config, micro_batch=saved.micro_batch)
     except ValueError as error:
         raise InputError(str(error)) from None
     if saved is not None:
@@ -121,17 +128,23 @@ def _say(*lines: str) -> None:
         _console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _foresee(config: RunConfig, host: Host, cases: int, force: bool) -> Optional[Estimate]:
-    """The plan, which is said too. Without a calibration that can be read `force` trains all the same."""
+def _foresee(
+    config: RunConfig, host: Host, cases: int, *, pick: bool, force: bool
+) -> Tuple[RunConfig, Optional[Estimate]]:
+    """The run with its policy, picked where that was left open, and the plan, which is said too.
+
+    Without a calibration that can be read `force` trains all the same.
+    """
     try:
+        config, why = memory_plan.pick_policy(config, host, cases) if pick else (config, "")
         foreseen = memory_plan.foresee(config, host, cases)
     except InputError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
         _say(f"plan: none, {error}")
-        return None
-    _say(*memory_plan.describe(foreseen, host))
-    return foreseen
+        return config, None
+    _say(*memory_plan.describe(foreseen, host), *([f"plan: {why}"] if why else []))
+    return config, foreseen
 
 
 def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
@@ -140,12 +153,17 @@ def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
     return [("--extent brain", brain)] if config.extent == "full" and brain != config.grid else []
 
 
-def _engine_change(run_folder: Path, engine: str) -> List[str]:
-    """A line of warning where the run was on another engine before."""
-    before = [event["engine"] for event in read_events(run_folder) if event.get("event") == "start"]
-    if not before or before[-1] == engine:
-        return []
-    return [f"note: this run was on {before[-1]} before, so it goes on alike but not to the bit"]
+def _changes(run_folder: Path, engine: str, saved: Optional[RunConfig], config: RunConfig) -> List[str]:
+    """A line of warning where the run was computed in another way before."""
+    engines = [event["engine"] for event in read_events(run_folder) if event.get("event") == "start"]
+    before = []
+    if engines and engines[-1] != engine:
+        before.append(f"on {engines[-1]}")
+    if saved and saved.unet.policy != config.unet.policy:
+        before.append(f"under policy {saved.unet.policy}")
+    if saved and saved.micro != config.micro:
+        before.append(f"in micro-batches of {saved.micro}")
+    return [f"note: this run was {', '.join(before)} before, so it goes on alike but not to the bit"] if before else []
 
 
 def _for_store(config: RunConfig, store: Store) -> RunConfig:

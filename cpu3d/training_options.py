@@ -11,7 +11,7 @@ from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES
 from cpu3d.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS
-from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 RUN_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 UNET_FIELDS = {field.name for field in dataclasses.fields(UNetConfig)} - {"channels", "outputs", "seed"}
@@ -39,6 +39,17 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--epochs", type=int, metavar="N", help="passes over the training cases (default: 100); the decay spans them"
     )
     training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
+    training(
+        "--micro-batch",
+        type=int,
+        metavar="M",
+        help="volumes computed at a time, a divisor of the batch (default: 1; with batch norm the whole batch)",
+    )
+    training(
+        "--policy",
+        choices=("auto", *POLICIES),
+        help="what a step trades for memory (default: auto, the fastest that fits what is free)",
+    )
     training("--optimizer", choices=OPTIMIZERS, help="default: adam")
     training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.002)")
     training("--schedule", choices=SCHEDULES, help="decay of the learning rate (default: cosine)")

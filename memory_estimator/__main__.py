@@ -3,6 +3,7 @@
     python -m memory_estimator --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     python -m memory_estimator --recipe paper-2020 --host-memory 1.5TiB --plan
     python -m memory_estimator --run runs/first --json
+    python -m memory_estimator --shape 240 240 160 --batch 16 --micro-batch 4 --policy lean
 
 Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
     python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
@@ -27,8 +28,9 @@ from memory_estimator.estimate import estimate
 from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
-from memory_estimator.units import parse_bytes
+from memory_estimator.options import AUTO, add_job_options, add_source_options, job_from, policy_is_open, source_job
+from memory_estimator.units import format_bytes, parse_bytes
+from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
@@ -74,11 +76,15 @@ def _answer(args: argparse.Namespace) -> int:
     constants = named_constants(args.calibration) if args.calibration else find_constants(job.threads, host())
     accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
-    asked = price(job)
+    choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
+    picked = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else ""
+    asked = choice.estimate if choice else price(job)
+    job = asked.job
     fits = asked.upper_bound_bytes <= memory_bytes
     advice = planner.advice(asked, price, memory_bytes)
     caveats = asked.constants.for_threads(job.threads).caveats(None if args.calibration else host())
-    plans = [planner.plan(job, price, memory_bytes)] if args.plan else []
+    policies = POLICIES if args.plan else ()
+    plans = [planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in policies]
     # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is yet.
     engines = ENGINES if installed_engine() == "itex" else ("stock",)
     savings = planner.savings(job, price, engines) if args.plan else []
@@ -87,6 +93,7 @@ def _answer(args: argparse.Namespace) -> int:
         _draw(args.picture, job, price, memory_bytes)
     if args.json:
         content = {**asked.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
+        content["policy"] = {"name": job.policy, "picked": bool(choice), "reason": picked or "given"}
         content["constants"]["caveats"] = caveats
         if args.plan:
             content["plan"] = [one.to_json() for one in plans]
@@ -95,7 +102,9 @@ def _answer(args: argparse.Namespace) -> int:
             content["gpu"] = patch and patch.to_json()
         print(json.dumps(content))
     else:
-        report.print_estimate(asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats)
+        report.print_estimate(
+            asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats, picked=picked
+        )
         if args.plan:
             report.print_plan(plans, savings, asked, memory_bytes=memory_bytes)
         if gpu_bytes:
@@ -111,7 +120,7 @@ def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None
     measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
     panels = size_panels(job, lambda one: price(one).process_peak_bytes, measured)
     unet = job.unet
-    title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}"
+    title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}, {job.policy}"
     try:
         write_whole(path, draw_sizes(panels, title=title, host_bytes=memory_bytes))
     except OSError as error:
@@ -125,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_source_options(parser)
-    add_job_options(parser)
+    add_job_options(parser, default_policy=AUTO)
     parser.add_argument("--cases", type=int, default=argparse.SUPPRESS, metavar="N", help="training cases of an epoch")
     parser.add_argument(
         "--from-store",

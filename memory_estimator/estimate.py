@@ -23,6 +23,9 @@ upper bound."""
 AROUND_SHARE = 0.1
 """Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
 
+UPDATE = "update"
+"""The kind of the optimizer's operations, and of what gets weights and gradients ready for them."""
+
 PREPARED_BYTES = 13
 """Bytes a value that normalising a volume takes at its most: three float32 copies and a mask (cpu3d.data.source)."""
 
@@ -40,6 +43,7 @@ class Estimate:
     """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
     though the tensors do, it is the memory of a host that they fit."""
     step_s: float
+    """Of all the micro-batches of a step, and its update."""
     components: Tuple[Component, ...]
     """The bill, which adds up to `process_peak_bytes`."""
     timeline: Timeline
@@ -101,7 +105,7 @@ class Estimate:
                 "caveats": self.constants.for_threads(self.job.threads).caveats(),
                 "record": self.constants.record,
             },
-            "job": dataclasses.asdict(self.job),
+            "job": {**dataclasses.asdict(self.job), "policy": self.job.policy, "micro_batch": self.job.micro},
         }
 
 
@@ -116,7 +120,6 @@ def estimate(
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     program = _with_next_batch(training_step(job), job)
-    step_s = step_seconds(program, constants, job).step_s
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
@@ -132,7 +135,7 @@ def estimate(
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
-        step_s=step_s,
+        step_s=_step_s(program, constants, job),
         components=tuple(
             bill(
                 line,
@@ -152,8 +155,15 @@ def estimate(
 # --- Private helpers ---
 
 
+def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
+    """The program is that of one micro-batch and the update, which comes once a step."""
+    times = step_seconds(program, constants, job)
+    once = times.by_kind.get(UPDATE, 0.0)
+    return job.parts * (times.step_s - once) + once
+
+
 def _with_next_batch(program: Program, job: Job) -> Program:
-    """A store's pipeline holds the batch that comes next ready while the step runs."""
+    """A store's pipeline holds the micro-batch that comes next ready while one is computed."""
     if not job.from_store:
         return program
     image = Tensor("next_image", job.voxels * job.unet.channels * DTYPE_BYTES[job.unet.dtype], NEXT_BATCH)
@@ -169,11 +179,11 @@ def _around_bytes(job: Job, process_peak: int) -> int:
 def _preparation_bytes(job: Job) -> int:
     """The volume in preparation while a step runs; counted in the upper bound, as it is gone before most peaks.
 
-    A batch of several is copied together once its volumes are ready, so that it is there twice for a moment.
+    A micro-batch of several is copied together once its volumes are ready, so that it is there twice for a moment.
     """
     if not job.from_store:
         return 0
-    volume = job.voxels // job.batch
+    volume = job.voxels // job.micro
     values = volume * job.unet.channels
-    ready = job.voxels * (job.unet.channels * DTYPE_BYTES[job.unet.dtype] + job.unet.outputs) if job.batch > 1 else 0
+    ready = job.voxels * (job.unet.channels * DTYPE_BYTES[job.unet.dtype] + job.unet.outputs) if job.micro > 1 else 0
     return values * PREPARED_BYTES + volume * (4 + job.unet.outputs) + ready

@@ -18,8 +18,8 @@ WORKSPACE_BYTES = 4 * 2**30
 """The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
 
 ASSUMPTIONS = (
-    "assumed, not verified on a GPU: the same step and order as on the CPU without oneDNN's scratch, for cuDNN a "
-    "workspace as large as what the convolution reads and writes (4 GiB at most), 1 GiB for context and handles"
+    "assumed, not verified on a GPU: policy speed, the same step and order as on the CPU without oneDNN's scratch, for "
+    "cuDNN a workspace as large as what the convolution reads and writes (4 GiB at most), 1 GiB for context and handles"
 )
 
 
@@ -48,18 +48,20 @@ class Patch:
 
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Patch]:
     """The largest cube or near-cube that a GPU trains, one at a time; None where not even the smallest fits."""
-    chain = cubes(dataclasses.replace(job, batch=1))
+    volume = dataclasses.replace(job, batch=1, micro_batch=1)
+    chain = cubes(volume)
     found = largest_number(lambda number: gpu_bytes(chain(number)), memory_bytes)
     if not found:
         return None
     patch = chain(found)
-    whole = gpu_bytes(dataclasses.replace(job, batch=1)) <= memory_bytes
+    whole = gpu_bytes(volume) <= memory_bytes
     return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape), whole)
 
 
 def gpu_bytes(job: Job) -> int:
-    """Memory of a card that one training step takes, by the assumptions of this module."""
-    program = training_step(dataclasses.replace(job, engine="stock", threads=1))
+    """Memory of a card that one training step takes under policy speed, by the assumptions of this module."""
+    unet = dataclasses.replace(job.unet, policy="speed")  # the others are measured on CPUs alone
+    program = training_step(dataclasses.replace(job, unet=unet, engine="stock", threads=1))
     ops = tuple(dataclasses.replace(op, scratch=_workspace(op), hidden_bytes=0) for op in program.ops)
     return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
 

@@ -1,10 +1,11 @@
 """What is to be estimated: one training step's network, grid, batch, optimizer and engine, as a frozen record."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Tuple
 
-from models.config import POLICIES, UNetConfig
+from models.config import UNetConfig
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("itex", "stock")
@@ -15,16 +16,16 @@ class Job:
     """One training job. Everything that its memory and time depend on, the host's speed aside."""
 
     unet: UNetConfig = field(default_factory=UNetConfig)
-    """The network, its compute dtype included."""
+    """The network, its compute dtype and its memory policy included."""
     shape: Tuple[int, int, int] = (128, 128, 128)
     """Voxels X, Y, Z that the network sees."""
     batch: int = 1
-    """Volumes a step."""
+    """Volumes a step, for one update."""
+    micro_batch: int = 0
+    """Volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro` says."""
     optimizer: str = "adam"
     engine: str = "itex"
     """ "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN."""
-    policy: str = "speed"
-    """One of POLICIES."""
     threads: int = 1
     """Threads inside one operation: some scratch is taken once a thread."""
     averaged: bool = False
@@ -42,11 +43,47 @@ class Job:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
         if self.cases < 0:
             raise ValueError(f"cases must be at least 0, got {self.cases}; 0 is unknown")
-        for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES), ("policy", POLICIES)):
+        if self.micro_batch < 0 or self.batch % self.micro:
+            raise ValueError(
+                f"micro_batch must divide the batch of {self.batch}, got {self.micro_batch}; "
+                f"give one of {', '.join(map(str, divisors(self.batch)))}"
+            )
+        for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
 
     @property
+    def policy(self) -> str:
+        """What a step trades for memory: one of `models.config.POLICIES`."""
+        return self.unet.policy
+
+    @property
+    def micro(self) -> int:
+        """Volumes computed at a time: what all maps of a step, and the inputs that it is given, are sized by.
+
+        By rule 1 where the norm is per sample, which gives the whole batch's gradients to rounding in the least memory;
+        the whole batch under batch norm, whose statistics are of what is computed together.
+        """
+        return self.micro_batch or (self.batch if self.unet.norm == "batch" else 1)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step. With more than one their gradients are summed before the update."""
+        return self.batch // self.micro
+
+    @property
+    def canonical(self) -> "Job":
+        """The same job with a micro-batch that the rule gives left to the rule: equal jobs then compare equal."""
+        by_rule = dataclasses.replace(self, micro_batch=0)
+        return by_rule if by_rule.micro == self.micro else self
+
+    @property
     def voxels(self) -> int:
-        """Of the whole batch."""
-        return self.batch * math.prod(self.shape)
+        """Of a micro-batch, so of all that is computed at a time."""
+        return self.micro * math.prod(self.shape)
+
+
+def divisors(number: int) -> Tuple[int, ...]:
+    """From 1 to `number`: the micro-batches that a batch can be computed in."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return (*small, *(number // n for n in reversed(small) if n * n != number))

@@ -11,8 +11,8 @@ from memory_estimator.recipes import JOBS
 from memory_estimator.saved_run import job_of_run
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
-PLANNED_POLICIES = ("balanced", "lean")
-"""Policies that are to come: known by name, and refused until the trainer has them."""
+AUTO = "auto"
+"""What an option says that is to be worked out."""
 
 NETWORK_FIELDS = {
     "channels": "channels",
@@ -25,6 +25,7 @@ NETWORK_FIELDS = {
     "residual": "residual",
     "deep_supervision": "deep_supervision",
     "dtype": "dtype",
+    "policy": "policy",
 }
 """Option -> field of UNetConfig."""
 
@@ -47,17 +48,32 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(
-    parser: argparse.ArgumentParser, engines: Sequence[str] = ENGINES, dtypes: Sequence[str] = DTYPES
+    parser: argparse.ArgumentParser,
+    engines: Sequence[str] = ENGINES,
+    dtypes: Sequence[str] = DTYPES,
+    default_policy: str = "speed",
 ) -> None:
-    """Add what makes a `Job`: the network, and how it is trained. More engines and dtypes are for what measures."""
+    """Add what makes a `Job`: the network, and how it is trained. More engines and dtypes are for what measures.
+
+    With `default_policy` "auto", that is a choice too: `policy_is_open` tells, and `planner.fastest_that_fits` picks.
+    """
     add = _adder(parser)
     add("--shape", type=int, nargs=3, metavar=("X", "Y", "Z"), help="voxels")
     add("--batch", type=int, metavar="B", help="volumes a step (default: 1)")
-    add("--micro-batch", type=int, metavar="M", help="volumes at a time; so far all of the batch")
+    add(
+        "--micro-batch",
+        type=int,
+        metavar="M",
+        help="volumes computed at a time, a divisor of the batch (default: 1; with batch norm the whole batch, whose "
+        "statistics are of what is computed together)",
+    )
     add_network_options(parser)
     add("--dtype", choices=dtypes, help="compute dtype (default: bfloat16)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adam")
-    add("--policy", choices=(*POLICIES, *PLANNED_POLICIES), help="memory policy (default: speed, so far the only one)")
+    if default_policy == AUTO:
+        add("--policy", choices=(AUTO, *POLICIES), help="memory policy (default: auto, the fastest that fits)")
+    else:
+        add("--policy", choices=POLICIES, help=f"memory policy (default: {default_policy})")
     add("--engine", choices=("auto", *engines), help="default: auto, ITEX unless only stock TensorFlow is installed")
     add("--threads", type=int, metavar="N", help="default: this host's physical cores")
 
@@ -83,7 +99,7 @@ def network_from(
     args: argparse.Namespace, dtype: Optional[str] = None, base: Optional[UNetConfig] = None
 ) -> UNetConfig:
     """`base`, by default UNetConfig's defaults, with the options that were given. Raises ValueError out of range."""
-    given = {field: getattr(args, name) for name, field in NETWORK_FIELDS.items() if hasattr(args, name)}
+    given = {field: getattr(args, name) for name, field in NETWORK_FIELDS.items() if getattr(args, name, AUTO) != AUTO}
     if dtype is not None:
         given["dtype"] = dtype
     return dataclasses.replace(base or UNetConfig(), **given)
@@ -92,38 +108,24 @@ def network_from(
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of the options of `add_job_options`; what was not given is as in `base`.
 
-    Raises ValueError for settings out of range, and for those that the trainer cannot do yet: an estimate that nobody
-    can check is none.
+    A policy that is left open is `base`'s for the time being. Raises ValueError for settings out of range.
     """
     if base is None and not hasattr(args, "shape"):
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
-    policy = getattr(args, "policy", base.policy)
-    check_policy(policy)
-    names = ("batch", "optimizer", "engine", "threads", "cases", "from_store")
-    given = {name: getattr(args, name) for name in names if getattr(args, name, "auto") != "auto"}
+    names = ("batch", "micro_batch", "optimizer", "engine", "threads", "cases", "from_store")
+    given = {name: getattr(args, name) for name in names if getattr(args, name, AUTO) != AUTO}
     if hasattr(args, "shape"):
         given["shape"] = tuple(args.shape)
-    job = dataclasses.replace(base, unet=network_from(args, base=base.unet), policy=policy, **given)
-    check_micro_batch(getattr(args, "micro_batch", None), job.batch)
+    job = dataclasses.replace(base, unet=network_from(args, base=base.unet), **given)
     if 0 < job.cases < job.batch:
         raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job
 
 
-def check_policy(policy: str) -> None:
-    """Raise ValueError for a policy that is to come."""
-    if policy in PLANNED_POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy}; the trainer has no other yet")
-
-
-def check_micro_batch(micro_batch: Optional[int], batch: int) -> None:
-    """Raise ValueError for a batch taken in parts, which is to come; None is the whole batch."""
-    if micro_batch not in (None, batch):
-        raise ValueError(
-            f"micro-batch must be the batch of {batch}, got {micro_batch}; leave it out, a smaller one comes with the "
-            "memory policies"
-        )
+def policy_is_open(args: argparse.Namespace) -> bool:
+    """Whether the policy is to be picked: where none was given, but for a run, which has its own."""
+    return getattr(args, "policy", None if args.run else AUTO) == AUTO
 
 
 # --- Private helpers ---

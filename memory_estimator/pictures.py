@@ -61,17 +61,18 @@ class SizePanel:
 def size_panels(
     job: Job, predict: Callable[[Job], int], measured: Sequence[Measured] = (), sides: Sequence[int] = SIDES
 ) -> Tuple[SizePanel, SizePanel]:
-    """Lines by batch at the job's filters, and by filters at the job's batch. `predict` gives a job's process peak."""
+    """Lines by batch computed at once at the job's filters, and by filters at the job's own. `predict` gives a job's
+    process peak."""
     grids = sorted({_cube(side, job.unet.divisor) for side in sides})
-    by_batch = [dataclasses.replace(job, batch=batch) for batch in BATCHES]
+    by_batch = [dataclasses.replace(job, batch=batch, micro_batch=batch) for batch in BATCHES]
     by_filters = [dataclasses.replace(job, unet=dataclasses.replace(job.unet, filters=filters)) for filters in FILTERS]
     return (
         SizePanel(
-            f"by batch, {job.unet.filters} filters",
+            f"by batch at once, {job.unet.filters} filters",
             tuple(_line(f"batch {one.batch}", one, grids, predict, measured) for one in by_batch),
         ),
         SizePanel(
-            f"by filters, batch {job.batch}",
+            f"by filters, batch {job.batch}{f', {job.micro} at a time' if job.parts > 1 else ''}",
             tuple(_line(f"{one.unet.filters} filters", one, grids, predict, measured) for one in by_filters),
         ),
     )
@@ -198,13 +199,13 @@ def _family(job: Job) -> Tuple[Any, ...]:
     """What memory depends on most: steps that agree in it lie near one line."""
     unet = job.unet
     plain_net = (unet.network, unet.up, unet.residual, unet.deep_supervision)
-    return (unet.filters, unet.dtype, plain_net, job.batch, job.engine, job.policy)
+    return (unet.filters, unet.dtype, plain_net, job.micro, job.engine, job.policy)
 
 
 def _settings(job: Job) -> Job:
-    """All but the shape, the threads, the data and the seed."""
+    """All but the shape, the number of micro-batches, the threads, the data and the seed."""
     unet = dataclasses.replace(job.unet, seed=0)
-    return Job(unet, (unet.divisor,) * 3, job.batch, job.optimizer, job.engine, job.policy)
+    return Job(unet, (unet.divisor,) * 3, job.micro, job.micro, job.optimizer, job.engine)
 
 
 def _gib(sizes_bytes: Sequence[int]) -> List[float]:

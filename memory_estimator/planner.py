@@ -1,4 +1,4 @@
-"""What fits: the largest batch, filters and extent for a host's memory, and what would save what. Pure searches.
+"""What fits: the fastest policy, the largest micro-batch, filters and extent, and what would save what. Pure searches.
 
 Memory grows with each of them, but for the allocator's rounding, so a few guesses find the largest. `price` is asked
 for estimates: `estimate` with a host's constants in it, or a table in a test.
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.job import ENGINES, Job, divisors
 from memory_estimator.recipes import BRAIN_BOX
 from memory_estimator.units import format_bytes, format_seconds
+from models.config import POLICIES
 
 Shape3 = Tuple[int, int, int]
 Price = Callable[[Job], Estimate]
@@ -47,11 +48,35 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A policy picked, and why."""
+
+    estimate: Estimate
+    """Of the job under it."""
+    fits: bool
+    """Whether it does; where none does, it is the one that takes least."""
+    passed_over: Tuple[Estimate, ...]
+    """The faster ones, which do not fit."""
+
+    @property
+    def policy(self) -> str:
+        return self.estimate.job.policy
+
+    def reason(self, memory: str) -> str:
+        """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is what there is, "7.00 GiB free"."""
+        if not self.fits:
+            return f"none fits {memory}, and this one takes least"
+        taken = [f"{one.job.policy} would take up to {format_bytes(one.upper_bound_bytes)}" for one in self.passed_over]
+        return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The largest of each kind that fits, all else as asked for; None where not even the smallest does."""
 
     policy: str
     batch: Optional[Estimate]
+    """Computed at once. In micro-batches a larger one takes no more than one of them and a set of gradients."""
     filters: Optional[Estimate]
     extent: Optional[Estimate]
 
@@ -60,10 +85,27 @@ class Plan:
         return {"policy": self.policy, **{name: one and _figures(one) for name, one in found.items()}}
 
 
-def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
-    """The largest batch, filters (multiples of 8) and extent (in the job's proportions) that `budget_bytes` hold.
+def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
+    """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
 
-    No batch is larger than the training cases, where their number is known.
+    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them.
+    """
+    by_time = sorted((price(with_policy(job, policy)) for policy in POLICIES), key=lambda one: one.step_s)
+    for place, one in enumerate(by_time):
+        if one.upper_bound_bytes <= budget_bytes:
+            return Choice(one, fits=True, passed_over=tuple(by_time[:place]))
+    return Choice(min(by_time, key=lambda one: one.upper_bound_bytes), fits=False, passed_over=())
+
+
+def with_policy(job: Job, policy: str) -> Job:
+    """Raises ValueError for what is no policy."""
+    return _with_unet(job, policy=policy)
+
+
+def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
+    """The largest batch at once, filters (multiples of 8) and extent (in the job's proportions) within the budget.
+
+    No batch is larger than the training cases, where their number is known. For another policy give another job.
     """
     return Plan(
         policy=job.policy,
@@ -111,7 +153,8 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
 
 
 def batches(job: Job) -> Chain:
-    return lambda number: dataclasses.replace(job, batch=number)
+    """Of volumes computed at once."""
+    return lambda number: dataclasses.replace(job, batch=number, micro_batch=number)
 
 
 def widths(job: Job) -> Chain:
@@ -157,14 +200,23 @@ def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Op
 
 
 def nearest(
-    job: Job, price: Price, budget_bytes: int, grids: Optional[Sequence[Tuple[str, Shape3]]] = None
+    job: Job,
+    price: Price,
+    budget_bytes: int,
+    grids: Optional[Sequence[Tuple[str, Shape3]]] = None,
+    *,
+    same_training: bool = False,
 ) -> List[Option]:
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
 
-    `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions.
-    Empty when nothing helps.
+    `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions. With
+    `same_training` only what a run that has begun may change is: the policy and the micro-batch, which cost time alone
+    (but for batch norm, whose statistics follow the micro-batch). A smaller batch is none of the changes: it takes no
+    less than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
-    kinds = (_lighter_dtype, _smaller_batch, _smaller_grid(grids), _fewer_filters)
+    kinds = (_leaner_policy, _smaller_micro_batch)
+    if not same_training:
+        kinds += (_lighter_dtype, _smaller_grid(grids), _fewer_filters)
     options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
@@ -185,7 +237,9 @@ def nearest(
 def _figures(found: Estimate) -> Dict[str, Any]:
     job = found.job
     return {
+        "policy": job.policy,
         "batch": job.batch,
+        "micro_batch": job.micro,
         "filters": job.unet.filters,
         "shape": list(job.shape),
         "process_peak_bytes": found.process_peak_bytes,
@@ -200,14 +254,15 @@ def _with_unet(job: Job, **changes) -> Job:
 
 def _changes(job: Job, engines: Sequence[str]) -> List[Tuple[str, Job]]:
     """Single changes that may save something, as (options, job)."""
-    unet, half = job.unet, job.batch // 2
-    found = []
+    unet = job.unet
+    found = [(f"--policy {policy}", with_policy(job, policy)) for policy in POLICIES if policy != unet.policy]
+    smaller = divisors(job.batch)[: divisors(job.batch).index(job.micro)]
+    for micro in sorted({*smaller[:1], *smaller[-1:]}):
+        found.append((f"--micro-batch {micro}", dataclasses.replace(job, micro_batch=micro)))
     if unet.dtype == "float32":
         found.append(("--dtype bfloat16", _with_unet(job, dtype="bfloat16")))
-    if job.batch > 1:
-        found.append(("--batch 1", dataclasses.replace(job, batch=1)))
-    if half > 1:
-        found.append((f"--batch {half}", dataclasses.replace(job, batch=half)))
+    if job.parts > 1:  # no sums of gradients are kept then
+        found.append((f"--batch {job.micro}", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
     if unet.filters > 1:
         found.append((f"--filters {unet.filters // 2}", _with_unet(job, filters=unet.filters // 2)))
     if unet.depth > 2:
@@ -236,17 +291,28 @@ def _shape_option(shape: Shape3) -> str:
 # is nothing to change.
 
 
+def _leaner_policy(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+    asked = price(job)
+    others = (price(with_policy(job, policy)) for policy in POLICIES if policy != job.policy)
+    if not any(one.upper_bound_bytes < asked.upper_bound_bytes for one in others):
+        return None
+    picked = fastest_that_fits(job, price, budget_bytes)
+    return Option(f"--policy {picked.policy}", picked.estimate)
+
+
+def _smaller_micro_batch(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
+    numbers = [number for number in divisors(job.batch) if number < job.micro]
+    if not numbers:
+        return None
+    chain: Chain = lambda number: dataclasses.replace(job, micro_batch=numbers[number - 1])  # noqa: E731
+    found = largest(chain, price, budget_bytes, len(numbers)) or price(chain(1))
+    return Option(f"--micro-batch {found.job.micro}", found)
+
+
 def _lighter_dtype(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
     if job.unet.dtype == "bfloat16":
         return None
     return Option("--dtype bfloat16", price(_with_unet(job, dtype="bfloat16")))
-
-
-def _smaller_batch(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    if job.batch == 1:
-        return None
-    found = largest(batches(job), price, budget_bytes, job.batch - 1) or price(batches(job)(1))
-    return Option(f"--batch {found.job.batch}", found)
 
 
 def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:

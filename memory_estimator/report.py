@@ -5,7 +5,6 @@ from typing import Any, List, Optional, Sequence
 from memory_estimator.estimate import STORE_NOTE, Estimate
 from memory_estimator.gpu import ASSUMPTIONS, Patch
 from memory_estimator.job import Job
-from memory_estimator.options import PLANNED_POLICIES
 from memory_estimator.planner import Option, Plan
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -24,20 +23,28 @@ def describe(job: Job) -> str:
             f"{_grid(job.shape)} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
             *extras,
-            f"batch {job.batch}, {unet.dtype}, {job.optimizer}",
+            f"batch {job.batch}{f', {job.micro} at a time' if job.batch > 1 else ''}, {unet.dtype}, {job.optimizer}",
             f"{job.engine}, policy {job.policy}, {_count(job.threads, 'thread')}",
         )
     )
 
 
 def print_estimate(
-    estimate: Estimate, *, memory_bytes: int, whose: str, advice: Sequence[str], caveats: Sequence[str] = ()
+    estimate: Estimate,
+    *,
+    memory_bytes: int,
+    whose: str,
+    advice: Sequence[str],
+    caveats: Sequence[str] = (),
+    picked: str = "",
 ) -> None:
-    """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host", and `caveats` why
-    speed and baseline may be less than measured."""
+    """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host", `caveats` why
+    speed and baseline may be less than measured, and `picked` why it has its policy where that was left open."""
     console = _console()
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
     say(describe(estimate.job))
+    if picked:
+        say(f"policy {estimate.job.policy} picked: {picked}")
     say("")
     console.print(_bill(estimate))
     console.print(_predictions(estimate))
@@ -47,6 +54,12 @@ def print_estimate(
     say(f"speed and baseline: {'; '.join((f'{constants.origin}, {constants.name}', *caveats))} ({constants.record})")
     if estimate.job.from_store:
         say(f"note: {STORE_NOTE}")
+    job = estimate.job
+    if job.unet.norm == "batch" and job.parts > 1:
+        say(
+            f"note: batch norm's statistics are of {job.micro} of a batch's {job.batch} volumes at a time, so training "
+            "differs from that on whole batches"
+        )
     say(verdict(estimate, memory_bytes, whose))
     for line in advice:
         say(f"  {line}")
@@ -69,26 +82,29 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
 
 
 def print_plan(plans: Sequence[Plan], options: Sequence[Option], asked: Estimate, *, memory_bytes: int) -> None:
-    """What fits a memory under each policy, and what would save what."""
+    """What fits a memory under each policy, and what would save what. `asked` may have a policy that was picked."""
     console = _console()
     table = _table(f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for")
     for name in ("policy", "", "largest", "upper bound", "a volume"):
         table.add_column(name, justify="left" if name in ("policy", "") else "right")
     for one in plans:
         for name, found, value in (
-            ("batch", one.batch, lambda job: str(job.batch)),
+            ("batch at once", one.batch, lambda job: str(job.batch)),
             ("filters", one.filters, lambda job: str(job.unet.filters)),
             ("extent", one.extent, lambda job: _grid(job.shape)),
         ):
             cells = ("none", "", "") if found is None else _taken(found, value(found.job))
             table.add_row(one.policy, name, *cells)
-    for policy in PLANNED_POLICIES:
-        table.add_row(policy, "", "not yet", "", "")
+        table.add_section()
     console.print(table)
+    note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
+    console.print(note, highlight=False, soft_wrap=True)
+    console.print()
     table = _table("What would save what, each for itself")
     for name in ("", "process peak", "saved", "a volume"):
         table.add_column(name, justify="right" if name else "left")
-    for label, taken in (("as asked for", asked), *((option.change, option.estimate) for option in options)):
+    first = (f"as asked for, policy {asked.job.policy}", asked)
+    for label, taken in (first, *((option.change, option.estimate) for option in options)):
         saved = asked.process_peak_bytes - taken.process_peak_bytes
         table.add_row(
             label,

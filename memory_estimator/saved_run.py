@@ -47,14 +47,18 @@ def _job(content: Dict[str, Any], engine: str) -> Job:
         raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; add --engine to choose one")
     unet = content["unet"]
     counts = {name: unet[name] for name in ("channels", "outputs", "filters", "depth") if name in unet}
-    counts.update({"batch": content["batch"], **{f"grid {axis}": n for axis, n in zip("XYZ", content["grid"])}})
+    batch = content["batch"]
+    micro_batch = content.get("micro_batch", batch)  # a run from before there was a choice computes its batch at once
+    counts.update({"batch": batch, "micro_batch": micro_batch})
+    counts.update({f"grid {axis}": n for axis, n in zip("XYZ", content["grid"])})
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} must be a whole number, got {value!r}; restore the file")
     return Job(
         unet=UNetConfig(**unet),
         shape=tuple(content["grid"]),
-        batch=content["batch"],
+        batch=batch,
+        micro_batch=micro_batch,
         optimizer=content["optimizer"],
         engine=engine,
         averaged=content["ema"] > 0,

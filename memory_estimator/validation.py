@@ -201,15 +201,16 @@ def job_from(record: Mapping[str, Any]) -> Job:
     engine = record["engine"]
     if engine == "auto":
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
+    policy = record.get("policy", "speed")
     return Job(
-        UNetConfig(**record["unet"]),
+        UNetConfig(**{"policy": policy, **record["unet"]}),
         shape=tuple(record["shape"]),
         batch=record["batch"],
+        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
         optimizer=record["optimizer"],
         engine=engine,
-        policy=record.get("policy", "speed"),
         threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
-    )
+    ).canonical
 
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:

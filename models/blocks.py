@@ -23,7 +23,7 @@ def encoder(x, config: UNetConfig, level: int):
 
 
 def decoder(skip, x, config: UNetConfig, level: int):
-    """Double the grid, add the skip connection (encoder maps first, then the up-sampled ones), and the level's block."""
+    """Double the grid, add the skip connection (encoder maps first, then the up-sampled), and the level's block."""
     name, widths, up_width = f"decoder{level}", config.decoder_widths(level), config.up_width(level)
     if config.policy == "speed":
         for layer in up_layers(config, name, up_width):

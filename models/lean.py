@@ -113,16 +113,14 @@ class LeanBlock(tf.keras.layers.Layer):
         return weights
 
     def _forward(self, inputs, weights):
-        """(output, a batch's statistics ...), and what the backward pass will find: the hidden maps, the output."""
+        """(output, a batch's statistics ...), and what the backward pass will find."""
         parts, _ = self._entry(inputs, weights)
-        hidden1 = self.norm1.fold(_convolve(parts, weights["conv1"]))
-        y, statistics1 = self._normalised(1, hidden1, weights, parts[0])
-        hidden2 = self.norm2.fold(_convolve([y], weights["conv2"]))
-        y, statistics2 = self._normalised(2, hidden2, weights, parts[0])
+        hidden1, hidden2, y1_statistics = self._hidden(parts, weights)
+        y, statistics, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], parts[0])
         if self.shortcut:
             y = tf.nn.relu(y + _convolve([then(part, y) for part in parts], weights["shortcut"]))
-        kept = (hidden1, hidden2) if self.keeps_hidden else None, y if self.shortcut else None
-        return (y, *statistics1, *statistics2), kept
+        kept = (hidden1, gradient2) if self.keeps_hidden else None
+        return (y, *y1_statistics, *statistics), (kept, y if self.shortcut else None)
 
     def _backward(self, upstream, kept, inputs, weights):
         """Gradients of (inputs, weights), with no more maps alive at a time than must be."""
@@ -130,18 +128,17 @@ class LeanBlock(tf.keras.layers.Layer):
         entry, found = None, {}
         if self.shortcut:
             upstream = tf.raw_ops.ReluGrad(gradients=upstream, features=y)
-        like = inputs[0]
-        if not hidden:
+        if hidden:
+            hidden1, gradient2 = hidden
+        else:
             entry = self._entry([then(one, upstream) for one in inputs], weights)
-            hidden1 = self.norm1.fold(_convolve(entry[0], weights["conv1"]))
-            y1, _ = self._normalised(1, hidden1, weights, like)
-            hidden = hidden1, self.norm2.fold(_convolve([y1], weights["conv2"]))
-
-        _, gradient = self._again(2, hidden[1], upstream)
-        at_hidden2, *found["norm2"] = gradient(upstream)
-        y1, gradient = self._again(1, hidden[0], at_hidden2)
+            hidden1, hidden2, _ = self._hidden(entry[0], weights)
+            _, _, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], upstream)
+        at_hidden2, *found["norm2"] = gradient2(upstream)
+        # What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
+        y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(at_hidden2), upstream)
         at_y1, (found["conv2"],) = _gradients(y1, [(weights["conv2"], at_hidden2)])
-        at_hidden1, *found["norm1"] = gradient(at_y1)
+        at_hidden1, *found["norm1"] = gradient1(at_y1)
 
         parts, to_up = entry or self._entry([then(one, at_hidden1) for one in inputs], weights)
         readers = [("conv1", at_hidden1)] + ([("shortcut", upstream)] if self.shortcut else [])
@@ -159,28 +156,25 @@ class LeanBlock(tf.keras.layers.Layer):
             found[name] = tf.concat([of_kernels[number] for of_kernels in reversed(of_parts)], 3)
         return at_inputs[::-1], found
 
-    def _normalised(self, number, hidden, weights, like):
-        """Norm and ReLU of a folded hidden map, on the grid of `like`, and a batch's statistics."""
-        norm = (self.norm1, self.norm2)[number - 1]
-        y, statistics = norm.apply(hidden, *weights[f"norm{number}"])
-        return norm.unfold(y, like), statistics
+    def _hidden(self, parts, weights):
+        """Both convolutions' outputs, folded for their norms, and a batch's statistics of the first."""
+        hidden1 = self.norm1.fold(_convolve(parts, weights["conv1"]))
+        y1, statistics, _ = self._normalise(self.norm1, hidden1, weights["norm1"], parts[0])
+        return hidden1, self.norm2.fold(_convolve([y1], weights["conv2"])), statistics
 
-    def _again(self, number, hidden, before):
-        """Norm and ReLU of what is kept, computed after `before`: the map, and the gradient function for [hidden, norm].
-
-        What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
-        """
-        norm = (self.norm1, self.norm2)[number - 1]
-        values = norm.values(before)
+    @staticmethod
+    def _normalise(norm, hidden, values, like):
+        """Norm and ReLU on the grid of `like`, a batch's statistics, and the gradient function for (hidden, values)."""
         with tf.GradientTape() as tape:
             tape.watch([hidden, values])
-            y = norm.unfold(norm.apply(hidden, *values)[0], before)
+            parts, statistics = norm.apply(hidden, *values)
+            y = norm.unfold(parts, like)
 
         def gradient(upstream):
             at_hidden, at_values = tape.gradient(y, [hidden, values], upstream)
-            return norm.unfold(at_hidden, before), *at_values
+            return norm.unfold(at_hidden, like), *at_values
 
-        return y, gradient
+        return y, statistics, gradient
 
     def _entry(self, inputs, weights):
         """What the first convolution reads, [entry] or [skip, up-sampled], and the gradient function of the latter."""

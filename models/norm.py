@@ -91,7 +91,7 @@ class NormActivation(tf.keras.layers.Layer):
         """The way back, to the grid of `like` (N, X, Y, Z, ...)."""
         if self.norm == "none":
             return parts[0]
-        samples, *grid = like.shape[:4]
+        grid = like.shape[1:4]
         whole = [tf.reshape(part, (-1 if len(parts) == 1 else 1, *grid, part.shape[-1])) for part in parts]
         return tf.concat(whole, 0) if len(whole) > 1 else whole[0]
 

@@ -18,12 +18,16 @@ MAY_IMPORT = {
 """models <- memory_estimator <- cpu3d: a package on the left never asks one further right."""
 
 NEED_TENSORFLOW = {
+    "cpu3d.bench.plain",
     "cpu3d.data.source",
     "cpu3d.fit",
     "cpu3d.inference",
     "cpu3d.learner",
     "cpu3d.losses",
     "models.blocks",
+    "models.filter_gradient",
+    "models.layers",
+    "models.lean",
     "models.norm",
     "models.ordered",
     "models.unet3d",

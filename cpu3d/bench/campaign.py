@@ -7,7 +7,7 @@ with 24 GB of memory. About 400 steps in all; cheap ones come first.
 from typing import List, Tuple
 
 from memory_estimator.job import Job
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
 HELD_OUT = """
 128x128x128 f8  d5 b1 c4 k3 bfloat16 itex  instance adam
@@ -79,7 +79,8 @@ HELD_OUT = """
 128x128x128 f32 d3 b1 c1 k1 float32  itex  none     adam upsampling
 """
 """128^3 voxels and above: no constant may be fitted to these. Columns: shape, filters, depth, batch, channels, outputs
-(k), dtype, engine, norm, optimizer, what else differs from the default network."""
+(k), dtype, engine, norm, optimizer, what else differs from the default network, policy. b4 computes a batch of 4 at
+once, b4/1 one at a time."""
 
 FITTED = """
 64x64x64    f16 d5 b1 c4 k3 bfloat16 itex  instance adam
@@ -115,11 +116,13 @@ def configurations(threads: int) -> Tuple[Job, ...]:
 def describe(job: Job) -> str:
     """A job as a line of the tables above, in words: "128x128x128 f16 d5 b1 c4 k3 bfloat16 itex instance adam"."""
     unet = job.unet
-    words: List[str] = ["x".join(map(str, job.shape)), f"f{unet.filters}", f"d{unet.depth}", f"b{job.batch}"]
+    words: List[str] = ["x".join(map(str, job.shape)), f"f{unet.filters}", f"d{unet.depth}"]
+    words.append(f"b{job.batch}" if job.parts == 1 else f"b{job.batch}/{job.micro}")
     words += [f"c{unet.channels}", f"k{unet.outputs}", unet.dtype, job.engine, unet.norm, job.optimizer]
     words += [
         name for name, more in VARIANTS.items() if more and all(getattr(unet, key) == of for key, of in more.items())
     ]
+    words += [unet.policy] if unet.policy != "speed" else []
     return " ".join(words)
 
 
@@ -135,7 +138,10 @@ def _job(line: str, threads: int) -> Job:
         depth=int(depth[1:]),
         norm=norm,
         dtype=dtype,
-        **VARIANTS[more[0] if more else ""],
+        policy=next((word for word in more if word in POLICIES), "speed"),
+        **VARIANTS[next((word for word in more if word in VARIANTS), "")],
     )
     grid = tuple(int(side) for side in shape.split("x"))
-    return Job(unet, grid, int(batch[1:]), optimizer, engine, threads=threads)
+    whole, _, micro = batch[1:].partition("/")
+    # Canonical, as `memory_estimator.validation` has what was measured of the list.
+    return Job(unet, grid, int(whole), int(micro or whole), optimizer, engine, threads=threads).canonical

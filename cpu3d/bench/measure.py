@@ -4,6 +4,7 @@ python -m cpu3d.bench.measure '{"shape": [64, 64, 64], ...}'     prints one JSON
 """
 
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -38,22 +39,27 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
 
     With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume;
     with `request["profile"]` it lists the allocator's calls of one step more. All peaks are read before that and
-    before the products after the steps.
+    before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
     """
     host, threads, tf = set_up(request["engine"])
+    from cpu3d.bench.plain import PlainLearner
     from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 
     unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
-    learner = Learner(RunConfig(grid=grid, unet=unet, batch=batch, optimizer=request["optimizer"]))
+    config = RunConfig(
+        grid=grid, unet=unet, batch=batch, micro_batch=request["micro_batch"], optimizer=request["optimizer"]
+    )
+    learner = (PlainLearner if request.get("plain") else Learner)(config)
     peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
     moments = _Moments()
     before = resident()
     with moments.named("data"):
-        image, target = made_up(tf, unet, batch, grid)
+        # One micro-batch stands for all: as with a store, no other lies in memory beside it.
+        parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
 
     def step() -> float:
         with moments.named("step") as begin:
-            float(learner.step(image, target, 1e-4)[0])
+            learner.step(parts, 1e-4)
         return time.perf_counter() - begin
 
     first = [step()]

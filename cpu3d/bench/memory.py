@@ -2,11 +2,15 @@
 
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
     ./run.sh bench memory --shape 128 128 128 --picture process.png --trace process.mprof --timeline step.png
+    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
 
 Takes the estimator's arguments, --recipe and --run among them; of a run it measures the step alone, without averaged
 weights and what a store does beside it. The allocator's peak is TensorFlow's own count, exact; stock TensorFlow does
 not count oneDNN's scratch in it. The process's peak is the kernel's (VmHWM), exact too, split into anonymous memory and
 file pages by looking at the process 50 times a second. `mprof plot FILE` reads the trace.
+
+--policies measures the step under every memory policy, beside the plain Keras graph and beside peers, in turn; a peer
+is a command whose last line of output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak.
 """
 
 import argparse
@@ -21,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cpu3d.atomic import atomic_write, writable_folder
+from cpu3d.bench.policies import add_options, check_options, compare_policies, policies_table
+from cpu3d.bench.policies_picture import draw_policies
 from cpu3d.bench.process_memory import draw_process, write_trace
 from cpu3d.bench.record import append_record
 from cpu3d.bench.step import measure_in_fresh_process
@@ -51,10 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
     add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
+    add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the process's memory as an mprof trace")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the process's memory over time, as PNG")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the process's memory over time, or the comparison, as PNG"
+    )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw live bytes over one step, as PNG")
 
 
@@ -62,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.record, args.trace, args.picture, args.timeline):
         if path:
             writable_folder(path.parent, "folder")
+    check_options(args)
     request = _request(args)
+    if args.policies:
+        return _run_policies(args, request)
     request = {**request, "matmul": ["after"], "profile": bool(args.timeline)}
     result, seen = measure_memory(request, getattr(args, "threads", None))
     allocations, moments = result.pop("allocations", None), result.pop("moments")
@@ -129,13 +141,31 @@ def against(result: Dict[str, Any], said: Optional[Estimate]) -> Dict[str, Any]:
     """`predicted` beside `errors`, which are signed shares of what was measured."""
     if said is None:
         return {"predicted": None, "errors": None}
-    predicted = {name: getattr(said, name) for name in (*FIGURES, "upper_bound_bytes")}
+    predicted = _figures(said)
     errors = {name: predicted[name] / result[name] - 1 if result[name] else None for name in FIGURES}
     errors["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
     return {"predicted": predicted, "errors": errors}
 
 
 # --- Private helpers ---
+
+
+def _run_policies(args: argparse.Namespace, request: Dict[str, Any]) -> int:
+    def predicted(variant: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+        said = predict(variant)
+        return said and _figures(said)
+
+    result = compare_policies(request, args.peer, args.rounds, predicted, getattr(args, "threads", None))
+    title = f"One training step, {_title(result)}"
+    if args.json:
+        print(json.dumps(result))
+    else:
+        Console().print(policies_table(result, title))
+    if args.record:
+        append_record(args.record, "policies", result)
+    if args.picture:
+        _write(args.picture, draw_policies(result, title))
+    return 0
 
 
 def _request(args: argparse.Namespace) -> Dict[str, Any]:
@@ -155,12 +185,16 @@ def _request(args: argparse.Namespace) -> Dict[str, Any]:
     return {
         "shape": list(job.shape),
         "batch": job.batch,
+        "micro_batch": job.micro,
         "unet": dataclasses.asdict(job.unet),
         "optimizer": job.optimizer,
-        "policy": job.policy,
         "steps": args.steps,
         "engine": job.engine if whole and engine == "auto" else engine,
     }
+
+
+def _figures(said: Estimate) -> Dict[str, Any]:
+    return {name: getattr(said, name) for name in (*FIGURES, "upper_bound_bytes")}
 
 
 def _write(path: Path, content: bytes) -> None:

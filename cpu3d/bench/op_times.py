@@ -5,6 +5,7 @@ python -m cpu3d.bench.op_times '{"engine": "itex", "networks": [...]}'     print
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -175,7 +176,7 @@ def _measure_network(
 
     def step() -> float:
         begin = time.perf_counter()
-        float(learner.step(image, target, 1e-4)[0])
+        learner.step(itertools.repeat((image, target)), 1e-4)
         return time.perf_counter() - begin
 
     for _ in range(WARM_UP_STEPS):

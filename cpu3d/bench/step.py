@@ -12,23 +12,25 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 from rich.table import Table
 
 from cpu3d.bench.record import append_record
+from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from memory_estimator.host import read_host
 from memory_estimator.job import OPTIMIZERS
-from memory_estimator.options import PLANNED_POLICIES, add_network_options, check_policy, network_from
+from memory_estimator.options import add_network_options, network_from
 from models.config import DTYPES, POLICIES
 from models.layer_plan import layer_plan
 
@@ -39,7 +41,14 @@ LOOK_EVERY_S = 0.02
 
 
 class ProcessFailedError(InputError):
-    """A measuring process ended without a result: what it was asked to do cannot be done here."""
+    """A measuring process ended without a result: what it was asked to do cannot be done here.
+
+    `returncode` is what it exited with, negative for a signal; `told` is the last line that it said.
+    """
+
+    def __init__(self, problem: str, returncode: int = 1, told: str = ""):
+        super().__init__(problem)
+        self.returncode, self.told = returncode, told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """What is measured: shared by all kinds of bench."""
     parser.add_argument("--shape", type=int, nargs=3, default=(128, 128, 128), metavar=("X", "Y", "Z"))
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="volumes a step (default: 1)")
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, metavar="M", help="volumes at a time (default: as `train` does)"
+    )
     add_network_options(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--policy", choices=(*POLICIES, *PLANNED_POLICIES), default="speed", help="default: speed")
+    parser.add_argument("--policy", choices=POLICIES, default="speed", help="memory policy (default: speed)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
 
 
@@ -72,13 +84,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise InputError(f"rounds must be at least 1, got {args.rounds}; give a positive number")
+    check_peers(args.peer)
     request = step_request(args, dtype=args.dtype, engine=args.engine)
     ours: List[Dict[str, Any]] = []
     peers: List[List[Dict[str, Any]]] = [[] for _ in args.peer]
     for _ in range(args.rounds):
         ours.append(measure_in_fresh_process(request))
         for results, command in zip(peers, args.peer):
-            results.append(_peer(command))
+            results.append(run_peer(command))
     result = _middle(ours)
     result["rounds"] = [one["step_s"] for one in ours]
     result["peers"] = [_against(command, results, ours) for command, results in zip(args.peer, peers)]
@@ -99,17 +112,17 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
         if getattr(args, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
     try:
-        check_policy(args.policy)
         unet = network_from(args, dtype)
         layer_plan(unet, tuple(args.shape))
     except ValueError as error:
         raise InputError(str(error)) from None
+    config = RunConfig(unet=unet, batch=args.batch, micro_batch=args.micro_batch)
     return {
         "shape": list(args.shape),
         "batch": args.batch,
+        "micro_batch": config.micro,
         "unet": dataclasses.asdict(unet),
         "optimizer": args.optimizer,
-        "policy": args.policy,
         "steps": args.steps,
         "engine": engine,
         "matmul": ["before", "after"],
@@ -158,18 +171,37 @@ def last_json_line(
         told = (err.strip().splitlines() or ["nothing"])[-1]
         # A negative code is a signal: -9 is what the kernel's out-of-memory killer sends.
         raise ProcessFailedError(
-            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}"
+            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}",
+            process.returncode,
+            told,
         ) from None
 
 
-# --- Private helpers ---
+def check_peers(commands: Sequence[str]) -> None:
+    """Raise InputError, naming all of them, unless every command can be read and its program is there."""
+    problems = []
+    for command in commands:
+        try:
+            program = shlex.split(command)[:1]
+        except ValueError as error:
+            problems.append(f"peer must be a command, got {command!r}: {error}; mend it")
+            continue
+        if not program or not shutil.which(program[0]):
+            problems.append(f"peer must begin with a program that is there, got {command!r}; mend it")
+    if problems:
+        raise InputError(*problems)
 
 
-def _peer(command: str) -> Dict[str, Any]:
+def run_peer(command: str) -> Dict[str, Any]:
+    """What a peer says of its step. Raises InputError where its JSON has no step_s, ProcessFailedError without JSON."""
     result = last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
-    if "step_s" not in result:
-        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
+    if not isinstance(result, dict) or not isinstance(result.get("step_s"), (int, float)):
+        found = sorted(result) if isinstance(result, dict) else result
+        raise InputError(f"peer must print JSON with step_s, got {found} from {command!r}; adapt it")
     return result
+
+
+# --- Private helpers ---
 
 
 @contextlib.contextmanager

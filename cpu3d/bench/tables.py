@@ -9,23 +9,28 @@ accuracy.json, which `python -m memory_estimator.digest` makes of the same recor
 
 import argparse
 import functools
+import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from cpu3d.atomic import atomic_write
 from cpu3d.bench.engines import ENGINE_NAMES
+from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import read_records
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.validation import Measured, Row, compare, read_measured
+from memory_estimator.validation import Measured, Row, compare, has_known_engine, job_from, read_measured
 
 GIB = 2**30
 
 VALIDATION = "memory.jsonl"
 """In the folder of records: what `bench validate` measured."""
+
+POLICIES = "policies.jsonl"
+"""In the folder of records: what `bench memory --policies` measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tables(folder: Path) -> List[str]:
-    """The lines of all tables: the newest record of each kind counts."""
+    """The lines of all tables: the newest record of each kind counts, and of every step under all policies."""
     step, engines = (read_records(folder / f"{kind}.jsonl", kind)[-1] for kind in ("step", "engines"))
     lines = [*step_table(step), "", *engine_table(engines)]
+    if (folder / POLICIES).is_file():
+        for record in _newest(read_records(folder / POLICIES, "policies")):
+            lines += ["", *policies_table(record)]
     if (folder / VALIDATION).is_file():
         lines += ["", *summary_table([row for row in validation(folder)[1] if row.measured.held_out])]
     return lines
@@ -104,7 +112,44 @@ def engine_table(record: Dict[str, Any]) -> List[str]:
     return lines
 
 
+def policies_table(record: Dict[str, Any]) -> List[str]:
+    """The step under every memory policy with what the estimator says of it now, the plain Keras graph, peers."""
+    unet, batch = record["unet"], f"batch {record['batch']}"
+    if record["micro_batch"] < record["batch"]:
+        batch += f" ({record['micro_batch']} at a time, plain Keras and peers all at once)"
+    lines = [
+        f"{_shape(record)} x {unet['channels']}, {unet['filters']} filters, {batch}, {unet['dtype']}, {unet['norm']} "
+        f"norm, {record['engine_name']}, {record['host']['cores']} cores of {record['host']['cpu']}; a unit is "
+        f"{unit_in_words(record)}:",
+        "",
+        "| | allocator peak, GiB | units | process peak, GiB | s a step | against `speed` |",
+        "|---|---|---|---|---|---|",
+    ]
+    died = []
+    for row in record["rows"]:
+        predicted = _predicted(record, row["name"]) if row["kind"] == "policy" else None
+        for cells in lines_of({**row, "predicted": predicted}, record["unit_bytes"]):
+            lines.append("| " + " | ".join(cells) + " |")
+        died += [f"{row['name']}: {row['error']}."] if row["error"] else []
+    return lines + ([""] + died if died else [])
+
+
 # --- Private helpers ---
+
+
+def _newest(records: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The last of every step, engine and CPU, in the place of the first."""
+    names = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
+    key = lambda record: json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True)  # noqa: E731
+    return list({key(record): record for record in records}.values())
+
+
+def _predicted(record: Dict[str, Any], policy: str) -> Optional[Dict[str, Any]]:
+    """The estimator's figures as it stands; None for an engine that it does not know."""
+    if not has_known_engine(record):
+        return None
+    job = job_from({**record, "unet": {**record["unet"], "policy": policy}})
+    return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
 
 
 def _shape(record: Dict[str, Any]) -> str:

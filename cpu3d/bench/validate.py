@@ -99,9 +99,9 @@ def request_for(job: Job) -> Dict[str, Any]:
     return {
         "shape": list(job.shape),
         "batch": job.batch,
+        "micro_batch": job.micro,
         "unet": dataclasses.asdict(job.unet),
         "optimizer": job.optimizer,
-        "policy": job.policy,
         "steps": STEPS,
         "engine": job.engine,
         "matmul": [],

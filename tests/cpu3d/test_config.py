@@ -31,6 +31,35 @@ def test_every_recipe_is_a_config_that_saves(name, tmp_path):
     assert load_config(tmp_path) == RECIPES[name]()
 
 
+def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
+    other = dataclasses.replace(CONFIG, micro_batch=1, unet=dataclasses.replace(CONFIG.unet, policy="lean"))
+    assert differences(CONFIG, other) == []
+
+
+@pytest.mark.parametrize(
+    ("norm", "micro_batch", "micro", "parts"),
+    [("instance", 0, 1, 6), ("none", 0, 1, 6), ("batch", 0, 6, 1), ("batch", 2, 2, 3), ("instance", 6, 6, 1)],
+)
+def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(norm, micro_batch, micro, parts):
+    config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
+    assert (config.micro, config.parts) == (micro, parts)
+
+
+@pytest.mark.parametrize("micro_batch", [5, 24])
+def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that_do(micro_batch):
+    rule = rf"micro_batch must divide the batch of 12, got {micro_batch}; give one of 1, 2, 3, 4, 6, 12$"
+    with pytest.raises(InputError, match=rule):
+        RunConfig(batch=12, micro_batch=micro_batch)
+
+
+def test_a_run_from_before_there_were_policies_and_micro_batches_goes_on_as_it_was(tmp_path):
+    content = {"schema": 1, **dataclasses.asdict(dataclasses.replace(CONFIG, batch=4))}
+    del content["micro_batch"], content["unet"]["policy"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = load_config(tmp_path)
+    assert (config.unet.policy, config.micro, config.parts) == ("speed", 4, 1)
+
+
 def test_differences_give_both_values_and_pass_what_may_change():
     other = dataclasses.replace(CONFIG, epochs=7, batch=2, unet=UNetConfig(depth=4))
     problems = differences(CONFIG, other)
@@ -63,7 +92,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("epochs", 0), ("batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")]
+    ("field", "value"),
+    [("epochs", 0), ("batch", -1), ("micro_batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{field} must be"):

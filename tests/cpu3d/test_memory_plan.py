@@ -6,8 +6,9 @@ import pytest
 
 from cpu3d.config import RunConfig
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.memory_plan import check_fits, describe, for_log, foresee, job_of
+from cpu3d.memory_plan import check_fits, describe, for_log, foresee, job_of, pick_policy, under
 from memory_estimator.calibration import find_constants
+from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job
 from models.config import UNetConfig
@@ -15,7 +16,8 @@ from models.config import UNetConfig
 GIB = 2**30
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
 RUN = RunConfig(
-    grid=(240, 240, 160), unet=UNetConfig(dtype="float32"), batch=4, ema=0.9, extent="full", engine="itex",
+    grid=(240, 240, 160), unet=UNetConfig(dtype="float32"), batch=4, micro_batch=4, ema=0.9, extent="full",
+    engine="itex",
 )  # fmt: skip
 BRAIN = [("--extent brain", (144, 192, 144))]
 
@@ -26,8 +28,55 @@ def with_free(free_bytes):
 
 def test_a_run_is_the_job_that_the_estimator_knows():
     assert job_of(RUN, threads=2, cases=9) == Job(
-        RUN.unet, (240, 240, 160), batch=4, engine="itex", threads=2, averaged=True, from_store=True, cases=9,
+        RUN.unet, (240, 240, 160), batch=4, micro_batch=4, engine="itex", threads=2, averaged=True, from_store=True,
+        cases=9,
     )  # fmt: skip
+
+
+def priced(monkeypatch):
+    """Estimates as they are, but for what the policies take: 12, 9 and 6 GiB times the volumes computed at a time."""
+    taken = {"speed": (12, 1.0), "balanced": (9, 1.1), "lean": (6, 1.3)}
+
+    def made(job, *more, **others):
+        gib, step_s = taken[job.policy]
+        said = estimate(job, *more, **others)
+        return dataclasses.replace(said, upper_bound_bytes=gib * job.micro * GIB, step_s=step_s)
+
+    monkeypatch.setattr("cpu3d.memory_plan.estimate", made)
+
+
+SINGLY = dataclasses.replace(RUN, micro_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("free", "policy", "why"),
+    [
+        (12, "speed", "policy speed: the fastest, and fits 12.00 GiB free"),
+        (11, "balanced", "policy balanced: speed would take up to 12.00 GiB of 11.00 GiB free"),
+        (5, "lean", "policy lean: none fits 5.00 GiB free, and this one takes least"),
+    ],
+)
+def test_the_fastest_policy_that_fits_is_picked_and_why_is_said(free, policy, why, monkeypatch):
+    priced(monkeypatch)
+    assert pick_policy(SINGLY, with_free(free * GIB), 8) == (under(SINGLY, policy), why)
+    assert under(SINGLY, policy).unet.policy == policy
+
+
+def test_an_engine_without_estimates_gets_the_policy_speed():
+    run = dataclasses.replace(under(RUN, "lean"), engine="stock-no-onednn")
+    config, why = pick_policy(run, with_free(0), 8)
+    assert config.unet.policy == "speed"
+    assert "nothing is known" in why
+
+
+def test_a_run_that_has_begun_is_told_the_policy_that_fits(monkeypatch):
+    priced(monkeypatch)
+    host = with_free(8 * GIB)
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fits(foresee(SINGLY, host, cases=8), host, BRAIN, continued=True)
+    assert str(caught.value).endswith("what fits: --policy lean: up to 6.00 GiB, 0.325 s a volume; or --force")
+    with pytest.raises(DoesNotFitError, match=r"what fits: --policy lean --micro-batch 1: up to 6.00 GiB"):
+        check_fits(foresee(RUN, host, cases=8), host, BRAIN, continued=True)
 
 
 def test_an_engine_without_estimates_is_said_and_never_refused():
@@ -55,7 +104,7 @@ def test_what_is_proposed_fits_and_is_the_store_s_own():
         check_fits(foreseen, HOST, BRAIN)
     text = str(caught.value)
     assert "got 20.00 GiB free" in text
-    assert "--batch 1: up to" in text
+    assert "what fits: --" in text
     assert "--shape" not in text  # a trainer's grid is the store's
     assert text.endswith("or --force")
     assert caught.value.exit_code == 3
@@ -68,12 +117,13 @@ def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not():
         check_fits(foreseen, with_free(foreseen.upper_bound_bytes - 1))
 
 
-def test_a_continued_run_is_not_told_to_change_what_it_must_keep():
+def test_a_continued_run_is_not_told_to_change_what_it_must_keep(monkeypatch):
+    priced(monkeypatch)
+    host = with_free(5 * GIB)
     with pytest.raises(DoesNotFitError) as caught:
-        check_fits(foresee(RUN, HOST, cases=8), HOST, BRAIN, continued=True)
-    assert "free some, continue on a host with more, or --force; what fits, as a run in another folder: --" in str(
-        caught.value
-    )
+        check_fits(foresee(RUN, host, cases=8), host, BRAIN, continued=True)
+    told = "free some, continue on a host with more, or --force; what fits, as a run in another folder: nothing"
+    assert told in str(caught.value)
 
 
 def test_regions_that_the_host_does_not_hold_are_named():

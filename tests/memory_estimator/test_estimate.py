@@ -12,6 +12,8 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from memory_estimator.recipes import JOBS
+from memory_estimator.timing import step_seconds
+from memory_estimator.training_step import training_step
 from models.config import UNetConfig
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (96, 96, 96), threads=2)
@@ -49,7 +51,7 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(job):
 def test_more_of_anything_takes_more_memory_and_more_time():
     full = with_unet(filters=16)  # fewer bfloat16 channels do not fill a vector, and take longer than 16
     here = of(full)
-    for more in (of(full, batch=4), of(full, shape=(128, 128, 128)), of(with_unet(filters=32))):
+    for more in (of(full, batch=4, micro_batch=4), of(full, shape=(128, 128, 128)), of(with_unet(filters=32))):
         assert more.allocator_peak_bytes > 1.5 * here.allocator_peak_bytes
         assert more.process_peak_bytes > here.process_peak_bytes
         assert more.step_s > here.step_s
@@ -69,7 +71,7 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation():
     around = int(0.1 * from_store.process_peak_bytes)
     assert from_store.upper_bound_bytes - prepared - around == fed.accuracy.upper_bound(from_store.process_peak_bytes)
     # Several volumes lie side by side before they are copied into one batch.
-    both, one = (of(from_store=True, batch=batch) for batch in (2, 1))
+    both, one = (of(from_store=True, batch=batch, micro_batch=batch) for batch in (2, 1))
     bound = lambda peak: of().accuracy.upper_bound(peak) + int(0.1 * peak)
     beyond = lambda found: found.upper_bound_bytes - bound(found.process_peak_bytes)
     assert beyond(both) - beyond(one) == 2 * 96**3 * (4 * 2 + 3)
@@ -82,6 +84,26 @@ def test_an_epoch_is_whole_batches_and_unknown_without_cases():
     assert of().epoch_s is None
 
 
+def test_a_step_is_its_micro_batches_and_one_update(monkeypatch):
+    one_part = training_step(SMALL)
+    monkeypatch.setattr(estimate_module, "training_step", lambda job: one_part)
+    one, four = of(), of(batch=4, cases=8)
+    update_s = step_seconds(one_part, CONSTANTS, SMALL).by_kind["update"]
+    assert 0 < update_s < one.step_s
+    assert four.step_s == pytest.approx(4 * (one.step_s - update_s) + update_s)
+    assert four.volume_s == pytest.approx(four.step_s / 4)
+    assert four.epoch_s == pytest.approx(2 * four.step_s)
+
+
+def test_a_store_holds_one_micro_batch_ready_whatever_the_batch(monkeypatch):
+    one_part = training_step(SMALL)
+    monkeypatch.setattr(estimate_module, "training_step", lambda job: one_part)
+    one, four = of(from_store=True), of(from_store=True, batch=4)
+    assert four.upper_bound_bytes == one.upper_bound_bytes
+    held = {line.name: line.bytes for line in of(from_store=True, batch=4, micro_batch=2).components}
+    assert held["input pipeline, next batch"] == 2 * 96**3 * (4 * 2 + 3)
+
+
 def test_the_largest_tensors_come_first_and_are_live_at_the_peak():
     found = of()
     sizes = [tensor.bytes for tensor in found.largest]
@@ -91,13 +113,13 @@ def test_the_largest_tensors_come_first_and_are_live_at_the_peak():
 
 
 def test_a_hundred_terabytes_are_counted_in_milliseconds_and_exactly():
-    job = dataclasses.replace(JOBS["paper-2020"], shape=(1024, 1024, 1024), batch=64, threads=80)
+    job = dataclasses.replace(JOBS["paper-2020"], shape=(1024, 1024, 1024), batch=64, micro_batch=64, threads=80)
     begin = time.perf_counter()
     found = of(job)
     assert time.perf_counter() - begin < 1
     assert found.process_peak_bytes > 100 * 10**12
     # In a job this large nothing but the maps counts: twice the volumes are twice the bytes.
-    twice = of(job, batch=128)
+    twice = of(job, batch=128, micro_batch=128)
     assert twice.allocator_peak_bytes == pytest.approx(2 * found.allocator_peak_bytes, rel=0.15)
 
 
@@ -111,6 +133,7 @@ def test_the_json_is_plain_and_has_what_was_promised():
         assert 0 <= errors[name]["median"] <= errors[name]["worst"]
     assert set(errors["upper_bound_bytes"]) == {"margin_share", "margin_bytes", "exceeded", "mean_slack"}
     assert content["constants"]["name"] == CONSTANTS.name
+    assert (content["job"]["policy"], content["job"]["micro_batch"]) == ("speed", 1)
 
 
 def test_what_was_not_measured_is_not_called_measured():

@@ -6,18 +6,26 @@ import json
 
 import pytest
 
-from cpu3d.config import RunConfig, save_config
+from cpu3d.config import RunConfig, load_config, save_config
 from cpu3d.recipes import RECIPES
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, job_from, network_from
+from memory_estimator.job import Job, divisors
+from memory_estimator.options import (
+    AUTO,
+    add_job_options,
+    add_source_options,
+    job_from,
+    network_from,
+    policy_is_open,
+)
 from memory_estimator.recipes import JOBS
 from memory_estimator.saved_run import job_of_run
-from models.config import UNetConfig
+from models.config import NORMS, POLICIES, UNetConfig
 
 
 def parsed(text):
     parser = argparse.ArgumentParser()
-    add_job_options(parser)
+    add_source_options(parser)
+    add_job_options(parser, default_policy=AUTO)
     return parser.parse_args(text.split())
 
 
@@ -32,7 +40,9 @@ def parsed(text):
         ({"cases": -1}, "cases must be at least 0, got -1"),
         ({"optimizer": "lamb"}, "optimizer must be one of adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
-        ({"policy": "lean"}, "policy must be one of speed, got 'lean'"),
+        ({"batch": 16, "micro_batch": 3}, "micro_batch must divide the batch of 16, got 3; give one of 1, 2, 4, 8, 16"),
+        ({"batch": 4, "micro_batch": 8}, "micro_batch must divide the batch of 4, got 8; give one of 1, 2, 4"),
+        ({"batch": 4, "micro_batch": -4}, "micro_batch must divide the batch of 4, got -4"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(changes, message):
@@ -42,15 +52,49 @@ def test_a_job_that_cannot_be_is_refused(changes, message):
 
 def test_every_option_reaches_the_job():
     job = job_from(parsed(
-        "--shape 64 80 96 --batch 2 --micro-batch 2 --channels 1 --classes 2 --filters 8 --depth 4 --network cicek2016 "
-        "--norm batch --up upsampling --residual --deep-supervision --dtype float32 --optimizer sgd --policy speed "
+        "--shape 64 80 96 --batch 4 --micro-batch 2 --channels 1 --classes 2 --filters 8 --depth 4 --network cicek2016 "
+        "--norm batch --up upsampling --residual --deep-supervision --dtype float32 --optimizer sgd --policy lean "
         "--engine stock --threads 3"
     ))  # fmt: skip
     unet = UNetConfig(
         channels=1, outputs=2, filters=8, depth=4, network="cicek2016", norm="batch", up="upsampling", residual=True,
-        deep_supervision=True, dtype="float32",
+        deep_supervision=True, dtype="float32", policy="lean",
     )  # fmt: skip
-    assert job == Job(unet, (64, 80, 96), batch=2, optimizer="sgd", engine="stock", threads=3)
+    assert job == Job(unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3)
+    assert job.policy == "lean"
+
+
+@pytest.mark.parametrize(
+    ("norm", "micro_batch", "micro"),
+    [("instance", 0, 1), ("none", 0, 1), ("batch", 0, 6), ("batch", 2, 2), ("instance", 3, 3), ("instance", 6, 6)],
+)
+def test_volumes_at_a_time_are_one_or_with_batch_norm_all_unless_asked_for(norm, micro_batch, micro):
+    job = Job(UNetConfig(norm=norm), (64, 64, 64), batch=6, micro_batch=micro_batch)
+    assert (job.micro, job.parts, job.voxels) == (micro, 6 // micro, micro * 64**3)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("batch", "micro_batch"), [(1, 0), (6, 0), (6, 1), (6, 2), (6, 6)])
+def test_the_trainer_s_rule_for_micro_batches_is_the_estimator_s(norm, batch, micro_batch):
+    unet = UNetConfig(norm=norm)
+    config = RunConfig(unet=unet, batch=batch, micro_batch=micro_batch)
+    job = Job(unet, batch=batch, micro_batch=micro_batch)
+    assert (config.micro, config.parts) == (job.micro, job.parts)
+
+
+@pytest.mark.parametrize(
+    ("norm", "given", "kept"),
+    [("instance", 1, 0), ("instance", 2, 2), ("instance", 4, 4), ("batch", 4, 0), ("batch", 1, 1), ("batch", 0, 0)],
+)
+def test_equal_jobs_are_told_apart_by_no_spelling(norm, given, kept):
+    job = Job(UNetConfig(norm=norm), batch=4, micro_batch=given)
+    assert job.canonical == dataclasses.replace(job, micro_batch=kept)
+    assert job.canonical.micro == job.micro
+
+
+@pytest.mark.parametrize("number", range(1, 65))
+def test_divisors_are_all_that_divide_in_order(number):
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def test_a_shape_is_held_against_the_depth_that_was_asked_for():
@@ -63,18 +107,46 @@ def test_options_given_win_over_the_recipe_and_the_rest_stays():
     assert job == dataclasses.replace(base, batch=2, unet=dataclasses.replace(base.unet, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("policy", ["balanced", "lean"])
-def test_policies_to_come_are_refused_with_the_reason(policy):
-    with pytest.raises(ValueError, match=f"policy must be one of speed, got {policy}; the trainer has no other yet"):
-        job_from(parsed(f"--shape 64 64 64 --policy {policy}"))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_the_network_s(policy):
+    assert job_from(parsed(f"--shape 64 64 64 --policy {policy}")).unet.policy == policy
 
 
-@pytest.mark.parametrize("micro_batch", [0, 1, 8, -4])
-def test_a_micro_batch_is_the_batch_so_far(micro_batch):
-    with pytest.raises(
-        ValueError, match=rf"micro-batch must be the batch of 4, got {micro_batch}; .* comes with the memory policies"
-    ):
-        job_from(parsed(f"--shape 64 64 64 --batch 4 --micro-batch {micro_batch}"))
+def test_a_policy_that_is_none_is_refused():
+    args = parsed("--shape 64 64 64")
+    args.policy = "fast"
+    with pytest.raises(ValueError, match="policy must be one of speed, balanced, lean, got 'fast'"):
+        job_from(args)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [
+        ("--shape 64 64 64", True),
+        ("--shape 64 64 64 --policy auto", True),
+        ("--shape 64 64 64 --policy speed", False),
+        ("--recipe brats", True),
+        ("--recipe brats --policy lean", False),
+        ("--run there", False),
+        ("--run there --policy auto", True),
+        ("--run there --policy lean", False),
+    ],
+)
+def test_a_policy_is_open_where_neither_the_command_nor_a_run_has_one(options, is_open):
+    assert policy_is_open(parsed(options)) is is_open
+
+
+def test_a_policy_left_open_is_for_the_time_being_the_base_s():
+    base = Job(UNetConfig(policy="lean"), (64, 64, 64))
+    assert job_from(parsed("--policy auto"), base) == base
+    assert job_from(parsed("--policy balanced"), base).policy == "balanced"
+
+
+def test_micro_batches_are_held_against_the_batch_that_was_asked_for():
+    assert job_from(parsed("--shape 64 64 64 --batch 4 --micro-batch 2")).parts == 2
+    assert job_from(parsed("--batch 3"), JOBS["paper-2020"]).parts == 3
+    with pytest.raises(ValueError, match="micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"):
+        job_from(parsed("--shape 64 64 64 --batch 4 --micro-batch 3"))
 
 
 def test_without_a_shape_nothing_can_be_said():
@@ -91,22 +163,35 @@ def test_every_recipe_of_the_trainer_has_its_job_and_agrees_with_it():
     for name, job in JOBS.items():
         config = RECIPES[name]()
         assert (config.unet, config.batch, config.optimizer, config.ema) == (job.unet, job.batch, job.optimizer, 0)
+        assert config.micro == job.micro
         if config.channels:
             assert job.unet.channels == len(config.channels)
             assert job.unet.outputs == len(config.regions)
 
 
 CONFIG = RunConfig(
-    grid=(64, 80, 96), unet=UNetConfig(filters=8, dtype="bfloat16"), batch=2, optimizer="sgd", ema=0.9, engine="stock",
+    grid=(64, 80, 96), unet=UNetConfig(filters=8, dtype="bfloat16", policy="balanced"), batch=4, micro_batch=2,
+    optimizer="sgd", ema=0.9, engine="stock",
 )  # fmt: skip
 
 
 def test_a_saved_run_is_the_job_that_it_trained(tmp_path):
     save_config(CONFIG, tmp_path)
     expected = Job(
-        CONFIG.unet, (64, 80, 96), batch=2, optimizer="sgd", engine="stock", averaged=True, from_store=True,
+        CONFIG.unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", averaged=True,
+        from_store=True,
     )  # fmt: skip
     assert job_of_run(tmp_path) == expected
+
+
+def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
+    save_config(CONFIG, tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["micro_batch"], content["unet"]["policy"]
+    path.write_text(json.dumps(content))
+    job, config = job_of_run(tmp_path), load_config(tmp_path)
+    assert (job.policy, job.micro) == ("speed", 4) == (config.unet.policy, config.micro)
 
 
 @pytest.mark.parametrize("engine", ["itex", "stock"])
@@ -142,6 +227,9 @@ def damaged(**changes):
         (damaged(batch=1.5), "batch must be a whole number, got 1.5"),
         (damaged(batch=True), "batch must be a whole number, got True"),
         (damaged(batch=0), "batch must be at least 1, got 0"),
+        (damaged(micro_batch=3), "micro_batch must divide the batch of 4, got 3"),
+        (damaged(micro_batch="all"), "micro_batch must be a whole number, got 'all'"),
+        (damaged(unet={"policy": "fast"}), "policy must be one of speed, balanced, lean, got 'fast'"),
         (damaged(grid=[64, 64.5, 64]), "grid Y must be a whole number, got 64.5"),
         (damaged(unet={"filters": 0}), "filters must be at least 1, got 0"),
         (damaged(ema="much"), "must be complete"),

@@ -12,8 +12,9 @@ import pytest
 
 from cpu3d.config import RunConfig, save_config
 from memory_estimator.__main__ import main
+from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -48,11 +49,11 @@ def test_the_bill_names_causes_peaks_errors_and_the_verdict(capsys):
 
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
-    large = SMALL.replace("64GiB", "1300MiB") + " --batch 8 --dtype float32"
+    large = SMALL.replace("64GiB", "1300MiB") + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
     assert content["upper_bound_bytes"] > 1300 * 2**20
-    assert any(line.startswith("fits with --batch") for line in content["advice"])
+    assert any(line.startswith("fits with --") for line in content["advice"])
     assert main(large.split()) == 3
     assert "does not fit: needs up to" in capsys.readouterr().out
 
@@ -67,14 +68,80 @@ def test_the_plan_is_a_table_and_json(capsys):
     out = capsys.readouterr().out
     assert "The largest that fits 64.00 GiB" in out
     assert "What would save what" in out
+    assert "batch at once" in out
     content = answer(f"{SMALL} --plan", capsys)
-    (speed,) = content["plan"]
-    assert speed["policy"] == "speed"
-    assert speed["batch"]["batch"] > 8
-    assert speed["batch"]["upper_bound_bytes"] <= 64 * 2**30
-    assert speed["filters"]["filters"] % 8 == 0
-    assert all(side % 8 == 0 for side in speed["extent"]["shape"])
+    assert [one["policy"] for one in content["plan"]] == list(POLICIES)
+    for one in content["plan"]:
+        assert one["batch"]["batch"] == one["batch"]["micro_batch"] > 8
+        assert one["batch"]["upper_bound_bytes"] <= 64 * 2**30
+        assert one["filters"]["filters"] % 8 == 0
+        assert all(side % 8 == 0 for side in one["extent"]["shape"])
+        assert {one[row]["policy"] for row in ("batch", "filters", "extent")} == {one["policy"]}
     assert content["savings"]
+
+
+def priced(monkeypatch):
+    """Estimates as they are, but for the policies: 4 GiB under speed, 2 under balanced, 1 under lean."""
+    taken = {"speed": (4 * 2**30, 1.0), "balanced": (2 * 2**30, 1.1), "lean": (2**30, 1.2)}
+
+    def made(job, *more):
+        upper_bound_bytes, times = taken[job.policy]
+        said = estimate(job, *more)
+        return dataclasses.replace(said, upper_bound_bytes=upper_bound_bytes, step_s=times)
+
+    monkeypatch.setattr("memory_estimator.__main__.estimate", made)
+
+
+@pytest.mark.parametrize(
+    ("memory", "policy", "reason"),
+    [
+        ("4GiB", "speed", "the fastest, and fits 4.00 GiB given"),
+        ("3GiB", "balanced", "speed would take up to 4.00 GiB of 3.00 GiB given"),
+        ("1GiB", "lean", "speed would take up to 4.00 GiB and balanced would take up to 2.00 GiB of 1.00 GiB given"),
+    ],
+)
+def test_the_fastest_policy_that_fits_is_picked_and_said(memory, policy, reason, monkeypatch, capsys):
+    priced(monkeypatch)
+    ask = SMALL.replace("64GiB", memory)
+    for arguments in (ask, f"{ask} --policy auto"):
+        content = answer(arguments, capsys)
+        assert content["policy"] == {"name": policy, "picked": True, "reason": reason}
+        assert content["job"]["policy"] == content["job"]["unet"]["policy"] == policy
+    assert main(ask.split()) == 0
+    assert f"policy {policy} picked: {reason}" in capsys.readouterr().out
+
+
+def test_the_policy_that_takes_least_is_picked_where_none_fits(monkeypatch, capsys):
+    priced(monkeypatch)
+    content = answer(SMALL.replace("64GiB", "1000MiB"), capsys, code=3)
+    assert content["policy"]["name"] == "lean"
+    assert not any("--policy" in line for line in content["advice"])
+
+
+def test_a_policy_that_is_asked_for_is_kept_and_a_leaner_one_proposed(monkeypatch, capsys):
+    priced(monkeypatch)
+    ask = SMALL.replace("64GiB", "3GiB") + " --policy speed"
+    content = answer(ask, capsys, code=3)
+    assert content["policy"] == {"name": "speed", "picked": False, "reason": "given"}
+    assert content["advice"] == ["fits with --policy balanced: up to 2.00 GiB, 1.1 s a volume"]
+    main(ask.split())
+    assert "picked" not in capsys.readouterr().out
+
+
+def test_a_run_is_estimated_under_its_own_policy(tmp_path, monkeypatch, capsys):
+    priced(monkeypatch)
+    save_config(RunConfig(grid=(64, 64, 64), unet=UNetConfig(filters=8, depth=4, policy="balanced")), tmp_path)
+    ask = f"--run {tmp_path} --threads 2 --host-memory 64GiB --engine itex"
+    assert answer(ask, capsys)["policy"]["name"] == "balanced"
+    assert answer(f"{ask} --policy auto", capsys)["policy"]["name"] == "speed"
+
+
+def test_statistics_of_a_part_of_the_batch_are_told(capsys):
+    ask = f"{SMALL} --norm batch --batch 4"
+    assert main(ask.split()) == 0
+    assert "statistics" not in capsys.readouterr().out
+    assert main(f"{ask} --micro-batch 2".split()) == 0
+    assert "batch norm's statistics are of 2 of a batch's 4 volumes at a time" in capsys.readouterr().out
 
 
 def test_a_gpu_gets_the_largest_patch_and_the_assumptions(capsys):
@@ -92,8 +159,11 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     assert (job["shape"], job["batch"], job["unet"]["filters"], job["unet"]["depth"]) == ([240, 240, 144], 16, 32, 4)
     assert (job["unet"]["dtype"], job["unet"]["channels"], job["unet"]["norm"]) == ("float32", 1, "batch")
     assert content["epoch_s"] > content["step_s"]
+    assert job["micro_batch"] == 1
+    at_once = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB --micro-batch 16", capsys)
+    assert at_once["job"]["micro_batch"] == 16
     less = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB --batch 1", capsys)
-    assert less["process_peak_bytes"] < content["process_peak_bytes"] / 8
+    assert less["process_peak_bytes"] < at_once["process_peak_bytes"] / 8
 
 
 def test_a_run_folder_is_a_job_fed_from_its_store(tmp_path, capsys):
@@ -146,8 +216,8 @@ def test_the_picture_is_a_png(tmp_path, capsys):
         ("--shape 64 64 64 --threads 0", "threads must be at least 1, got 0"),
         ("--shape 64 64 64 --cases -1", "cases must be at least 0, got -1"),
         ("--shape 64 64 64 --cases 3 --batch 16", "batch must be at most the 3 training cases, got 16"),
-        ("--shape 64 64 64 --micro-batch 2", "comes with the memory policies"),
-        ("--shape 64 64 64 --policy lean", "the trainer has no other yet"),
+        ("--shape 64 64 64 --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3; give one of"),
+        ("--shape 64 64 64 --micro-batch 2", "micro_batch must divide the batch of 1, got 2; give one of 1"),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
         ("--shape 64 64 64 --host-memory lots", "memory must be a number with its unit"),
         ("--shape 64 64 64 --host-memory 0GiB", "memory must be positive"),
@@ -196,9 +266,9 @@ print(json.dumps([code, peak, sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.
         ("--shape 240 240 160", 0.5),
         ("--shape 240 240 160 --up upsampling", 0.5),
         ("--recipe paper-2020 --shape 1024 1024 1024 --batch 64 --threads 80 --json", 0.5),
-        ("--recipe paper-2020 --host-memory 1.5TiB --plan --json", 1.0),
-        # A plan is some thirty estimates, and nearest neighbours are joined plane by plane.
-        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 6.0),
+        ("--recipe paper-2020 --host-memory 1.5TiB --plan --json", 2.0),
+        # A plan is some ninety estimates, thirty a policy, and nearest neighbours are joined plane by plane.
+        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 12.0),
     ],
 )
 def test_an_answer_takes_half_a_second_150_mib_and_no_tensorflow_at_any_size(arguments, most_s):

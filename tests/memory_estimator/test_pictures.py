@@ -34,7 +34,9 @@ def test_sides_are_rounded_up_to_what_the_network_halves():
 
 def test_a_measured_point_lies_on_the_line_of_its_batch_filters_dtype_and_engine():
     shape = (96, 96, 96)
-    alike = Measured(dataclasses.replace(JOB, shape=shape, batch=2, threads=9), process_peak_bytes=7, step_s=1)
+    alike = Measured(
+        dataclasses.replace(JOB, shape=shape, batch=2, micro_batch=2, threads=9), process_peak_bytes=7, step_s=1
+    )
     deeper = dataclasses.replace(alike, job=dataclasses.replace(alike.job, unet=UNetConfig(depth=3)))
     stock = dataclasses.replace(alike, job=dataclasses.replace(alike.job, engine="stock"))
     failed = dataclasses.replace(alike, failure="exited with -9")

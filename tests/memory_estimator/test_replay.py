@@ -158,12 +158,12 @@ def both(unet, batch, side=32):
     from cpu3d.learner import Learner
 
     shape = (side, side, side)
-    learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch))
+    learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=batch))
     image = tf.TensorSpec((batch, *shape, unet.channels), unet.dtype)
     target = tf.TensorSpec((batch, *shape, unet.outputs), tf.uint8)
     variables = [*learner.model.weights, *learner.optimizer.variables]
     replay = estimate_step(learner._step, image, target, variables=variables)
-    return training_step(Job(unet, shape, batch, engine=ENGINE, threads=2)), replay
+    return training_step(Job(unet, shape, batch, micro_batch=batch, engine=ENGINE, threads=2)), replay
 
 
 GRID = [

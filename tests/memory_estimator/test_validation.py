@@ -98,12 +98,26 @@ def test_a_record_is_read_as_the_job_that_really_ran(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in (step, RECORD, failed)))
     one, other = read_measured(path)
     unet = UNetConfig(filters=8, dtype="bfloat16")
-    assert one.job == Job(unet, (64, 64, 64), 2, "sgd", "itex", threads=7)
+    assert one.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
     assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
     assert (one.host, one.isa, one.date) == ("some CPU", ("avx",), "2026-11-20")
     assert not one.held_out
     assert other.failure == "exited with -9"
     assert job_from({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"}).engine == "stock"
+
+
+def test_a_record_says_its_policy_and_micro_batch_and_older_ones_computed_the_batch_at_once():
+    older = {name: value for name, value in RECORD.items() if name != "policy"}
+    assert (job_from(older).policy, job_from(older).micro) == ("speed", 2)
+    assert (job_from({**older, "policy": "lean"})).policy == "lean"
+    now = {**older, "unet": {**RECORD["unet"], "policy": "balanced"}, "micro_batch": 1}
+    assert (job_from(now).policy, job_from(now).micro) == ("balanced", 1)
+
+
+@pytest.mark.parametrize(("batch", "micro_batch"), [(1, 1), (2, 1)])
+def test_a_measured_job_is_found_by_the_job_that_was_wanted(batch, micro_batch):
+    record = {**RECORD, "batch": batch, "micro_batch": micro_batch}
+    assert job_from(record) == Job(job_from(record).unet, (64, 64, 64), batch, 0, "sgd", "itex", threads=7)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cpu3d.bench.campaign import HELD_OUT, configurations, describe
+from cpu3d.bench.campaign import HELD_OUT, _job, configurations, describe
 from models.layer_plan import layer_plan, training_flops
 
 JOBS = configurations(threads=2)
@@ -87,3 +87,10 @@ def test_cheap_ones_come_first():
 def test_a_job_is_described_as_its_line_in_the_list(line):
     job = JOBS[HELD_OUT.strip().splitlines().index(line)]
     assert describe(job) == " ".join(line.split())
+
+
+@pytest.mark.parametrize("more", ["b4/1 lean", "b4/2 balanced", "b4 deep lean"])
+def test_a_policy_and_a_batch_in_parts_have_their_words(more):
+    batch, *words = more.split()
+    line = " ".join([f"64x64x64 f8 d3 {batch} c1 k1 float32 itex none sgd", *words])
+    assert describe(_job(line, threads=2)) == line

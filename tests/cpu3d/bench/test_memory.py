@@ -83,6 +83,7 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
     request = {
         "shape": [32, 32, 32],
         "batch": 1,
+        "micro_batch": 1,
         "unet": {"filters": 8, "depth": 3},
         "optimizer": "sgd",
         "steps": 1,
@@ -107,8 +108,7 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--run", "nowhere"], "run nowhere must hold a config.json"),
         (["--threads", "0"], "threads must be at least 1, got 0"),
-        (["--policy", "lean"], "policy must be one of speed, got lean"),
-        (["--batch", "4", "--micro-batch", "2"], "micro-batch must be the batch of 4, got 2"),
+        (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
         (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
     ],
 )
@@ -136,6 +136,13 @@ def test_a_recipe_is_measured_as_the_estimator_takes_it(asked):
     job = dataclasses.replace(JOBS["paper-2020"], batch=1)
     assert (request["shape"], request["batch"], request["unet"]) == ([240, 240, 144], 1, dataclasses.asdict(job.unet))
     assert (request["optimizer"], request["steps"], threads) == ("adam", 3, 2)
+
+
+def test_policy_and_micro_batch_are_those_asked_for_and_speed_and_the_trainer_s_rule_without(asked):
+    main(["bench", "memory", "--batch", "4"])
+    main(["bench", "memory", "--batch", "4", "--micro-batch", "2", "--policy", "balanced"])
+    found = [(request["unet"]["policy"], request["batch"], request["micro_batch"]) for request, _ in asked]
+    assert found == [("speed", 4, 1), ("balanced", 4, 2)]
 
 
 def test_a_run_is_measured_as_it_is_configured(asked, tmp_path):

@@ -1,12 +1,13 @@
 """The benchmark measures the trainer's own step and says so in a record."""
 
+import argparse
 import json
 import sys
 
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import engines
+from cpu3d.bench import engines, step
 from cpu3d.bench.record import append_record, read_records
 from cpu3d.errors import InputError
 
@@ -16,9 +17,12 @@ PEER = f'{sys.executable} -c "print(\'{{\\"step_s\\": 1000, \\"peer\\": \\"slow 
 
 def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     record = tmp_path / "step.jsonl"
-    code = main(["bench", "step", *TINY, "--json", "--record", str(record), "--rounds", "2", "--peer", PEER])
+    more = ["--batch", "2", "--policy", "lean", "--json", "--record", str(record), "--rounds", "2", "--peer", PEER]
+    code = main(["bench", "step", *TINY, *more])
     result = json.loads(capsys.readouterr().out)
     assert code == 0
+    assert (result["batch"], result["micro_batch"], result["unet"]["policy"]) == (2, 1, "lean")
+    assert result["volume_s"] == pytest.approx(result["step_s"] / 2)
     assert 0 < result["step_s_min"] <= result["step_s"] <= result["step_s_max"]
     assert result["gflops"] > 0
     assert result["matmul_peak_share"] == pytest.approx(result["gflops"] / result["matmul_gflops"])
@@ -38,6 +42,8 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
+        (["--micro-batch", "-1"], "micro_batch must be at least 0, got -1"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--filters", "-1"], "filters must be at least 1, got -1"),
     ],
@@ -45,6 +51,16 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
 def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys):
     assert main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_it_measures_what_is_asked_for_and_a_policy_is_never_picked(capsys):
+    parser = argparse.ArgumentParser()
+    step.add_arguments(parser)
+    request = step.step_request(parser.parse_args(["--batch", "4"]), dtype="float32", engine="stock")
+    assert (request["unet"]["policy"], request["batch"], request["micro_batch"]) == ("speed", 4, 1)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--policy", "auto"])
+    assert "invalid choice: 'auto'" in capsys.readouterr().err
 
 
 def test_a_peer_that_prints_nothing_useful_is_named(tmp_path, capsys):

@@ -178,7 +178,7 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     assert "| 4.000 | -25.0 % | -0.0 % | 1.00 | 12 %, disturbed | +50.0 % | process, upper bound, time |" in text
     assert "f16 d5 b1 c4 k3 float32 itex instance adam residual | - | - |" in text
     assert text.rindex("| 64x64x64") > text.index("## 96^3 voxels and less")
-    assert "- 128x128x128 f16 d5 b3 c4 k3 float32 itex instance adam: exited with -9" in text
+    assert "- 128x128x128 f16 d5 b3/1 c4 k3 float32 itex instance adam: exited with -9" in text
     assert "2026-11-20 to 2026-11-21" in text
     assert "| 64x64x64 f16 d5 b1 c4 k3 float32 itex instance adam | 9.00 (0 %), then 1.00 (0 %) |" in text
     assert "Measured again: 1. Disturbed as they stand: 1." in text
