@@ -4,6 +4,7 @@ A batch that is computed in parts is one compiled function for each part, which 
 updates the weights from them. Its peak is that of one part and one set of gradients.
 """
 
+import contextlib
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
+from memory_estimator.region import MIB, region_bytes
 from models.unet3d import build_unet3d
 
 
@@ -20,6 +22,7 @@ class Learner:
 
     def __init__(self, config: RunConfig):
         self.config = config
+        take_region(region_bytes(config.unet, config.grid, config.micro))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
@@ -147,6 +150,13 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     if config.optimizer == "sgd":
         return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
     return tf.keras.optimizers.Adam(config.learning_rate)
+
+
+def take_region(size_bytes: int) -> None:
+    """Have the allocator make a region of whole MiB; nothing is written to it. One that is refused is done without."""
+    if size_bytes:
+        with contextlib.suppress(tf.errors.ResourceExhaustedError):
+            tf.raw_ops.Empty(shape=[size_bytes // MIB, MIB], dtype=tf.uint8)
 
 
 def finest(logits) -> tf.Tensor:

@@ -55,7 +55,7 @@ Gradient = Callable[[Any], Any]
 
 
 def _weighted_sum(targets, logits, weights, by_slabs):
-    """The losses' sum, and the first one's Dice, head after head both ways: left alone, chance would say which first."""
+    """The losses' sum and the first one's Dice, head after head both ways: left alone, chance says which is first."""
     targets = [tf.stop_gradient(target) for target in targets]
 
     @tf.custom_gradient

@@ -80,7 +80,10 @@ def timeline(program: Program) -> Timeline:
 
 
 def requests(program: Program, steps: int) -> Iterator[Request]:
-    """The allocator's calls in order: what ran before, then the first `steps` steps."""
+    """The allocator's calls in order: the region, what ran before, then the first `steps` steps."""
+    if program.region_bytes:
+        yield Request("region", program.region_bytes, touched=((0, 0),))
+        yield Request("region", -program.region_bytes)
     stays = _names(program.resident)
     made = {tensor.name for op in program.before for tensor in op.writes}
     sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}

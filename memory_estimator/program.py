@@ -82,3 +82,5 @@ class Program:
     before: Tuple[StepOp, ...] = ()
     """What ran once to make the resident tensors; a resident tensor that none of these writes is simply there. The
     order matters to the allocator alone, whose regions it shapes."""
+    region_bytes: int = 0
+    """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""

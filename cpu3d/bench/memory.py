@@ -29,7 +29,7 @@ from cpu3d.bench.policies import add_options, check_options, compare_policies, p
 from cpu3d.bench.policies_picture import draw_policies
 from cpu3d.bench.process_memory import draw_process, write_trace
 from cpu3d.bench.record import append_record
-from cpu3d.bench.step import measure_in_fresh_process
+from cpu3d.bench.step import add_count_options, counts_from, measure_in_fresh_process
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
@@ -56,7 +56,7 @@ FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
     add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
+    add_count_options(parser)
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
@@ -170,8 +170,7 @@ def _run_policies(args: argparse.Namespace, request: Dict[str, Any]) -> int:
 
 def _request(args: argparse.Namespace) -> Dict[str, Any]:
     """What `bench.measure` is to do, 128^3 where nothing is said. Raises InputError for a job that cannot be."""
-    if args.steps < 1:
-        raise InputError(f"steps must be at least 1, got {args.steps}; give a positive number")
+    counts = counts_from(args)
     engine = getattr(args, "engine", "auto")
     if engine not in KNOWN_ENGINES:
         args.engine = "auto"  # a job has none that the estimator does not know
@@ -188,7 +187,7 @@ def _request(args: argparse.Namespace) -> Dict[str, Any]:
         "micro_batch": job.micro,
         "unet": dataclasses.asdict(job.unet),
         "optimizer": job.optimizer,
-        "steps": args.steps,
+        **counts,
         "engine": job.engine if whole and engine == "auto" else engine,
     }
 

@@ -24,6 +24,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 from rich.console import Console
 from rich.table import Table
 
+from cpu3d.bench.measure import WARM_UP_STEPS
 from cpu3d.bench.record import append_record
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
@@ -72,7 +73,23 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add_network_options(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--policy", choices=POLICIES, default="speed", help="memory policy (default: speed)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed, after two more (default: 5)")
+    add_count_options(parser)
+
+
+def add_count_options(parser: argparse.ArgumentParser) -> None:
+    """How many steps are done."""
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed (default: 5)")
+    parser.add_argument(
+        "--warm-up", type=int, default=WARM_UP_STEPS, metavar="N", help="steps before those, not timed (default: 2)"
+    )
+
+
+def counts_from(args: argparse.Namespace) -> Dict[str, int]:
+    """The part of a request that `add_count_options` asks for. Raises InputError for a number out of range."""
+    for name, least in (("steps", 1), ("warm_up", 0)):
+        if getattr(args, name) < least:
+            raise InputError(f"{name} must be at least {least}, got {getattr(args, name)}; give a larger number")
+    return {"steps": args.steps, "warm_up": args.warm_up}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +125,8 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
     """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
     if dtype == "auto":
         dtype = read_host().best_dtype
-    for name in ("batch", "steps"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}; give a positive number")
+    if args.batch < 1:
+        raise InputError(f"batch must be at least 1, got {args.batch}; give a positive number")
     try:
         unet = network_from(args, dtype)
         layer_plan(unet, tuple(args.shape))
@@ -123,7 +139,7 @@ def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[s
         "micro_batch": config.micro,
         "unet": dataclasses.asdict(unet),
         "optimizer": args.optimizer,
-        "steps": args.steps,
+        **counts_from(args),
         "engine": engine,
         "matmul": ["before", "after"],
     }
