@@ -1,0 +1,34 @@
+"""The one region that a lean step's memory is taken from: how large it is.
+
+TensorFlow's allocator grows by regions that double in size, and of its free pieces takes the smallest that fits. Maps
+that are nearly all of one size then lie scattered: in the gaps of small regions, and at the end of the last. From one
+region that is larger than the step needs, it fills the gaps first. Nothing but the pages that tensors lie in becomes
+resident, and the region's table (3 %). At 240 x 240 x 160 with 16 filters in bfloat16, "balanced" took 5.2 GB of the
+process without and 4.5 with; "speed", whose scratch needs gaps of its own, took the same.
+"""
+
+from typing import Tuple
+
+from models.config import UNetConfig
+from models.layer_plan import layer_plan
+
+SHARES = {"balanced": 1.0, "lean": 0.8}
+"""Of all the layers' outputs together; about half as much again as the policies need."""
+
+COPIES_OF_WEIGHTS = 4
+"""Weights, the optimizer's two slots, gradients: float32 each."""
+
+MIB = 2**20
+
+
+def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int) -> int:
+    """Whole MiB for steps of `micro` volumes of `shape` (X, Y, Z) at a time; 0 is no region of its own.
+
+    Raises ValueError for a shape that the network cannot take.
+    """
+    if unet.policy not in SHARES:
+        return 0
+    plan = layer_plan(unet, shape)
+    maps = micro * sum(op.elements for op in plan) * (2 if unet.dtype == "bfloat16" else 4)
+    weights = 4 * COPIES_OF_WEIGHTS * sum(op.trainable for op in plan)
+    return -(-int(SHARES[unet.policy] * maps + weights) // MIB) * MIB
