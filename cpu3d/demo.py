@@ -2,6 +2,7 @@
 
     ./run.sh demo              whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores
     ./run.sh demo --smoke      the same steps on small volumes, in about a minute, to see that they work
+    ./run.sh demo --policy lean    the same run with less memory, beside the other
 
 Every step is the command that it prints. A demo that was cut off continues where it stopped.
 """
@@ -10,7 +11,9 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import List
+from typing import List, Optional
+
+from models.config import POLICIES
 
 CASES = 12
 SHAPE = (240, 240, 155)
@@ -20,12 +23,13 @@ SMOKE_SHAPE = (64, 72, 48)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder to write (default: demo)")
     parser.add_argument("--smoke", action="store_true", help="small volumes and a small network")
+    parser.add_argument("--policy", choices=POLICIES, help="memory policy of the run (default: what `train` picks)")
 
 
 def run(args: argparse.Namespace) -> int:
     from cpu3d.__main__ import main
 
-    for command in commands(args.out / "smoke" if args.smoke else args.out, args.smoke):
+    for command in commands(args.out / "smoke" if args.smoke else args.out, args.smoke, args.policy):
         print(f"\n$ ./run.sh {shlex.join(command)}", file=sys.stderr, flush=True)
         code = main(command)
         if code:
@@ -33,16 +37,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def commands(out: Path, smoke: bool) -> List[List[str]]:
-    """The demo, a command line each."""
-    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / "run")
+def commands(out: Path, smoke: bool, policy: Optional[str] = None) -> List[List[str]]:
+    """The demo, a command line each. A run under a policy that was asked for has a folder of its own."""
+    run_name, chosen = (f"run-{policy}", ["--policy", policy]) if policy else ("run", [])
+    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / run_name)
     shape = [str(n) for n in (SMOKE_SHAPE if smoke else SHAPE)]
     small = ["--filters", "4", "--depth", "3", "--epochs", "4"] if smoke else []
     new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
     return [
         ["phantom", "--out", data, "--cases", str(CASES), "--shape", *shape, "--seed", "0"],
         ["prepare", "--dataset", data, "--store", store, "--split", "8", "2", "2"],
-        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *small],
+        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *small, *chosen],
         ["evaluate", "--run", run_folder],
         ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / "predictions")],
         ["report", "--run", run_folder],

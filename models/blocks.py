@@ -19,7 +19,7 @@ def encoder(x, config: UNetConfig, level: int):
     name, widths = f"encoder{level}", config.encoder_widths(level)
     if config.policy == "speed":
         return _block(x, config, name, widths)
-    return LeanBlock(config, widths, keeps_hidden(config, level, False), dtype=precision(config), name=name)(x)
+    return LeanBlock(config, widths, keeps_hidden(config, decoder=False), dtype=precision(config), name=name)(x)
 
 
 def decoder(skip, x, config: UNetConfig, level: int):
@@ -30,7 +30,7 @@ def decoder(skip, x, config: UNetConfig, level: int):
             x = layer(x)
         x = Join(dtype=precision(config), name=f"{name}_concat")([skip, x])
         return _block(x, config, name, widths)
-    keeps = keeps_hidden(config, level, True)
+    keeps = keeps_hidden(config, decoder=True)
     return LeanBlock(config, widths, keeps, up_width, dtype=precision(config), name=name)([skip, x])
 
 

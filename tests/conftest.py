@@ -1,5 +1,6 @@
 """What all tests share. The host's plan is applied before any test module imports TensorFlow."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from cpu3d import memory_plan
 from cpu3d.host.apply import apply
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.host import read_host
+from models.config import POLICIES, UNetConfig
 
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))
@@ -26,6 +29,20 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--policy", choices=POLICIES, help="memory policy of every network whose test names none")
+
+
+def pytest_configure(config):
+    policy = config.getoption("--policy")
+    if policy:
+        *others, _ = UNetConfig.__init__.__defaults__
+        assert dataclasses.fields(UNetConfig)[-1].name == "policy"
+        UNetConfig.__init__.__defaults__ = (*others, policy)
+        UNetConfig.policy = policy
+        memory_plan.pick_policy = lambda config, host, cases: (memory_plan.under(config, policy), "asked of the tests")
+
+
 @pytest.fixture(scope="session")
 def real_cases() -> Path:
     """The folder of real cases: CPU3D_REAL_DATA, else one beside the checkout. Without it the test is skipped."""
@@ -34,6 +51,22 @@ def real_cases() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs real cases, found none in {folder}: name their folder in CPU3D_REAL_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def waits_for():
+    """Whether an operation of a graph cannot begin before another is done: it reads what comes of it, or is told so."""
+
+    def waits_for(operation, other):
+        found, left = set(), [operation]
+        while left:
+            one = left.pop()
+            before = {tensor.op for tensor in one.inputs} | set(one.control_inputs)
+            left.extend(before - found)
+            found |= before
+        return other in found
+
+    return waits_for
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What `bench validate` measures: configurations far apart in everything that memory and time depend on.
 
 A fraction of all combinations, chosen by machine so that nearly every two settings meet somewhere and each fits a host
-with 24 GB of memory. About 400 steps in all; cheap ones come first.
+with 24 GB of memory. About 600 steps in all; cheap ones come first, and those of a policy other than speed last.
 """
 
 from typing import List, Tuple
@@ -77,6 +77,35 @@ HELD_OUT = """
 144x144x144 f32 d3 b1 c1 k1 bfloat16 itex  instance sgd
 240x240x160 f16 d5 b1 c4 k3 bfloat16 itex  instance adam
 128x128x128 f32 d3 b1 c1 k1 float32  itex  none     adam upsampling
+128x128x128 f16 d5 b1 c4 k3 bfloat16 itex  instance adam balanced
+128x128x128 f16 d5 b1 c4 k3 bfloat16 itex  instance adam lean
+128x128x128 f16 d5 b1 c4 k3 bfloat16 stock instance adam lean
+128x128x128 f16 d5 b1 c4 k3 float32  itex  instance adam balanced
+128x128x128 f16 d5 b1 c4 k3 float32  itex  instance adam lean
+128x128x128 f16 d5 b1 c4 k3 float32  stock instance adam lean
+128x128x128 f16 d5 b2/1 c4 k3 bfloat16 itex  instance adam
+128x128x128 f16 d5 b4/1 c4 k3 bfloat16 itex  instance adam lean
+128x128x128 f16 d5 b4/2 c4 k3 bfloat16 itex  batch    adam balanced
+128x128x128 f16 d5 b1 c4 k3 bfloat16 itex  instance sgd  residual lean
+144x176x128 f16 d5 b1 c4 k3 bfloat16 itex  batch    adam lean
+160x192x128 f16 d5 b1 c4 k3 bfloat16 itex  instance adam balanced
+144x144x144 f24 d3 b1 c1 k1 bfloat16 itex  instance adam upsampling lean
+128x128x160 f24 d4 b1 c1 k1 bfloat16 itex  instance sgd  upsampling balanced
+128x128x160 f24 d5 b1 c1 k1 bfloat16 itex  none     sgd  residual balanced
+144x144x144 f16 d5 b1 c1 k1 float32  stock none     sgd  residual lean
+144x176x128 f8  d3 b4 c4 k1 bfloat16 stock none     sgd  balanced
+192x192x128 f8  d3 b1 c4 k1 bfloat16 itex  instance sgd  cicek2016 lean
+144x144x144 f8  d4 b1 c4 k3 bfloat16 stock batch    sgd  cicek2016 balanced
+128x128x128 f32 d4 b1 c1 k3 bfloat16 itex  none     sgd  deep lean
+240x240x144 f16 d3 b1 c1 k3 bfloat16 itex  instance adam deep balanced
+128x128x128 f24 d3 b2 c1 k3 bfloat16 itex  batch    adam upsampling lean
+240x240x144 f8  d4 b1 c1 k1 float32  itex  batch    adam lean
+176x208x144 f16 d4 b1 c1 k1 bfloat16 stock none     adam upsampling lean
+160x192x128 f8  d4 b2/1 c1 k1 float32  stock batch    sgd  residual balanced
+240x240x160 f8  d5 b1 c4 k3 bfloat16 itex  instance adam lean
+240x240x160 f16 d5 b1 c4 k3 bfloat16 itex  instance adam balanced
+240x240x160 f16 d5 b1 c4 k3 bfloat16 itex  instance adam lean
+128x128x128 f32 d5 b1 c4 k3 bfloat16 itex  instance adam lean
 """
 """128^3 voxels and above: no constant may be fitted to these. Columns: shape, filters, depth, batch, channels, outputs
 (k), dtype, engine, norm, optimizer, what else differs from the default network, policy. b4 computes a batch of 4 at
@@ -96,6 +125,9 @@ FITTED = """
 96x96x96    f8  d3 b2 c1 k3 bfloat16 itex  batch    sgd  cicek2016
 96x96x96    f32 d4 b1 c1 k1 bfloat16 itex  none     adam deep
 96x96x96    f8  d3 b4 c4 k1 float32  stock none     adam residual
+96x96x96    f16 d5 b1 c4 k3 bfloat16 itex  instance adam balanced
+96x96x96    f16 d5 b1 c4 k3 bfloat16 itex  instance adam lean
+96x96x96    f16 d5 b1 c4 k3 float32  stock instance adam lean
 """
 """96^3 voxels and below, the same columns: what constants may be fitted to."""
 
