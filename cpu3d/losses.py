@@ -146,7 +146,7 @@ def _by_slabs(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
         for sample, of_sample in enumerate(slabs):
             own_a, own_b = (tf.tile(weight[sample], [size_z])[None, None] for weight in (a, b))
             for slab in of_sample:
-                z, t = maps(slab, found[-1:] or [c])
+                z, t = maps(slab, found[-1:] or [a])
                 p = tf.sigmoid(z)
                 with tf.control_dependencies([p]):
                     dz = own_a * t + own_b

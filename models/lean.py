@@ -215,6 +215,6 @@ def _gradients(x, meets):
     for kernel, at_output in meets:
         of_kernels.append(filter_gradient_by_planes(x, then(at_output, *of_kernels[-1:]), kernel.shape))
     for kernel, at_output in meets:
-        at_one = input_gradient(x, kernel, at_output, of_kernels[-1])
+        at_one = input_gradient(x, kernel, at_output, of_kernels[-1] if at_x is None else at_x)
         at_x = at_one if at_x is None else at_x + at_one
     return at_x, of_kernels

@@ -34,8 +34,8 @@ def test_maps_of_half_the_bytes_need_half_and_those_of_two_volumes_twice():
 
 
 def test_weights_are_counted_four_times():
-    # Cicek's widths on a grid of two voxels a side: maps take a few KiB. In units of 64 channels the encoder's second
-    # convolution is 1 to 2, the bottom's are 2 to 2 and 2 to 4, the up-convolution 4 to 4, the decoder's 2 + 4 to 2 to 2.
+    # Cicek's widths on a grid of two voxels a side: maps take a few KiB. By 64 channels, the encoder's second
+    # convolution is 1 to 2, the bottom's are 2 to 2 and 2 to 4, the decoder's 4 to 4 (up), 2 + 4 to 2 and 2 to 2.
     weights = 27 * 64**2 * (1 * 2 + 2 * 2 + 2 * 4 + (2 + 4) * 2 + 2 * 2) + 8 * 64**2 * 16
     assert mib((2, 2, 2), filters=64, network="cicek2016") == pytest.approx(4 * 4 * weights / MIB, abs=2)
 

@@ -1,0 +1,220 @@
+"""One block that makes its maps again: its gradients, what it keeps, and that it makes nothing before it is due."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.blocks import decoder, encoder
+from models.config import POLICIES, UNetConfig
+from models.layers import convolution_layer
+from models.lean import LeanBlock
+from models.norm import NormActivation
+from models.ordered import Convolution
+from models.policy import keeps_hidden
+from models.unet3d import build_unet3d
+
+LEANER = POLICIES[1:]
+GRID = (8, 6, 4)
+SKIP, BELOW = 4, 6
+"""Channels of a block's entry and, for a decoder's, of the coarser map."""
+
+
+def block(config, kind, samples):
+    """A model of one block of `kind`, "encoder" or "decoder", with weights unlike the first ones; and its inputs."""
+    rng = np.random.default_rng(0)
+    given = [tf.keras.Input((*GRID, SKIP), samples)]
+    if kind == "decoder":
+        given.append(tf.keras.Input((*(n // 2 for n in GRID), BELOW), samples))
+    model = tf.keras.Model(given, (encoder if kind == "encoder" else decoder)(*given, config, 0))
+    model.set_weights([weight + rng.normal(0, 0.1, weight.shape) for weight in model.get_weights()])
+    return model, [tf.constant(rng.normal(1, 1, (samples or 2, *one.shape[1:])), tf.float32) for one in given]
+
+
+def step(model):
+    """Inputs -> output and gradients of inputs and weights."""
+
+    @tf.function(input_signature=[[tf.TensorSpec(one.shape) for one in model.inputs]])
+    def function(inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            output = model(inputs, training=True)
+        # Not linear in the output: a norm would take that out, and it would not wait for the output.
+        upstream = output**2 - output
+        return [output, *tape.gradient(output, [*inputs, *model.trainable_variables], upstream)]
+
+    return function
+
+
+def both_ways(config, kind, samples):
+    """What a step of the block gives under the config's policy, and under "speed"."""
+    found = []
+    for policy in (config.policy, "speed"):
+        model, inputs = block(dataclasses.replace(config, policy=policy), kind, samples)
+        found.append(step(model)(inputs))
+    return zip(*found)
+
+
+def assert_alike(found, expected, within=1e-5):
+    assert found.shape == expected.shape
+    assert tf.norm(found - expected) <= within * tf.norm(expected)
+
+
+VARIANTS = [
+    ("encoder", 2, {}),
+    ("encoder", 2, {"norm": "batch", "residual": True}),
+    ("encoder", 1, {"norm": "none", "network": "cicek2016"}),
+    ("decoder", 2, {"residual": True}),
+    ("decoder", 2, {"norm": "batch", "up": "upsampling"}),
+    ("decoder", 1, {"norm": "none", "network": "cicek2016"}),
+]
+
+
+@pytest.mark.parametrize("policy", LEANER)
+@pytest.mark.parametrize(("kind", "samples", "more"), VARIANTS, ids=str)
+def test_output_and_gradients_are_those_of_the_single_layers(kind, samples, more, policy):
+    for found, expected in both_ways(UNetConfig(filters=4, depth=2, policy=policy, **more), kind, samples):
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("policy", LEANER)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_backward_pass_finds_the_maps_that_the_forward_norms_read(samples, policy):
+    """ITEX lets a norm write over a map that it takes for read by nobody else (NormActivation.fold)."""
+    for found, expected in both_ways(UNetConfig(filters=4, depth=2, policy=policy), "encoder", samples):
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("policy", LEANER)
+def test_a_batch_size_that_is_not_known_changes_nothing(policy):
+    config = UNetConfig(filters=4, depth=2, policy=policy)
+    known, inputs = block(config, "decoder", 2)
+    unknown, _ = block(config, "decoder", None)
+    for found, expected in zip(step(unknown)(inputs), step(known)(inputs)):
+        assert_alike(found, expected)
+
+
+# --- What it keeps, and when it makes the rest ---
+
+
+def passes(config, kind, waits_for):
+    """Operations of a step's forward pass, and those that wait for its output."""
+    model, inputs = block(config, kind, 1)
+    graph = step(model).get_concrete_function(inputs).graph
+    output = source(graph.outputs[0]).op
+    return [[op for op in graph.get_operations() if waits_for(op, output) == late] for late in (False, True)]
+
+
+def source(tensor):
+    """The tensor behind those that are only views of it."""
+    while tensor.op.type in ("Identity", "IdentityN", "Reshape"):
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+def kept(config, kind, waits_for):
+    """Maps of the forward pass, on the block's grid or the coarser one, that the backward pass reads: type -> how many.
+
+    What multiplies the output into the upstream gradient reads it too.
+    """
+    forward, backward = passes(config, kind, waits_for)
+    read = {source(tensor).ref() for op in backward for tensor in op.inputs if source(tensor).op in forward}
+    return collections.Counter(one.deref().op.type for one in read if is_map(one.deref().shape))
+
+
+def is_map(shape):
+    """On either grid, folded or not."""
+    return shape.rank in (4, 5) and np.prod(shape[1:-1]) in (np.prod(GRID), np.prod(GRID) // 8)
+
+
+def made(operations):
+    """Operations that make a map of the grid by hard work, or by passing over it."""
+    return collections.Counter(op.type for op in operations if op.type in ("Conv3D", "FusedBatchNormV3", "Relu"))
+
+
+ENTRY, BOTH_ENTRIES = {"Placeholder": 1}, {"Placeholder": 2}
+OUTPUT = {"Relu": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "maps"),
+    [
+        ("encoder", "lean", {**ENTRY, **OUTPUT}),
+        ("encoder", "balanced", {**ENTRY, **OUTPUT, "Conv3D": 2}),
+        # The first convolution is two, added up.
+        ("decoder", "lean", {**BOTH_ENTRIES, **OUTPUT, "Conv3D": 1, "AddV2": 1}),
+        ("decoder", "balanced", {**BOTH_ENTRIES, **OUTPUT, "Conv3D": 1, "AddV2": 1}),
+    ],
+)
+def test_a_block_keeps_what_its_policy_says(kind, policy, maps, waits_for):
+    config = UNetConfig(filters=4, depth=2, policy=policy)
+    assert kept(config, kind, waits_for) == maps
+    assert keeps_hidden(config, decoder=kind == "decoder") == ("Conv3D" in maps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "convolutions", "norms"),
+    [
+        # The first norm twice: for the second convolution's output, and for its filter gradient.
+        ("encoder", "lean", 2, 3),
+        ("encoder", "balanced", 0, 1),
+        # The gradient of an up-convolution's input is a convolution.
+        ("decoder", "lean", 1, 1),
+        ("decoder", "balanced", 1, 1),
+    ],
+)
+def test_nothing_is_made_again_before_the_forward_pass_has_ended(kind, policy, convolutions, norms, waits_for):
+    forward, backward = passes(UNetConfig(filters=4, depth=2, policy=policy), kind, waits_for)
+    first = {"encoder": 1, "decoder": 2}[kind]
+    assert made(forward) == {"Conv3D": first + 1, "FusedBatchNormV3": 2, "Relu": 2}
+    again = made(backward)
+    assert (again["Conv3D"], again["FusedBatchNormV3"], again["Relu"]) == (convolutions, norms, norms)
+
+
+@pytest.mark.parametrize("policy", LEANER)
+def test_skip_and_up_sampled_are_never_joined(policy, waits_for):
+    config = UNetConfig(filters=4, depth=2, policy=policy)
+    joined = SKIP + config.up_width(0)
+    maps = [tensor for half in passes(config, "decoder", waits_for) for op in half for tensor in op.outputs]
+    assert maps
+    assert not [tensor for tensor in maps if tensor.shape.rank == 5 and tuple(tensor.shape[1:]) == (*GRID, joined)]
+
+
+@pytest.mark.parametrize("policy", LEANER)
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_are_computed_one_after_the_other(residual, policy, waits_for):
+    _, backward = passes(UNetConfig(filters=4, depth=2, residual=residual, policy=policy), "decoder", waits_for)
+    kinds = ["Conv3D", "Conv2DBackpropFilter", "Conv3DBackpropInputV2"]
+    heavy = [op for op in backward if op.type in kinds]
+    assert len(heavy) > 9
+    assert all(waits_for(b, a) or waits_for(a, b) for i, a in enumerate(heavy) for b in heavy[:i])
+
+
+# --- As a Keras layer ---
+
+
+def test_a_block_comes_back_from_its_configuration():
+    unet = UNetConfig(filters=4, depth=3, residual=True, policy="lean", dtype="bfloat16")
+    layer = LeanBlock(unet, (4, 8), keeps_hidden=False, up_width=6, dtype="mixed_bfloat16", name="decoder0")
+    again = LeanBlock.from_config(layer.get_config())
+    assert again.get_config() == layer.get_config()
+    assert (again.unet, again.widths, again.keeps_hidden, again.up_width) == (unet, (4, 8), False, 6)
+    assert (again.name, again.compute_dtype, again.conv1.compute_dtype) == ("decoder0", "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("policy", LEANER)
+def test_a_network_comes_back_from_its_configuration_and_weights(policy):
+    config = UNetConfig(filters=2, depth=3, norm="batch", policy=policy)
+    model = build_unet3d(config, (8, 8, 8), 1)
+    known = {layer.__name__: layer for layer in (Convolution, LeanBlock, NormActivation)}
+    again = tf.keras.Model.from_config(model.get_config(), custom_objects=known)
+    again.set_weights(model.get_weights())
+    image = tf.random.stateless_normal((1, 8, 8, 8, 4), (0, 1))
+    np.testing.assert_array_equal(again(image), model(image))
+
+
+def test_a_head_of_a_leaner_policy_has_its_filter_gradient_by_planes_when_it_comes_back():
+    layer = convolution_layer(UNetConfig(), "head", 3, 1, by_planes=True)
+    assert Convolution.from_config(layer.get_config()).by_planes
