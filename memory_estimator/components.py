@@ -24,10 +24,12 @@ NEXT_BATCH = "input pipeline, next batch"
 RULES: Dict[str, str] = {
     "weights": "exact: float32",
     "weights, bfloat16 copies": "exact: copies that the convolutions read",
+    "weights, parts": "exact: copies that convolutions of one of two joined maps read",
     "weights, reordered": "exact: copies that the convolutions read",
     "optimizer slots": "exact: float32 copies of the trainable weights",
     "averaged weights": "exact: a float32 copy of the trainable weights",
     "gradients": "exact: float32, one a trainable weight that has it by then",
+    "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a step",
     "activations": "derived: the maps that a gradient still reads",
     "transients": "derived: the maps on their way down the backward pass",
     "scratch": "derived: oneDNN's buffers for this operation",

@@ -23,9 +23,6 @@ upper bound."""
 AROUND_SHARE = 0.1
 """Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
 
-UPDATE = "update"
-"""The kind of the optimizer's operations, and of what gets weights and gradients ready for them."""
-
 PREPARED_BYTES = 13
 """Bytes a value that normalising a volume takes at its most: three float32 copies and a mask (cpu3d.data.source)."""
 
@@ -156,10 +153,10 @@ def estimate(
 
 
 def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
-    """The program is that of one micro-batch and the update, which comes once a step."""
+    """The program is that of one micro-batch and, at its end, of the update, which comes once a step."""
     times = step_seconds(program, constants, job)
-    once = times.by_kind.get(UPDATE, 0.0)
-    return job.parts * (times.step_s - once) + once
+    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
+    return job.parts * sum(times.op_s[:part]) + sum(times.op_s[part:])
 
 
 def _with_next_batch(program: Program, job: Job) -> Program:

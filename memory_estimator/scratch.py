@@ -32,6 +32,13 @@ class FilterGradient:
     kernel: int
     stride: int
     bias: bool
+    flat: bool = False
+    """Whether the kernel has one plane: a convolution in two dimensions, of maps that are one voxel deep."""
+
+    @property
+    def taps(self) -> int:
+        """Voxels of the kernel."""
+        return self.kernel ** (2 if self.flat else 3)
 
 
 def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
@@ -107,13 +114,13 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
     row = _source_row(job) if job.in_channels > 1 else job.source[2]
     source = job.batch * in_block * job.source[0] * job.source[1] * row
     target = job.batch * VECTOR * job.target[0] * job.target[1] * _even(job.target[2])
-    weights = job.kernel**3 * in_block * VECTOR
+    weights = job.taps * in_block * VECTOR
     ratio = out_blocks / in_blocks
     scale = (
         0.5
         * 2
         * (job.in_channels / in_block * source + job.out_channels / VECTOR * target)
-        / (4 * job.out_channels * job.in_channels * job.kernel**3)
+        / (4 * job.out_channels * job.in_channels * job.taps)
     )
     source_weight = max(1 / ratio, 1.0) * (4 if scale < 1 else 1) / job.stride**3
 
@@ -143,7 +150,7 @@ def _buffers(job: FilterGradient) -> Tuple[Tuple[int, int], Tuple[int, int], int
     row = 0 if in_block == 1 else _source_row(job)
     source = 2 * in_block * row * job.source[0] * job.source[1]
     target = 2 * VECTOR * _even(job.target[2]) * job.target[0] * job.target[1]
-    weights = in_blocks * in_block * out_blocks * VECTOR * job.kernel**3
+    weights = in_blocks * in_block * out_blocks * VECTOR * job.taps
     bias = out_blocks * VECTOR if job.bias else 0
     return (in_blocks, source), (out_blocks, target), 4 * (weights + bias)
 

@@ -2,26 +2,26 @@
 
 Whatever the network, the step is the same five parts: targets cast, forward, loss, backward in reverse, update.
 `models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind, by
-the rules in closed_form/.
+the rules in closed_form/. Where memory is saved, blocks take the place of their layers. Of a batch that is computed in
+micro-batches the program is one of them, and the update that follows the last.
 """
 
-from typing import Callable, Dict, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from memory_estimator.before_step import inputs_made
-from memory_estimator.closed_form import convolutions, maps, norms
-from memory_estimator.closed_form.loss import cast_target, loss
-from memory_estimator.closed_form.weights import make_weights, update
+from memory_estimator.closed_form import convolutions, lean, maps, norms
+from memory_estimator.closed_form.loss import cast_target, cut_target, loss
+from memory_estimator.closed_form.weights import add_to_sums, make_weights, update
 from memory_estimator.closed_form.writer import Writer
 from memory_estimator.job import Job
 from memory_estimator.program import Program
-from models.layer_plan import LayerOp
 
-Rule = Callable[[Writer, LayerOp], None]
-"""Writes down what a layer does in one direction."""
+Rule = Callable[[Writer, Any], None]
+"""Writes down what a layer, or a block, does in one direction."""
 
 RULES: Dict[str, Tuple[Rule, Rule]] = {
     "conv": (convolutions.forward, convolutions.backward),
-    "head": (convolutions.forward, convolutions.backward),
+    "head": (convolutions.forward, convolutions.head_backward),
     "up_conv": (convolutions.up_forward, convolutions.up_backward),
     "shortcut": (convolutions.shortcut_forward, convolutions.shortcut_backward),
     "norm_act": (norms.forward, norms.backward),
@@ -30,6 +30,7 @@ RULES: Dict[str, Tuple[Rule, Rule]] = {
     "pool": (maps.pool_forward, maps.pool_backward),
     "concat": (maps.concat_forward, maps.concat_backward),
     "upsample": (maps.upsample_forward, maps.upsample_backward),
+    "block": (lean.forward, lean.backward),
 }
 """Kind of layer -> its rules, forward and backward. The input has none."""
 
@@ -37,21 +38,26 @@ RULES: Dict[str, Tuple[Rule, Rule]] = {
 def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
-    layers = [op for op in writer.plan if op.kind != "input"]
-    rules = [_rules(op) for op in layers]
+    steps = writer.plan if job.policy == "speed" else lean.in_blocks(writer)
+    layers = _way_there([op for op in steps if op.kind != "input"])
     heads = [op for op in layers if op.kind == "head"]
 
     make_weights(writer)
     _make_inputs(writer)
 
     for head in heads:
-        cast_target(writer, head)
-    for op, (forward, _) in zip(layers, rules):
-        forward(writer, op)
-    for head in heads:
-        loss(writer, head)
-    for op, (_, backward) in zip(reversed(layers), reversed(rules)):
-        backward(writer, op)
+        cut_target(writer, head)
+    cast_target(writer, heads[-1])
+    for op in layers:
+        _rules(op)[0](writer, op)
+    for op in _way_back(layers):
+        if op.kind == "head":
+            if op is not heads[-1]:
+                cast_target(writer, op)
+            loss(writer, op)
+        _rules(op)[1](writer, op)
+    if job.parts > 1:
+        add_to_sums(writer)
     update(writer)
     return writer.program()
 
@@ -59,7 +65,25 @@ def training_step(job: Job) -> Program:
 # --- Private helpers ---
 
 
-def _rules(op: LayerOp) -> Tuple[Rule, Rule]:
+def _way_there(layers: Sequence[Any]) -> List[Any]:
+    """Every head behind its decoder."""
+
+    def place(op: Any) -> int:
+        decoder = f"decoder{op.level}" if op.kind == "head" else op.name
+        return max(index for index, other in enumerate(layers) if other.name.startswith(decoder))
+
+    return sorted(layers, key=place)
+
+
+def _way_back(layers: Sequence[Any]) -> List[Any]:
+    """From the finest head down. TensorFlow puts the coarse heads off until the finest decoder is done."""
+    *coarse, finest = (op for op in layers if op.kind == "head")
+    others = [op for op in reversed(layers) if op.kind != "head"]
+    decoder = [op for op in others if op.name.startswith("decoder0")]
+    return [finest, *decoder, *coarse, *others[len(decoder) :]]
+
+
+def _rules(op: Any) -> Tuple[Rule, Rule]:
     if op.kind not in RULES:
         raise ValueError(f"{op.name} must be of a kind that has rules, got {op.kind!r}; add them to RULES")
     return RULES[op.kind]

@@ -19,7 +19,7 @@ import tensorflow as tf
 from models.config import UNetConfig
 from models.filter_gradient import filter_gradient_by_planes
 from models.layers import convolution_layer, norm_layer, up_layers
-from models.ordered import UNIT, input_gradient, read_after, up_convolution
+from models.ordered import UNIT, convolution, input_gradient, read_after, up_convolution
 
 
 class LeanBlock(tf.keras.layers.Layer):
@@ -140,7 +140,9 @@ class LeanBlock(tf.keras.layers.Layer):
         at_y1, (found["conv2"],) = _gradients(y1, [(weights["conv2"], at_hidden2)])
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
-        parts, to_up = entry or self._entry([then(one, at_hidden1) for one in inputs], weights)
+        # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
+        waiting = [then(one, at_hidden1) for one in inputs] if self.up else inputs
+        parts, to_up = entry or self._entry(waiting, weights)
         readers = [("conv1", at_hidden1)] + ([("shortcut", upstream)] if self.shortcut else [])
         at_inputs, of_parts = [], []
         # The up-sampled map first: it lives for this alone, and its gradient goes on to the coarser grid at once.
@@ -184,7 +186,7 @@ class LeanBlock(tf.keras.layers.Layer):
         kernel = weights["up"]
         with tf.GradientTape() as tape:
             tape.watch([below, kernel])
-            fine = up_convolution(below, kernel) if len(self.up) == 1 else self.up[1](_convolve([below], kernel))
+            fine = up_convolution(below, kernel) if len(self.up) == 1 else self.up[1](convolution(below, kernel))
         return [skip, fine], lambda upstream: tape.gradient(fine, [below, kernel], upstream)
 
 

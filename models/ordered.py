@@ -24,7 +24,7 @@ class Convolution(tf.keras.layers.Conv3D):
 
     def call(self, inputs):
         of_kernel = filter_gradient_by_planes if self.by_planes else filter_gradient
-        maps = _convolution(of_kernel)(inputs, read_after(inputs, self.kernel))
+        maps = convolution(inputs, read_after(inputs, self.kernel), of_kernel)
         return add_bias(maps, tf.convert_to_tensor(self.bias)) if self.use_bias else maps
 
     def get_config(self):
@@ -102,6 +102,16 @@ def input_gradient(x, kernel, upstream, *before):
         )
 
 
+def convolution(x, kernel, of_kernel=filter_gradient):
+    """(N, X, Y, Z, A), (k, k, k, A, B) -> (N, X, Y, Z, B), stride 1, "same". `of_kernel` computes filter gradients."""
+
+    @tf.custom_gradient
+    def convolved(x, kernel):
+        return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream, of_kernel)
+
+    return convolved(x, kernel)
+
+
 @tf.custom_gradient
 def up_convolution(x, kernel):
     """A transposed convolution of kernel and stride 2: (N, X, Y, Z, A), (2, 2, 2, B, A) -> (N, 2X, 2Y, 2Z, B)."""
@@ -120,16 +130,6 @@ def up_convolution(x, kernel):
 
 
 # --- Private helpers ---
-
-
-def _convolution(of_kernel):
-    """A convolution of x with a kernel, whose filter gradient is computed as told."""
-
-    @tf.custom_gradient
-    def convolution(x, kernel):
-        return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream, of_kernel)
-
-    return convolution
 
 
 def _gradients(x, kernel, upstream, of_kernel=filter_gradient):

@@ -3,6 +3,7 @@
 from typing import Sequence
 
 from memory_estimator.closed_form.writer import Writer
+from memory_estimator.program import Tensor
 from models.layer_plan import LayerOp
 
 MOST_PLANES = 256
@@ -13,7 +14,7 @@ FEW_PIECES = 8
 
 def pool_forward(writer: Writer, op: LayerOp) -> None:
     """Keeps which voxel of each window was the largest, a byte each."""
-    winners = writer.tensor(f"{op.name}/winners", writer.job.batch * op.elements, writer.kept_at(op))
+    winners = writer.tensor(f"{op.name}/winners", writer.job.micro * op.elements, writer.kept_at(op))
     writer.run(op.name, "pool", op.inputs, [writer.activation(op), winners])
 
 
@@ -43,39 +44,47 @@ def relu_forward(writer: Writer, op: LayerOp) -> None:
 
 
 def relu_backward(writer: Writer, op: LayerOp) -> None:
-    writer.receive(op.inputs[0], relu_gradient(writer, op, writer.arrived(op)))
+    writer.receive(op.inputs[0], relu_gradient(writer, op, writer.arrived(op), op.name))
 
 
-def relu_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
+def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:
     """A ReLU's that no norm is fused with; returns its name. ITEX takes new memory, stock TensorFlow works in place."""
     down = writer.transient(f"{op.name}/gradient_below", writer.map_bytes(op))
     over = None if writer.itex else upstream
-    writer.run(down.name, "pointwise", [upstream, op.name], [down], takes_over=over)
+    writer.run(down.name, "pointwise", [upstream, output], [down], takes_over=over)
     return down.name
 
 
 def upsample_forward(writer: Writer, op: LayerOp) -> None:
-    """Axis by axis: Keras cuts the map into planes and joins each plane twice."""
-    _resample(writer, op, op.inputs[0], op.name, [1, 2, 4, 8])
+    upsample(writer, op, op.inputs[0], writer.activation(op))
 
 
 def upsample_backward(writer: Writer, op: LayerOp) -> None:
-    """The same way back: planes cut out, and each added to its twin."""
-    down = f"{op.name}/gradient_below"
-    _resample(writer, op, writer.arrived(op), down, [8, 4, 2, 1])
-    writer.receive(op.inputs[0], down)
+    writer.receive(op.inputs[0], upsample_gradient(writer, op, writer.arrived(op)))
+
+
+def upsample(writer: Writer, op: LayerOp, source: str, output: Tensor) -> None:
+    """Axis by axis: Keras cuts the map into planes and joins each plane twice."""
+    _resample(writer, op, source, output, [1, 2, 4, 8])
+
+
+def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
+    """The same way back: planes cut out, and each added to its twin. Returns its name."""
+    down = writer.transient(f"{op.name}/gradient_below", writer.map_bytes(op) // 8)
+    _resample(writer, op, upstream, down, [8, 4, 2, 1])
+    return down.name
 
 
 # --- Private helpers ---
 
 
-def _resample(writer: Writer, op: LayerOp, source: str, result: str, eighths: Sequence[int]) -> None:
+def _resample(writer: Writer, op: LayerOp, source: str, output: Tensor, eighths: Sequence[int]) -> None:
     """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
 
     Exact up to MOST_PLANES voxels a side of the fine grid. Beyond that the pieces add up to the same bytes but are
     fewer and larger: live bytes stay exact, what the allocator counts moves by some per cent.
     """
-    fine, grows = writer.map_bytes(op), eighths[0] == 1
+    fine, grows, result = writer.map_bytes(op), eighths[0] == 1, output.name
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
         planes = op.shape[axis] // (2 if grows else 1)
         count = planes if planes <= MOST_PLANES else FEW_PIECES
@@ -86,9 +95,7 @@ def _resample(writer: Writer, op: LayerOp, source: str, result: str, eighths: Se
             for first, last in zip(cuts, cuts[1:])
         ]
         writer.run(f"{result}/cut{axis}", "slice", [source], pieces)
-        if then != eighths[-1]:
-            joined = writer.transient(f"{result}/{axis}", fine * then // 8)
-        else:
-            joined = writer.activation(op) if grows else writer.transient(result, fine * then // 8)
+        last = then == eighths[-1]
+        joined = output if last else writer.transient(f"{result}/{axis}", fine * then // 8)
         writer.run(f"{result}/join{axis}", "join", [piece.name for piece in pieces], [joined])
         source = joined.name

@@ -14,50 +14,84 @@ larger ones: it changes next to nothing and keeps the program short."""
 
 
 def forward(writer: Writer, op: LayerOp) -> None:
-    """One fused operation a sample (instance) or a batch; the last sample comes first. The ReLU's mask is kept.
-
-    Network without norms: a bias and a ReLU, in the convolution's own output.
-    """
-    source, samples = op.inputs[0], _samples(writer)
-    if writer.job.unet.norm == "none":
-        writer.run(op.name, "pointwise", [source], [_output(writer, op)], takes_over=source)
-        return
-    for sample in reversed(range(samples)):
-        part = f"/sample{sample}" if samples > 1 else ""
-        output = _output(writer, op, part, samples)
-        written = _with_mask(writer, op, output, sample, samples)
-        writer.run(f"{op.name}{part}", _kind(writer, op), [source], written, layer=op)
-    if samples > 1:
-        parts = [f"{op.name}/sample{sample}" for sample in range(samples)]
-        writer.run(op.name, "join", parts, [_output(writer, op)])
+    """Kept where a ReLU is in it, whose gradient looks at it; before a sum it is not."""
+    group = writer.kept_at(op) if op.kind == "norm_act" else "transients"
+    normalise(writer, op, op.inputs[0], op.name, group, alone=not reads_source(writer))
 
 
 def backward(writer: Writer, op: LayerOp) -> None:
-    """Sample by sample as the forward pass, each cut out of the gradient; the parts are joined at the end."""
-    upstream, samples = writer.arrived(op), _samples(writer)
-    down, size = f"{op.name}/gradient_below", writer.map_bytes(op)
-    if writer.job.unet.norm == "none":
-        down = relu_gradient(writer, op, upstream) if op.kind == "norm_act" else upstream
+    writer.receive(op.inputs[0], gradient(writer, op, writer.arrived(op), op.inputs[0], op.name))
+
+
+def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
+    """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
+
+    The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
+    a bias and a ReLU, which any engine then writes over it.
+    """
+    size, samples = writer.map_bytes(op), normed_apart(writer)
+    if not reads_source(writer):
+        output = writer.tensor(result, size, group)
+        writer.run(result, "pointwise", [source], [output], takes_over=source if alone else None)
+        return
+    over = source if alone and writer.itex and samples == 1 else None
+    for sample in reversed(range(samples)):
+        part = f"/sample{sample}" if samples > 1 else ""
+        output = writer.tensor(result + part, size // samples, group)
+        written = _with_mask(writer, op, output, f"{result}/mask{sample}", samples)
+        writer.run(result + part, _kind(writer, op), [source], written, layer=op, takes_over=over)
+    if samples > 1:
+        parts = [f"{result}/sample{sample}" for sample in range(samples)]
+        writer.run(result, "join", parts, [writer.tensor(result, size, group)])
+
+
+def gradient(writer: Writer, op: LayerOp, upstream: str, source: str, result: str) -> str:
+    """Of `source`, whose norm is `result`; returns its name.
+
+    Sample by sample as the forward pass, each cut out of the gradient; the parts are joined at the end.
+    """
+    down, size, samples = f"{op.name}/gradient_below", writer.map_bytes(op), normed_apart(writer)
+    if not reads_source(writer):
+        down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
         writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
-    elif samples == 1:
-        _gradient(writer, op, 0, upstream, op.name, writer.transient(down, size))
-    else:
-        for sample in reversed(range(samples)):
-            cut = writer.transient(f"{op.name}/slice{sample}", size // samples)
-            writer.run(cut.name, "slice", [upstream], [cut])
-            part = writer.transient(f"{down}/sample{sample}", size // samples)
-            _gradient(writer, op, sample, cut.name, f"{op.name}/sample{sample}", part)
-        parts = [f"{down}/sample{sample}" for sample in range(samples)]
-        writer.run(down, "join", parts, [writer.transient(down, size)])
-    writer.receive(op.inputs[0], down)
+        return down
+    if samples == 1:
+        _gradient(writer, op, upstream, [source, result, f"{result}/mask0"], writer.transient(down, size))
+        return down
+    for sample in reversed(range(samples)):
+        cut = writer.transient(f"{op.name}/slice{sample}", size // samples)
+        writer.run(cut.name, "slice", [upstream], [cut])
+        part = writer.transient(f"{down}/sample{sample}", size // samples)
+        _gradient(writer, op, cut.name, [source, f"{result}/sample{sample}", f"{result}/mask{sample}"], part)
+    parts = [f"{down}/sample{sample}" for sample in range(samples)]
+    writer.run(down, "join", parts, [writer.transient(down, size)])
+    return down
+
+
+def reads_source(writer: Writer) -> bool:
+    """Whether a norm's gradient reads what it normalised: those of a bias and a ReLU do not."""
+    return writer.job.unet.norm != "none"
+
+
+def gradient_reads(writer: Writer, op: LayerOp) -> bool:
+    """Whether the gradient reads any map of the forward pass: a bias' alone does not."""
+    return reads_source(writer) or op.kind == "norm_act"
+
+
+def normed_apart(writer: Writer) -> int:
+    """Samples that are normalised each for itself."""
+    return min(writer.job.micro, MOST_SAMPLES) if writer.job.unet.norm == "instance" else 1
 
 
 # --- Private helpers ---
 
 
-def _gradient(writer: Writer, op: LayerOp, sample: int, upstream: str, output: str, down: Tensor) -> None:
-    """ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first, in place."""
-    source, mask = op.inputs[0], f"{op.name}/mask{sample}"
+def _gradient(writer: Writer, op: LayerOp, upstream: str, found: List[str], down: Tensor) -> None:
+    """ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first, in place.
+
+    `found` are the forward pass's source, output and mask.
+    """
+    source, output, mask = found
     reads = [upstream, source]
     if op.kind == "norm_act" and writer.itex:
         reads = [upstream, source, output, mask]
@@ -68,25 +102,13 @@ def _gradient(writer: Writer, op: LayerOp, sample: int, upstream: str, output: s
     writer.run(down.name, f"{_kind(writer, op)}_gradient", reads, [down], layer=op)
 
 
-def _output(writer: Writer, op: LayerOp, part: str = "", parts: int = 1) -> Tensor:
-    """Kept where a ReLU is in it, whose gradient looks at it; before a sum it is not."""
-    if op.kind == "norm_act":
-        return writer.activation(op, part, parts)
-    return writer.transient(op.name + part, writer.map_bytes(op) // parts)
-
-
-def _with_mask(writer: Writer, op: LayerOp, output: Tensor, sample: int, samples: int) -> List[Tensor]:
+def _with_mask(writer: Writer, op: LayerOp, output: Tensor, name: str, samples: int) -> List[Tensor]:
     """What the operation writes. Stock TensorFlow takes memory for the mask first, and uses a quarter of it."""
     if op.kind != "norm_act":
         return [output]
-    size = mask_bytes(writer.job.batch * op.elements, op.shape[3], op.dtype, writer.job.engine) // samples
-    touched = mask_touched(size, writer.job.engine)
-    mask = writer.tensor(f"{op.name}/mask{sample}", size, writer.kept_at(op), touched)
+    size = mask_bytes(writer.job.micro * op.elements, op.shape[3], op.dtype, writer.job.engine) // samples
+    mask = writer.tensor(name, size, output.group, mask_touched(size, writer.job.engine))
     return [output, mask] if writer.itex else [mask, output]
-
-
-def _samples(writer: Writer) -> int:
-    return min(writer.job.batch, MOST_SAMPLES) if writer.job.unet.norm == "instance" else 1
 
 
 def _kind(writer: Writer, op: LayerOp) -> str:

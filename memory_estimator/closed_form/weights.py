@@ -30,12 +30,16 @@ def make_weights(writer: Writer) -> None:
     copies = [(op, f"slot{slot}", "optimizer slots") for op in kernels for slot in range(slots)]
     if writer.job.averaged:
         copies += [(op, "average", "averaged weights") for op in kernels]
+    if writer.job.parts > 1:
+        copies += [(op, "gradient_sum", "gradient sums") for op in kernels]
     for op, suffix, group in copies:
         copy = writer.tensor(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
         writer.before.append(StepOp(copy.name, "update", writes=(copy,)))
         writer.resident.append(copy)
     trained = sum(op.trainable for op in writer.plan) - in_kernels
     writer.resident.append(writer.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
+    if writer.job.parts > 1:
+        writer.resident.append(writer.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
 
 
 def cast_kernel(writer: Writer, op: LayerOp) -> None:
@@ -45,22 +49,33 @@ def cast_kernel(writer: Writer, op: LayerOp) -> None:
         writer.run(cast.name, "update", [f"{op.name}/kernel"], [cast])
 
 
-def update(writer: Writer) -> None:
-    """All gradients cast and (Adam) squared, then weight by weight: a temporary of the weight's size at a time."""
-    kernels, adam = _with_kernel(writer), writer.job.optimizer == "adam"
+def add_to_sums(writer: Writer) -> None:
+    """What a micro-batch does in place of the update: all gradients cast, then each added to its sum, in place."""
+    kernels = _with_kernel(writer)
     for op in kernels:
-        size, gradient = 4 * kernel_elements(op), _float32_gradient(writer, op)
-        if writer.mixed:
-            cast = writer.tensor(gradient, size, "gradients")
-            writer.run(cast.name, "update", [filter_gradient_name(op)], [cast])
+        _cast_gradient(writer, op)
+    for op in kernels:
+        reads = [_float32_gradient(writer, op), f"{op.name}/gradient_sum"]
+        writer.run(f"sums/{op.name}", "pointwise", reads)
+
+
+def update(writer: Writer) -> None:
+    """All gradients cast and (Adam) squared, then weight by weight: a temporary of the weight's size at a time.
+
+    From the sums where a step has several micro-batches, once all of them are done.
+    """
+    kernels, adam, summed = _with_kernel(writer), writer.job.optimizer == "adam", writer.job.parts > 1
+    for op in kernels:
+        if not summed:
+            _cast_gradient(writer, op)
         if adam:
-            square = writer.transient(f"{op.name}/square", size)
-            writer.run(square.name, "update", [gradient], [square])
+            square = writer.transient(f"{op.name}/square", 4 * kernel_elements(op))
+            writer.run(square.name, "update", [_updated_from(writer, op)], [square])
     for op in kernels:
         slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS[writer.job.optimizer])]
         squares = [f"{op.name}/square"] if adam else []
         change = writer.transient(f"{op.name}/update", 4 * kernel_elements(op))
-        reads = [_float32_gradient(writer, op), *slots, *squares, f"{op.name}/kernel"]
+        reads = [_updated_from(writer, op), *slots, *squares, f"{op.name}/kernel"]
         writer.run(change.name, "update", reads, [change])
 
 
@@ -86,6 +101,16 @@ def _with_kernel(writer: Writer) -> List[LayerOp]:
     return [op for op in writer.plan if op.kind in CONVOLUTIONS]
 
 
-def _float32_gradient(writer: Writer, op: LayerOp) -> str:
+def _updated_from(writer: Writer, op: LayerOp) -> str:
     """What the optimizer reads."""
+    return f"{op.name}/gradient_sum" if writer.job.parts > 1 else _float32_gradient(writer, op)
+
+
+def _float32_gradient(writer: Writer, op: LayerOp) -> str:
     return filter_gradient_name(op) + ("/float32" if writer.mixed else "")
+
+
+def _cast_gradient(writer: Writer, op: LayerOp) -> None:
+    if writer.mixed:
+        cast = writer.tensor(_float32_gradient(writer, op), 4 * kernel_elements(op), "gradients")
+        writer.run(cast.name, "update", [filter_gradient_name(op)], [cast])

@@ -4,6 +4,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.program import Program, StepOp, Tensor
+from memory_estimator.region import region_bytes
 from models.layer_plan import LayerOp, layer_plan
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,12 +25,13 @@ class Writer:
         self.before: List[StepOp] = []
         self._ops: List[StepOp] = []
         self._bytes: Dict[str, int] = {}
-        self._arrived: Dict[str, str] = {}
-        """Layer -> the tensor that holds the gradient of its output."""
+        self._arrived: Dict[str, List[str]] = {}
+        """Layer -> the tensors whose sum is the gradient of its output."""
 
     def program(self) -> Program:
         """Everything written so far."""
-        return Program(tuple(self.resident), tuple(self._ops), tuple(self.before))
+        region = region_bytes(self.job.unet, self.job.shape, self.job.micro)
+        return Program(tuple(self.resident), tuple(self._ops), tuple(self.before), region)
 
     # --- Tensors ---
 
@@ -51,8 +53,8 @@ class Writer:
         return f"activations, level {op.level}"
 
     def map_bytes(self, op: LayerOp) -> int:
-        """Of a layer's output, for the whole batch."""
-        return self.job.batch * op.elements * DTYPE_BYTES[op.dtype]
+        """Of a layer's output, for all volumes computed at a time."""
+        return self.job.micro * op.elements * DTYPE_BYTES[op.dtype]
 
     # --- Operations ---
 
@@ -97,21 +99,29 @@ class Writer:
 
     # --- Gradients ---
 
-    def receive(self, name: str, gradient: str) -> None:
-        """A gradient of the output of layer `name`, which goes no further than the image.
+    def receive(self, name: str, *gradients: str) -> None:
+        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image.
 
-        A second one is added to the first in the memory of the second, which has just been written.
+        Shares of several readers are added as soon as they are there; of a reader that has `gradients` only then.
         """
-        layer = self.layers[name]
-        if layer.kind == "input":
+        if self.layers[name].kind == "input":
             return
-        first = self._arrived.get(name)
-        if first is not None:
-            total = self.transient(f"{name}/gradient", self.map_bytes(layer))
-            self.run(total.name, "pointwise", [first, gradient], [total], takes_over=gradient)
-            gradient = total.name
-        self._arrived[name] = gradient
+        several = name in self._arrived
+        self._arrived[name] = [*self._arrived.get(name, ()), *gradients]
+        if several:
+            self._arrived[name] = [self.arrived(self.layers[name])]
 
     def arrived(self, op: LayerOp) -> str:
         """The gradient of a layer's output, all of it; the layer's own backward pass takes it away."""
-        return self._arrived.pop(op.name)
+        return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
+
+    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
+        """Of maps that nobody else reads: of two in the memory of the second, which has just been written.
+
+        ITEX adds three in new memory.
+        """
+        if len(maps) == 1:
+            return maps[0]
+        over = maps[-1] if len(maps) == 2 or not self.itex else None
+        self.run(name, "pointwise", maps, [self.transient(name, size_bytes)], takes_over=over)
+        return name

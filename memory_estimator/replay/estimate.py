@@ -6,6 +6,7 @@ What TensorFlow would run is asked of TensorFlow itself, so the estimate is for 
 import TensorFlow with it; for stock TensorFlow, without. Not counted: a second inter-op thread, which would hold more.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
@@ -85,11 +86,14 @@ def estimate_model(
     return estimate_step(step, given, target, variables=variables, threads=threads)
 
 
-def estimate_step(step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2) -> Replay:
+def estimate_step(
+    step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2, region_bytes: int = 0
+) -> Replay:
     """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec).
 
     `variables` are those that are there in the order they were made, which the allocator's regions depend on; those
-    that the step uses beside them are found. Raises ValueError as `estimate_model`.
+    that the step uses beside them are found. `region_bytes` is as of `memory_estimator.program.Program`.
+    Raises ValueError as `estimate_model`.
     """
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
@@ -98,6 +102,7 @@ def estimate_step(step: Callable, *specs: Any, variables: Sequence[Any] = (), th
     replays = []
     for order in range(ORDERS):
         program = program_of(execution_order(nodes, order), held, made, threads)
+        program = dataclasses.replace(program, region_bytes=region_bytes)
         replays.append((use(program), program))
     replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]

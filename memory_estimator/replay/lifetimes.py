@@ -56,6 +56,7 @@ class _Memory:
         for name, index in self._reads_of_output:
             self._outputs_read[name] = max(self._outputs_read[name], index + 1)
         self._reads_of_tensor: Counter = Counter()
+        self._bytes: Dict[str, int] = {}
         self._fixed: set = set()
 
     def tensors(self, sources: Sequence[Source]) -> Tuple[str, ...]:
@@ -72,6 +73,7 @@ class _Memory:
             tensor = Tensor(f"{node.name}:{index}", output.bytes, group, output.touched) if output.bytes else None
             self._own((node.name, index), output, tensor and tensor.name)
             placed += [tensor] if tensor else []
+        self._bytes.update((tensor.name, tensor.bytes) for tensor in placed)
         if node.op in op_rules.STAYS:
             self._fixed.update(tensor.name for tensor in placed)
         return tuple(placed)
@@ -83,13 +85,14 @@ class _Memory:
 
     def overwritable(self, node: Node) -> Optional[str]:
         """The first input that an operation in place would write over, None where there is none."""
-        if node.op not in op_rules.IN_PLACE:
+        if not op_rules.is_in_place(node):
             return None
         result = node.outputs[-1 if node.op in op_rules.LAST_FIRST else 0]
         for source in node.inputs:
             tensor, given = self._tensor[source], self.outputs[source]
             alike = (given.dtype, given.bytes) == (result.dtype, result.bytes)
-            if alike and tensor and tensor not in self._fixed and self._reads_of_tensor[tensor] == 1:
+            whole = tensor and tensor not in self._fixed and self._bytes[tensor] == given.bytes
+            if alike and whole and self._reads_of_tensor[tensor] == 1:
                 return tensor
         return None
 

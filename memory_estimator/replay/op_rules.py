@@ -32,7 +32,7 @@ VIEWS = frozenset(
 """The output is the input under another shape or name; of a variable, the variable's own memory."""
 
 SLICES = {"Slice": 0, "StridedSlice": 0, "Split": 1, "SplitV": 0}
-"""Views too where they cut along the first axis only, of the input given; ITEX's own kernels for them copy."""
+"""Views too where they cut along the first axis only, or take all of the input given; ITEX's own kernels copy."""
 
 ALIGNMENT_BYTES = 64
 
@@ -102,14 +102,23 @@ def kind(node: Node) -> str:
 def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
     """For each output the input whose memory it lies in; None where the outputs have memory of their own."""
     if node.op in VIEWS:
-        return tuple(range(len(node.outputs)))
+        # Of an IdentityN, the passes may have taken those away that nobody reads.
+        return tuple(range(min(len(node.outputs), len(inputs))))
     if node.op in SLICES:
         whole = inputs[SLICES[node.op]]
         row = whole.bytes // max(whole.shape[0], 1) if whole.shape else 1
+        if node.op == "StridedSlice" and node.outputs[0].bytes == whole.bytes:
+            return (0,)
         # Samples of a batch; Eigen asks for rows that begin at multiples of 64 bytes.
         if node.outputs[0].shape[1:] == whole.shape[1:] and row % ALIGNMENT_BYTES == 0:
             return (SLICES[node.op],) * len(node.outputs)
     return None
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether the kernel writes over an input: always, or where ITEX's passes saw that nobody else reads its norm's."""
+    told = node.attributes["is_inplace"].b if "is_inplace" in node.attributes else False
+    return node.op in IN_PLACE or told
 
 
 def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
@@ -192,6 +201,7 @@ def _filter_gradient(node: Node, inputs: Sequence[Output]) -> FilterGradient:
         kernel=shape[-3],
         stride=max(_strides(node)),
         bias=node.op.endswith("WithBias"),
+        flat=len(shape) == 4,
     )
 
 

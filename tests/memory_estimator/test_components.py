@@ -8,7 +8,7 @@ from memory_estimator.job import Job
 from memory_estimator.liveness import Moment, Timeline
 from memory_estimator.program import Tensor
 from memory_estimator.training_step import training_step
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 from models.unet3d import build_unet3d
 
 PEAK = (
@@ -61,6 +61,17 @@ def test_a_group_that_nobody_declared_is_refused():
     peak = (Tensor("surprise", 256, "weights, of another kind"),)
     with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
         bill(Timeline((Moment("op", 0, 0),), 0, peak), overhead_bytes=0, hidden_bytes=0, baseline_bytes=0, baseline="")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_group_of_a_step_is_declared(policy):
+    unet = UNetConfig(filters=4, depth=3, dtype="bfloat16", deep_supervision=True, residual=True, policy=policy)
+    program = training_step(Job(unet, (8, 8, 8), batch=2, averaged=True))
+    made = [tensor for op in program.ops for tensor in (*op.writes, *op.scratch, *op.keeps)]
+    line = Timeline((Moment("op", 0, 0),), 0, (*program.resident, *made))
+    found = {line.name for line in bill(line, overhead_bytes=0, hidden_bytes=0, baseline_bytes=0, baseline="")}
+    assert {"gradient sums", "activations, level 0"} <= found
+    assert ("weights, parts" in found) == (policy != "speed")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

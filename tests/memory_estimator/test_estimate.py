@@ -84,13 +84,16 @@ def test_an_epoch_is_whole_batches_and_unknown_without_cases():
     assert of().epoch_s is None
 
 
-def test_a_step_is_its_micro_batches_and_one_update(monkeypatch):
-    one_part = training_step(SMALL)
-    monkeypatch.setattr(estimate_module, "training_step", lambda job: one_part)
-    one, four = of(), of(batch=4, cases=8)
-    update_s = step_seconds(one_part, CONSTANTS, SMALL).by_kind["update"]
-    assert 0 < update_s < one.step_s
-    assert four.step_s == pytest.approx(4 * (one.step_s - update_s) + update_s)
+def test_a_step_is_its_micro_batches_and_one_update():
+    two, three, four = (of(batch=batch, cases=8) for batch in (2, 3, 4))
+    part_s = three.step_s - two.step_s
+    assert four.step_s - three.step_s == pytest.approx(part_s)
+    job = dataclasses.replace(SMALL, batch=2)
+    program = training_step(job)
+    timed = zip(program.ops, step_seconds(program, CONSTANTS, job).op_s)
+    update_s = sum(seconds for op, seconds in timed if op.name.endswith(("/square", "/update")))
+    assert 0 < update_s < part_s
+    assert two.step_s == pytest.approx(2 * part_s + update_s)
     assert four.volume_s == pytest.approx(four.step_s / 4)
     assert four.epoch_s == pytest.approx(2 * four.step_s)
 

@@ -29,6 +29,12 @@ def up_convolution(side, in_channels, out_channels):
     return FilterGradient(1, grid, below, out_channels, in_channels, 2, 2, False)
 
 
+def plane(grid, in_channels, out_channels, kernel=3):
+    """A plane of a filter gradient by planes, as many planes of the volume being the batch."""
+    flat = (1, *grid[1:])
+    return FilterGradient(grid[0], flat, flat, in_channels, out_channels, kernel, 1, False, flat=True)
+
+
 def network(side):
     """The filter gradients of the default network (four channels, 16 filters, depth 5) on a cube of `side` voxels."""
     return {
@@ -128,6 +134,17 @@ def test_the_bfloat16_filter_gradient_takes_what_was_recorded(threads, side):
     found = {name: filter_gradient_bytes(layers[name], "bfloat16", threads) for name in RECORDED[threads, side]}
     off = {name: found[name] - bytes_ for name, bytes_ in RECORDED[threads, side].items()}
     assert {name: difference for name, difference in off.items() if abs(difference) > threads * SLACK_BYTES} == {}
+
+
+@pytest.mark.parametrize(
+    ("level", "in_channels", "out_channels", "kernel", "recorded_mib"),
+    # Two threads, bfloat16, the levels of a grid of 240 x 240 x 160.
+    [(0, 16, 16, 3, 4.7), (0, 32, 16, 3, 7.1), (0, 4, 16, 3, 2.9), (0, 16, 3, 1, 4.7)]
+    + [(1, 32, 32, 3, 2.5), (1, 64, 32, 3, 3.7), (2, 64, 64, 3, 1.5)],
+)
+def test_by_planes_it_takes_what_was_recorded(level, in_channels, out_channels, kernel, recorded_mib):
+    job = plane([side // 2**level for side in (240, 240, 160)], in_channels, out_channels, kernel)
+    assert filter_gradient_bytes(job, "bfloat16", 2) / MIB == pytest.approx(recorded_mib, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from memory_estimator.job import Job
 from memory_estimator.program import Program, StepOp, Tensor
 from memory_estimator.timing import CONVOLUTIONS, features, group_of, step_seconds
 from memory_estimator.training_step import training_step
-from models.config import NORMS, UPS, UNetConfig
+from models.config import NORMS, POLICIES, UPS, UNetConfig
 
 MIB = 2**20
 
@@ -128,6 +128,18 @@ def test_every_network_has_a_time(engine, dtype):
                 job = Job(unet, (32, 48, 32), batch=2, engine=engine, threads=2)
                 step_s = step_seconds(training_step(job), constants, job).step_s
                 assert 0 < step_s < 10
+
+
+def test_what_is_made_again_takes_its_time_again():
+    constants = shipped_constants(("avx512_bf16",))
+    jobs = [Job(UNetConfig(dtype="bfloat16", policy=policy), (128, 128, 128), threads=2) for policy in POLICIES]
+    speed, balanced, lean = (step_seconds(training_step(job), constants, job) for job in jobs)
+    assert speed.step_s < balanced.step_s < lean.step_s
+    assert balanced.by_kind["norm"] > 1.3 * speed.by_kind["norm"]
+    assert lean.by_kind["conv"] > 1.2 * balanced.by_kind["conv"]
+    # The three parts of a filter gradient by planes together take about as long as the whole.
+    same = "conv_filter_gradient"
+    assert balanced.by_kind[same] == pytest.approx(speed.by_kind[same], rel=0.25)
 
 
 def test_time_grows_as_the_voxels_do():
