@@ -30,16 +30,17 @@ def filter_gradient_by_planes(x, upstream, kernel_shape):
     # Cut along the first axis a piece is a view; along any other it is a copy.
     x, upstream = (tf.reshape(one, (samples * planes, *one.shape[2:])) for one in (x, upstream))
     reach = kernel_shape[0] // 2
-    total = None
+    total, before = None, upstream
     for first in range(0, samples * planes, planes):
         of_kernel = []
         for shift in range(-reach, reach + 1):
             begin, count = first + max(0, -shift), planes - abs(shift)
-            with tf.control_dependencies(of_kernel[-1:] or ([] if total is None else [total])):
+            with tf.control_dependencies([before]):
                 seen, met = x[begin + shift : begin + shift + count], upstream[begin : begin + count]
-                of_kernel.append(_plane_filter_gradient(seen, met, kernel_shape[1:]))
+                before = _plane_filter_gradient(seen, met, kernel_shape[1:])
+            of_kernel.append(before)
         whole = tf.stack(of_kernel)
-        total = whole if total is None else total + whole
+        total = before = whole if total is None else total + whole
     return total
 
 
