@@ -13,6 +13,7 @@ import tensorflow as tf
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
+from memory_estimator.host import read_host
 from memory_estimator.region import MIB, region_bytes
 from models.unet3d import build_unet3d
 
@@ -22,7 +23,7 @@ class Learner:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        take_region(region_bytes(config.unet, config.grid, config.micro))
+        take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
@@ -155,7 +156,7 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
 def take_region(size_bytes: int) -> None:
     """Have the allocator make a region of whole MiB; nothing is written to it. One that is refused is done without."""
     if size_bytes:
-        with contextlib.suppress(tf.errors.ResourceExhaustedError):
+        with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
             tf.raw_ops.Empty(shape=[size_bytes // MIB, MIB], dtype=tf.uint8)
 
 

@@ -12,6 +12,7 @@ from memory_estimator.components import NEXT_BATCH, Component, bill, resident_by
 from memory_estimator.job import Job
 from memory_estimator.liveness import Timeline, rounded, timeline
 from memory_estimator.program import Program, Tensor
+from memory_estimator.region import region_bytes
 from memory_estimator.timing import step_seconds
 from memory_estimator.training_step import training_step
 
@@ -116,7 +117,7 @@ def estimate(
     Not counted: validation, which keeps no maps and stays below a step's peak, and a checkpoint's copy of the weights.
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
-    program = _with_next_batch(training_step(job), job)
+    program = _with_next_batch(_on_host(training_step(job), job, host_bytes), job)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
@@ -157,6 +158,11 @@ def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
     times = step_seconds(program, constants, job)
     part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return job.parts * sum(times.op_s[:part]) + sum(times.op_s[part:])
+
+
+def _on_host(program: Program, job: Job, host_bytes: Optional[int]) -> Program:
+    """With the region that the trainer takes on a host of so much memory."""
+    return dataclasses.replace(program, region_bytes=region_bytes(job.unet, job.shape, job.micro, host_bytes))
 
 
 def _with_next_batch(program: Program, job: Job) -> Program:

@@ -41,7 +41,7 @@ class UNetConfig:
     """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
     policy: str = "speed"
     """How a training step trades time for memory, with the same gradients to rounding: "speed" keeps every map that the
-    backward pass reads, "balanced" makes norms and joins again, "lean" whole blocks where that is memory
+    backward pass reads, "balanced" makes norms and up-sampled maps again, "lean" whole blocks of the encoder too
     (models/policy.py)."""
 
     def __post_init__(self):

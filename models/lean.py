@@ -26,11 +26,16 @@ class LeanBlock(tf.keras.layers.Layer):
     """Two 3x3x3 convolutions, each with norm and ReLU, as one layer; `residual` adds the entry before the last ReLU.
 
     An encoder's block takes its entry; a decoder's takes [skip, below] and doubles the grid of `below` itself, to
-    `up_width` maps. Weights are those of the single layers, in their order.
+    `up_width` maps. Weights are those of the single layers, in their order. `keeps_hidden` is whether the convolutions'
+    outputs are kept for the backward pass or made again; a decoder's must be.
     """
 
     def __init__(self, unet: UNetConfig, widths: Tuple[int, int], keeps_hidden: bool, up_width: int = 0, **kwargs):
         super().__init__(**kwargs)
+        if up_width and not keeps_hidden:
+            raise ValueError(
+                f"keeps_hidden must be true for a decoder's block, got {keeps_hidden}; see models/policy.py"
+            )
         self.unet, self.widths, self.keeps_hidden, self.up_width = unet, tuple(widths), keeps_hidden, up_width
         name, residual = self.name, unet.residual
         self.up = up_layers(unet, name, up_width) if up_width else []
@@ -125,14 +130,13 @@ class LeanBlock(tf.keras.layers.Layer):
     def _backward(self, upstream, kept, inputs, weights):
         """Gradients of (inputs, weights), with no more maps alive at a time than must be."""
         hidden, y = kept
-        entry, found = None, {}
+        found = {}
         if self.shortcut:
             upstream = tf.raw_ops.ReluGrad(gradients=upstream, features=y)
         if hidden:
             hidden1, gradient2 = hidden
         else:
-            entry = self._entry([then(one, upstream) for one in inputs], weights)
-            hidden1, hidden2, _ = self._hidden(entry[0], weights)
+            hidden1, hidden2, _ = self._hidden([then(one, upstream) for one in inputs], weights)
             _, _, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], upstream)
         at_hidden2, *found["norm2"] = gradient2(upstream)
         # What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
@@ -141,8 +145,7 @@ class LeanBlock(tf.keras.layers.Layer):
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
         # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
-        waiting = [then(one, at_hidden1) for one in inputs] if self.up else inputs
-        parts, to_up = entry or self._entry(waiting, weights)
+        parts, to_up = self._entry([then(one, at_hidden1) for one in inputs] if self.up else inputs, weights)
         readers = [("conv1", at_hidden1)] + ([("shortcut", upstream)] if self.shortcut else [])
         at_inputs, of_parts = [], []
         # The up-sampled map first: it lives for this alone, and its gradient goes on to the coarser grid at once.

@@ -5,12 +5,12 @@
             made again: norms and an up-convolution, a twentieth of a step.
 "lean"      a block of the encoder keeps its input and output alone, and convolves again. One of the decoder keeps what
             it keeps under "balanced": the peak is in the finest decoder block, whose backward pass begins where its
-            forward pass ended, so there it has all of that at hand anyway (docs/log.md has what others would gain).
+            forward pass ended, so there it has all of that at hand anyway; the coarser ones are small beside it.
 """
 
 from models.config import UNetConfig
 
 
 def keeps_hidden(config: UNetConfig, decoder: bool) -> bool:
-    """Whether a block under "balanced" or "lean" keeps its convolutions' outputs, or makes them again."""
-    return config.policy == "balanced" or decoder
+    """Whether a block keeps its convolutions' outputs, or makes them again."""
+    return config.policy != "lean" or decoder
