@@ -11,8 +11,9 @@ from typing import Optional, Tuple
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 
-SHARES = {"balanced": 1.0, "lean": 0.8}
-"""Of all the layers' outputs together; about half as much again as the policies need."""
+SHARES = {"balanced": 1.15, "lean": 0.9}
+"""Of all the layers' outputs together; half as much again as the policies need at least, so that what is left at the
+region's end is larger than any gap."""
 
 COPIES_OF_WEIGHTS = 4
 """Weights, the optimizer's two slots, gradients: float32 each."""
