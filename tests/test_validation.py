@@ -17,10 +17,10 @@ REMAKE_ACCURACY = f"run python -m memory_estimator.digest {RECORD} --out memory_
 REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
 
 NOT_MET = {
-    "allocator peak, worst error": 0.05,
+    "allocator peak, worst error": 0.04,
     "process peak, worst error": 0.10,
     "upper bound above the peak, mean": 0.08,
-    "seconds a step, worst error": 0.30,
+    "seconds a step, worst error": 0.50,
 }
 """Name of each target that the published record misses, and the most that it was found to be: rounded up to a full per
 cent, so that a change for the worse fails."""
