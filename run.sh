@@ -15,7 +15,8 @@ Train a 3D U-Net on whole volumes.
   ./run.sh                      set up on the first call, then run the demo
   ./run.sh setup [--latest]     make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
-  ./run.sh demo [--smoke]       phantom volumes, training, scores, report; --smoke is a small form
+  ./run.sh demo [--smoke] [--policy P]
+                                phantom volumes, training, scores, report; --smoke is a small form, P a memory policy
   ./run.sh estimate ...         what a training step takes: python -m memory_estimator ...; any Python with rich will do
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand

@@ -28,7 +28,7 @@ OVERVIEW = {
     "evaluate": "score untouched cases on their full grids",
     "predict": "segment new cases, in their own grids",
     "report": "write one report.html of a run",
-    "bench": "time the training step, compare engines",
+    "bench": "measure time and memory of the training step, compare engines and policies",
     "calibrate": "measure this host's constants for the estimator, within a minute",
 }
 

@@ -4,14 +4,14 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 from cpu3d.atomic import write_json
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
-from memory_estimator.job import OPTIMIZERS, divisors
+from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
 from models.config import UNetConfig
 
 SCHEMA = 1
@@ -19,7 +19,8 @@ SCHEMA = 1
 
 FREE = ("store", "epochs", "patience", "validate_every", "save_minutes", "micro_batch", "unet.policy")
 """Settings that may change when a run is continued; all others would make it another run. The last two are how a step
-is computed: the run then goes on alike, but not to the bit."""
+is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
+statistics are of what is computed together."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class RunConfig:
     batch: int = 1
     """Volumes a step. An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = 0
-    """Volumes computed at a time, whose gradients are then summed; it divides `batch`. 0 is by rule (see `micro`)."""
+    """Volumes computed at a time, whose gradients are then summed; it divides `batch`. 0 is by rule, as
+    `memory_estimator.job.micro_of` says."""
     epochs: int = 100
     """Passes over the training cases."""
     optimizer: str = "adam"
@@ -74,12 +76,12 @@ class RunConfig:
     def __post_init__(self):
         for name in ("batch", "epochs", "validate_every"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("patience", "warmup_steps", "save_minutes", "micro_batch"):
+        for name in ("patience", "warmup_steps", "save_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
-        advice = f"give one of {', '.join(map(str, divisors(self.batch)))}"
-        _require(
-            self.batch % self.micro == 0, "micro_batch", f"divide the batch of {self.batch}", self.micro_batch, advice
-        )
+        try:
+            check_micro_batch(self.batch, self.micro_batch)
+        except ValueError as error:
+            raise InputError(str(error)) from None
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
         for name, allowed in (("extent", EXTENTS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
@@ -87,10 +89,8 @@ class RunConfig:
 
     @property
     def micro(self) -> int:
-        """Volumes computed at a time. By rule 1, the least memory, with a norm per sample: the sum of the gradients is
-        then the whole batch's, to rounding. Batch norm's statistics are of what is computed together, so there it is
-        the whole batch."""
-        return self.micro_batch or (self.batch if self.unet.norm == "batch" else 1)
+        """Volumes computed at a time."""
+        return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
     def parts(self) -> int:
@@ -130,22 +130,30 @@ def config_from_json(content: Dict[str, Any]) -> RunConfig:
 
 
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
-    """Settings that keep a run of `old` from being continued as `new`, each with both values."""
+    """Settings that keep a run of `old` from being continued as `new`, each with both values.
+
+    A micro-batch that batch norm has to keep is compared as it is computed, however it is spelled; one of another batch
+    is not, as it follows the batch.
+    """
     left, right = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    free = set(FREE)
+    if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
+        free.remove("micro_batch")
+        left["micro_batch"], right["micro_batch"] = old.micro, new.micro
     return [
         f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
         "leave it out, or train into another folder"
         for name in {**left, **right}
-        if name not in FREE and left.get(name) != right.get(name)
+        if name not in free and left.get(name) != right.get(name)
     ]
 
 
 # --- Private helpers ---
 
 
-def _require(holds: bool, name: str, rule: str, value: Any, advice: Optional[str] = None) -> None:
+def _require(holds: bool, name: str, rule: str, value: Any) -> None:
     if not holds:
-        raise InputError(f"{name} must {rule}, got {value}; {advice or 'see `train --help`'}")
+        raise InputError(f"{name} must {rule}, got {value}; see `train --help`")
 
 
 def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:

@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def commands(out: Path, smoke: bool, policy: Optional[str] = None) -> List[List[str]]:
-    """The demo, a command line each. A run under a policy that was asked for has a folder of its own."""
-    run_name, chosen = (f"run-{policy}", ["--policy", policy]) if policy else ("run", [])
-    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / run_name)
+    """The demo, a command line each. A run under a policy that was asked for has folders of its own."""
+    own, chosen = (f"-{policy}", ["--policy", policy]) if policy else ("", [])
+    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / f"run{own}")
     shape = [str(n) for n in (SMOKE_SHAPE if smoke else SHAPE)]
     small = ["--filters", "4", "--depth", "3", "--epochs", "4"] if smoke else []
     new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
@@ -49,6 +49,6 @@ def commands(out: Path, smoke: bool, policy: Optional[str] = None) -> List[List[
         ["prepare", "--dataset", data, "--store", store, "--split", "8", "2", "2"],
         ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *small, *chosen],
         ["evaluate", "--run", run_folder],
-        ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / "predictions")],
+        ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / f"predictions{own}")],
         ["report", "--run", run_folder],
     ]

@@ -26,6 +26,7 @@ from cpu3d.schedule import learning_rate
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
 from memory_estimator.host import Host
+from memory_estimator.job import statistics_note
 from models.layer_plan import training_flops
 
 
@@ -64,15 +65,14 @@ class Fit:
             f"volumes: {' x '.join(map(str, config.grid))} ({config.extent}), {', '.join(config.channels)} -> "
             f"{', '.join(config.regions)}",
             f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
-            f"{parameter_count(self.learner.model):,} parameters, {flops / 1e9:,.0f} GFLOP a step",
+            f"policy {unet.policy}, {parameter_count(self.learner.model):,} parameters, "
+            f"{flops / 1e9:,.0f} GFLOP a step",
             f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}"
             f"{f', {config.micro} at a time' if config.parts > 1 else ''}{done}",
         ]
-        if config.parts > 1 and unet.norm == "batch":
-            lines.append(
-                f"batch norm: its statistics are of {config.micro} of a batch's {config.batch} volumes at a time, so "
-                "training differs from that on whole batches"
-            )
+        note = statistics_note(unet.norm, config.batch, config.micro)
+        if note:
+            lines.append(f"note: {note}")
         if config.augment.resamples:
             lines.append(
                 f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs"
@@ -305,16 +305,19 @@ class Fit:
 
 
 class _Awaited:
-    """An iterator over `items` that keeps count of the seconds spent waiting for them, and keeps none of them."""
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them."""
 
-    def __init__(self, items: Iterable):
-        self._items = iter(items)
+    def __init__(self, parts: Iterable[Tuple[tf.Tensor, tf.Tensor]]):
+        self._parts = iter(parts)
         self.waited_s = 0.0
 
-    def __next__(self) -> Any:
+    def __iter__(self) -> "_Awaited":
+        return self
+
+    def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
         begin = time.perf_counter()
         try:
-            return next(self._items)
+            return next(self._parts)
         finally:
             self.waited_s += time.perf_counter() - begin
 

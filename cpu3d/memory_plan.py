@@ -97,8 +97,8 @@ def check_fits(
     """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
 
     `grids` are the grids that the store offers besides, each with its option. A run that is `continued` may change its
-    policy and its micro-batch, and has to keep its other settings: else it is another run. Between the predicted peak
-    and the upper bound it is a matter of luck whether a run is killed, and luck is not for long runs.
+    policy and, but for batch norm, its micro-batch; it has to keep its other settings: else it is another run. Between
+    the predicted peak and the upper bound it is a matter of luck whether a run is killed: luck is not for long runs.
     """
     if foreseen is None or foreseen.upper_bound_bytes <= host.free_bytes:
         return

@@ -111,6 +111,8 @@ def _facts(files: RunFiles, starts: Sequence[Mapping[str, Any]]) -> List[Tuple[s
         ("grid", _grid(last.get("grid"))),
         ("parameters", f"{last['parameters']:,}" if isinstance(last.get("parameters"), int) else "-"),
         ("precision", str(last.get("precision", "-"))),
+        ("policy", str(last.get("policy", "-"))),
+        ("micro-batch", str(last.get("micro_batch", "-"))),
         ("engine", str(last.get("engine", "-"))),
     ]
     if len(starts) > 1:

@@ -99,6 +99,8 @@ def resolve(store: Store, run_folder: Path, host: Host, settings: Dict[str, Any]
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats"]()
+    if saved and "micro_batch" not in settings:
+        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:
         config = with_settings(start, settings)
         config = _for_store(config, store)

@@ -43,12 +43,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--micro-batch",
         type=int,
         metavar="M",
-        help="volumes computed at a time, a divisor of the batch (default: 1; with batch norm the whole batch)",
+        help="volumes computed at a time, a divisor of the batch (default: the recipe's, else 1, or with batch norm "
+        "the whole batch; a run that continues keeps its own, and with batch norm has to)",
     )
     training(
         "--policy",
         choices=("auto", *POLICIES),
-        help="what a step trades for memory (default: auto, the fastest that fits what is free)",
+        help="what a step trades for memory (default: auto, the fastest that fits what is free; a run that continues "
+        "keeps its own)",
     )
     training("--optimizer", choices=OPTIMIZERS, help="default: adam")
     training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.002)")

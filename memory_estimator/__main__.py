@@ -28,7 +28,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
-from memory_estimator.options import AUTO, add_job_options, add_source_options, job_from, policy_is_open, source_job
+from memory_estimator.options import add_job_options, add_source_options, job_from, policy_is_open, source_job
 from memory_estimator.units import format_bytes, parse_bytes
 from models.config import POLICIES
 
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_source_options(parser)
-    add_job_options(parser, default_policy=AUTO)
+    add_job_options(parser, may_pick=True)
     parser.add_argument("--cases", type=int, default=argparse.SUPPRESS, metavar="N", help="training cases of an epoch")
     parser.add_argument(
         "--from-store",

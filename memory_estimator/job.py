@@ -22,7 +22,7 @@ class Job:
     batch: int = 1
     """Volumes a step, for one update."""
     micro_batch: int = 0
-    """Volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro` says."""
+    """Volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says."""
     optimizer: str = "adam"
     engine: str = "itex"
     """ "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN."""
@@ -43,11 +43,7 @@ class Job:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
         if self.cases < 0:
             raise ValueError(f"cases must be at least 0, got {self.cases}; 0 is unknown")
-        if self.micro_batch < 0 or self.batch % self.micro:
-            raise ValueError(
-                f"micro_batch must divide the batch of {self.batch}, got {self.micro_batch}; "
-                f"give one of {', '.join(map(str, divisors(self.batch)))}"
-            )
+        check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
@@ -59,12 +55,8 @@ class Job:
 
     @property
     def micro(self) -> int:
-        """Volumes computed at a time: what all maps of a step, and the inputs that it is given, are sized by.
-
-        By rule 1 where the norm is per sample, which gives the whole batch's gradients to rounding in the least memory;
-        the whole batch under batch norm, whose statistics are of what is computed together.
-        """
-        return self.micro_batch or (self.batch if self.unet.norm == "batch" else 1)
+        """Volumes computed at a time: what all maps of a step, and the inputs that it is given, are sized by."""
+        return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
     def parts(self) -> int:
@@ -81,6 +73,34 @@ class Job:
     def voxels(self) -> int:
         """Of a micro-batch, so of all that is computed at a time."""
         return self.micro * math.prod(self.shape)
+
+
+def micro_of(norm: str, batch: int, micro_batch: int) -> int:
+    """Volumes computed at a time: `micro_batch`, and by rule where that is 0.
+
+    The rule is 1 where the norm is per sample: the sum of the gradients is then the whole batch's, to rounding, in the
+    least memory. With batch norm, whose statistics are of what is computed together, it is the whole batch.
+    """
+    return micro_batch or (batch if norm == "batch" else 1)
+
+
+def check_micro_batch(batch: int, micro_batch: int) -> None:
+    """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule, which always can be."""
+    if micro_batch < 0 or (micro_batch and batch % micro_batch):
+        raise ValueError(
+            f"micro_batch must divide the batch of {batch}, got {micro_batch}; "
+            f"give one of {', '.join(map(str, divisors(batch)))}"
+        )
+
+
+def statistics_note(norm: str, batch: int, micro: int) -> str:
+    """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
+    if norm != "batch" or micro == batch:
+        return ""
+    return (
+        f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, so training differs from that "
+        "on whole batches"
+    )
 
 
 def divisors(number: int) -> Tuple[int, ...]:

@@ -51,11 +51,12 @@ def add_job_options(
     parser: argparse.ArgumentParser,
     engines: Sequence[str] = ENGINES,
     dtypes: Sequence[str] = DTYPES,
-    default_policy: str = "speed",
+    *,
+    may_pick: bool = False,
 ) -> None:
     """Add what makes a `Job`: the network, and how it is trained. More engines and dtypes are for what measures.
 
-    With `default_policy` "auto", that is a choice too: `policy_is_open` tells, and `planner.fastest_that_fits` picks.
+    With `may_pick` the policy may be left open: `policy_is_open` tells, and `planner.fastest_that_fits` picks.
     """
     add = _adder(parser)
     add("--shape", type=int, nargs=3, metavar=("X", "Y", "Z"), help="voxels")
@@ -64,16 +65,17 @@ def add_job_options(
         "--micro-batch",
         type=int,
         metavar="M",
-        help="volumes computed at a time, a divisor of the batch (default: 1; with batch norm the whole batch, whose "
-        "statistics are of what is computed together)",
+        help="volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with "
+        "batch norm the whole batch, whose statistics are of what is computed together)",
     )
     add_network_options(parser)
     add("--dtype", choices=dtypes, help="compute dtype (default: bfloat16)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adam")
-    if default_policy == AUTO:
-        add("--policy", choices=(AUTO, *POLICIES), help="memory policy (default: auto, the fastest that fits)")
+    if may_pick:
+        picked = "memory policy (default: auto, the fastest that fits; with --run the run's own)"
+        add("--policy", choices=(AUTO, *POLICIES), help=picked)
     else:
-        add("--policy", choices=POLICIES, help=f"memory policy (default: {default_policy})")
+        add("--policy", choices=POLICIES, help="memory policy (default: speed; with --run the run's own)")
     add("--engine", choices=("auto", *engines), help="default: auto, ITEX unless only stock TensorFlow is installed")
     add("--threads", type=int, metavar="N", help="default: this host's physical cores")
 

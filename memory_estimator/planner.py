@@ -210,13 +210,16 @@ def nearest(
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
 
     `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions. With
-    `same_training` only what a run that has begun may change is: the policy and the micro-batch, which cost time alone
-    (but for batch norm, whose statistics follow the micro-batch). A smaller batch is none of the changes: it takes no
-    less than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
+    `same_training` only what a run that has begun may change is, which costs time alone: the policy, and the
+    micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
+    than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
-    kinds = (_leaner_policy, _smaller_micro_batch)
     if not same_training:
-        kinds += (_lighter_dtype, _smaller_grid(grids), _fewer_filters)
+        kinds = (_leaner_policy, _smaller_micro_batch, _lighter_dtype, _smaller_grid(grids), _fewer_filters)
+    elif job.unet.norm == "batch":
+        kinds = (_leaner_policy,)
+    else:
+        kinds = (_leaner_policy, _smaller_micro_batch)
     options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:

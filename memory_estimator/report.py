@@ -4,7 +4,7 @@ from typing import Any, List, Optional, Sequence
 
 from memory_estimator.estimate import STORE_NOTE, Estimate
 from memory_estimator.gpu import ASSUMPTIONS, Patch
-from memory_estimator.job import Job
+from memory_estimator.job import Job, statistics_note
 from memory_estimator.planner import Option, Plan
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -23,7 +23,7 @@ def describe(job: Job) -> str:
             f"{_grid(job.shape)} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
             *extras,
-            f"batch {job.batch}{f', {job.micro} at a time' if job.batch > 1 else ''}, {unet.dtype}, {job.optimizer}",
+            f"batch {job.batch}{f', {job.micro} at a time' if job.parts > 1 else ''}, {unet.dtype}, {job.optimizer}",
             f"{job.engine}, policy {job.policy}, {_count(job.threads, 'thread')}",
         )
     )
@@ -55,11 +55,9 @@ def print_estimate(
     if estimate.job.from_store:
         say(f"note: {STORE_NOTE}")
     job = estimate.job
-    if job.unet.norm == "batch" and job.parts > 1:
-        say(
-            f"note: batch norm's statistics are of {job.micro} of a batch's {job.batch} volumes at a time, so training "
-            "differs from that on whole batches"
-        )
+    note = statistics_note(job.unet.norm, job.batch, job.micro)
+    if note:
+        say(f"note: {note}")
     say(verdict(estimate, memory_bytes, whose))
     for line in advice:
         say(f"  {line}")

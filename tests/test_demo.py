@@ -49,6 +49,14 @@ def test_every_step_of_the_demo_is_a_command_that_a_user_can_type():
         assert all(isinstance(word, str) for command in commands for word in command)
 
 
+def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone():
+    plain, lean = (demo.commands(demo.Path("out"), True, policy) for policy in (None, "lean"))
+    of_plain, of_lean = ({word for each in one for word in each if word.startswith("out/")} for one in (plain, lean))
+    assert of_lean - of_plain == {"out/run-lean", "out/predictions-lean"}
+    assert of_plain - of_lean == {"out/run", "out/predictions"}
+    assert lean[2][-2:] == ["--policy", "lean"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cpu3d.atomic import atomic_write, writable_folder
-from cpu3d.bench.policies import add_options, check_options, compare_policies, policies_table
+from cpu3d.bench.policies import add_policies_options, check_policies_options, compare_policies, policies_table
 from cpu3d.bench.policies_picture import draw_policies
 from cpu3d.bench.process_memory import draw_process, write_trace
 from cpu3d.bench.record import append_record
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
     add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
     add_count_options(parser)
-    add_options(parser)
+    add_policies_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the process's memory as an mprof trace")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.record, args.trace, args.picture, args.timeline):
         if path:
             writable_folder(path.parent, "folder")
-    check_options(args)
+    check_policies_options(args)
     request = _request(args)
     if args.policies:
         return _run_policies(args, request)

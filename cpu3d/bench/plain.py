@@ -20,10 +20,15 @@ from models.norm import EPSILON, MOMENTUM
 class PlainLearner:
     """A stand-in for `cpu3d.learner.Learner`: gradients, then the update, nothing told to wait, no averaged weights.
 
-    The batch is computed as a whole, so `config.parts` must be 1.
+    The batch is computed as a whole; raises ValueError for a run that computes it in parts.
     """
 
     def __init__(self, config: RunConfig):
+        if config.parts != 1:
+            raise ValueError(
+                f"micro_batch must be the whole batch of {config.batch} with the plain Keras graph, got "
+                f"{config.micro}; give {config.batch}"
+            )
         self.model = build_plain(config.unet, config.grid, config.batch)
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)

@@ -52,7 +52,7 @@ class Variant:
     """Of a peer: its command without the paths."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_policies_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", action="store_true", help="compare all policies, the plain Keras graph, peers")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="COMMAND", help="with --policies: one more row; repeatable"
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="with --policies: how often (default: 1)")
 
 
-def check_options(args: argparse.Namespace) -> None:
+def check_policies_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that contradict each other, and for peers that cannot be run."""
     problems = []
     if args.rounds < 1:

@@ -36,6 +36,24 @@ def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
     assert differences(CONFIG, other) == []
 
 
+BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm="batch"))
+
+
+def test_with_batch_norm_a_run_keeps_its_micro_batch_and_its_policy_may_change():
+    other = dataclasses.replace(BATCH_NORM, unet=dataclasses.replace(BATCH_NORM.unet, policy="lean"))
+    assert differences(BATCH_NORM, other) == []
+    assert differences(BATCH_NORM, dataclasses.replace(other, micro_batch=4)) == []  # what the rule gives
+    (problem,) = differences(BATCH_NORM, dataclasses.replace(other, micro_batch=2))
+    assert problem.startswith("micro_batch must stay as the run was started, got 2 for 4; ")
+
+
+def test_of_another_batch_or_norm_it_is_not_the_micro_batch_that_is_refused():
+    (batch,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, batch=3))
+    assert batch.startswith("batch must stay as the run was started, got 3 for 4")
+    (norm,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, unet=CONFIG.unet))
+    assert norm.startswith("unet.norm must stay as the run was started, got 'instance' for 'batch'")
+
+
 @pytest.mark.parametrize(
     ("norm", "micro_batch", "micro", "parts"),
     [("instance", 0, 1, 6), ("none", 0, 1, 6), ("batch", 0, 6, 1), ("batch", 2, 2, 3), ("instance", 6, 6, 1)],
@@ -45,13 +63,14 @@ def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_bat
     assert (config.micro, config.parts) == (micro, parts)
 
 
-@pytest.mark.parametrize("micro_batch", [5, 24])
+@pytest.mark.parametrize("micro_batch", [-3, 5, 24])
 def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that_do(micro_batch):
     rule = rf"micro_batch must divide the batch of 12, got {micro_batch}; give one of 1, 2, 3, 4, 6, 12$"
     with pytest.raises(InputError, match=rule):
         RunConfig(batch=12, micro_batch=micro_batch)
 
 
+@pytest.mark.policy_left_open
 def test_a_run_from_before_there_were_policies_and_micro_batches_goes_on_as_it_was(tmp_path):
     content = {"schema": 1, **dataclasses.asdict(dataclasses.replace(CONFIG, batch=4))}
     del content["micro_batch"], content["unet"]["policy"]
@@ -93,7 +112,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epochs", 0), ("batch", -1), ("micro_batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")],
+    [("epochs", 0), ("batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{field} must be"):

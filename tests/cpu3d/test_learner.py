@@ -1,15 +1,22 @@
 """A batch in parts is the batch: the same gradients, weights and averages to rounding, in the memory of one part."""
 
 import dataclasses
+import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.learner import Learner, allocator_peak_bytes
-from models.config import UNetConfig
+from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count, take_region
+from memory_estimator.host import read_host
+from memory_estimator.job import Job
+from memory_estimator.region import MIB
+from memory_estimator.training_step import training_step
+from models.config import POLICIES, UNetConfig
+from models.unet3d import build_unet3d
 
 SIDE, BATCH = 16, 4
 UNET = UNetConfig(channels=2, outputs=2, filters=4, depth=2)
@@ -125,19 +132,81 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
         np.testing.assert_array_equal(one.arrays()[name], array, err_msg=name)
 
 
-def test_the_peak_of_a_batch_in_parts_is_that_of_one_part():
+def variable_bytes():
+    """Of all variables that there are, whoever holds them."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), tf.Variable)]
+    return sum(one.dtype.size * one.shape.num_elements() for one in found)
+
+
+def held_and_peak(batch, micro):
+    """Bytes of the variables that come with a learner and stay, the peak of a step above what is held, and of weights.
+
+    What is held is not the allocator's count: it gives small tensors to malloc, and large ones chunks up to twice their
+    size.
+    """
+    before = variable_bytes()
+    one = learner(micro, batch, 32, dataclasses.replace(UNET, filters=8))
+    given = next(parts(volumes(micro, 32), micro))
+    for _ in range(2):
+        one.step(iter([given] * one.config.parts), 1e-2)
+    held = variable_bytes() - before
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    current = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    one.step(iter([given] * one.config.parts), 1e-2)
+    return held, allocator_peak_bytes() - current, 4 * parameter_count(one.model)
+
+
+def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradients():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
-    unet = dataclasses.replace(UNET, filters=8)
-    peaks = {}
-    for batch, micro in ((1, 1), (4, 1), (4, 4)):
-        one = learner(micro, batch, 32, unet)
-        given = next(parts(volumes(micro, 32), micro))
-        for _ in range(2):
-            one.step(iter([given] * one.config.parts), 1e-2)
-        tf.config.experimental.reset_memory_stats("CPU:0")
-        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-        one.step(iter([given] * one.config.parts), 1e-2)
-        peaks[batch, micro] = allocator_peak_bytes() - before
-    assert peaks[4, 1] == pytest.approx(peaks[1, 1], rel=0.02)
-    assert peaks[4, 4] > 3 * peaks[1, 1]
+    held, peak, weights = held_and_peak(1, 1)
+    held_in_parts, peak_of_parts, _ = held_and_peak(4, 1)
+    assert held_in_parts - held == weights
+    assert peak_of_parts == pytest.approx(peak, rel=0.02)
+    held_at_once, peak_at_once, _ = held_and_peak(4, 4)
+    assert held_at_once == held
+    assert peak_at_once > 3 * peak
+
+
+# --- The region ---
+
+
+def first_done(monkeypatch, unet, micro):
+    """What a learner does first: regions by their bytes, and "network" where that is built."""
+    done = []
+    monkeypatch.setattr("cpu3d.learner.take_region", done.append)
+    monkeypatch.setattr("cpu3d.learner.build_unet3d", lambda *given: done.append("network") or build_unet3d(*given))
+    learner(micro, unet=unet)
+    return done
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_region_that_is_taken_before_all_else_is_the_one_that_the_estimator_counts(policy, monkeypatch):
+    unet = dataclasses.replace(UNET, policy=policy)
+    counted = training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=2)).region_bytes
+    assert (counted > 0) == (policy != "speed")
+    assert first_done(monkeypatch, unet, micro=2) == [counted, "network"]
+
+
+def test_on_a_small_host_the_region_is_no_larger_than_its_memory(monkeypatch):
+    unet = dataclasses.replace(UNET, policy="balanced", filters=8)
+    small = dataclasses.replace(read_host(), memory_bytes=2 * MIB - 1)
+    assert training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=BATCH)).region_bytes > 2 * MIB
+    monkeypatch.setattr("cpu3d.learner.read_host", lambda: small)
+    assert first_done(monkeypatch, unet, micro=BATCH)[0] == MIB
+
+
+def test_a_region_that_the_allocator_refuses_is_done_without(monkeypatch):
+    asked = []
+
+    def refuse(shape, dtype):
+        asked.append((shape, dtype))
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    of_tensorflow = {name: getattr(tf, name) for name in ("device", "errors", "uint8")}
+    monkeypatch.setattr("cpu3d.learner.tf", SimpleNamespace(raw_ops=SimpleNamespace(Empty=refuse), **of_tensorflow))
+    take_region(3 * MIB)
+    assert asked == [([3, MIB], tf.uint8)]
+    take_region(0)
+    assert len(asked) == 1

@@ -84,6 +84,16 @@ def test_predictions_stand_beside_what_was_measured(tiny_run):
     assert "time per step, waiting for data aside 2.18 s 1.98 s +10.0%" in text
 
 
+def test_policy_and_micro_batch_are_the_last_attempt_s_and_open_in_older_logs(tiny_run):
+    assert "policy - micro-batch -" in read(write_report(tiny_run))[1]
+    path = tiny_run / "log.jsonl"
+    first, *others = path.read_text().splitlines()[:-1]
+    for more in ({"policy": "speed", "micro_batch": 4}, {"policy": "lean", "micro_batch": 2}):
+        others.append(json.dumps({**json.loads(first), **more}))
+    path.write_text("".join(f"{line}\n" for line in (first, *others)))
+    assert "policy lean micro-batch 2" in read(write_report(tiny_run))[1]
+
+
 def test_without_predictions_nothing_is_said_of_them(tiny_run):
     assert "Predicted before the start" not in read(write_report(tiny_run))[1]
 

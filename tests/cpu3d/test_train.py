@@ -15,7 +15,7 @@ import pytest
 from cpu3d import fit as fit_module
 from cpu3d.__main__ import main
 from cpu3d.checkpoint import load_checkpoint
-from cpu3d.config import load_config, save_config
+from cpu3d.config import save_config
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import Store
 from cpu3d.errors import DoesNotFitError, InputError
@@ -25,22 +25,11 @@ from cpu3d.lock import locked
 from cpu3d.run_log import append_event, read_events
 from cpu3d.train import resolve, train
 from memory_estimator.calibration import find_constants
-from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
+from models.config import UNetConfig
+from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, start, weights
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
-
-
-def start(store, folder, **settings):
-    config = resolve(store, folder, read_host(), {**SMALL, **settings}, None)
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    save_config(config, folder)
-    return Fit(store, folder, config)
-
-
-def weights(folder, name="last"):
-    return load_checkpoint(folder / "checkpoints" / f"{name}.npz")[0]
 
 
 def test_a_run_learns_and_leaves_what_the_readme_says(phantom_store, tmp_path):
@@ -58,36 +47,8 @@ def test_a_run_learns_and_leaves_what_the_readme_says(phantom_store, tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps"), [({}, 12), ({"batch": 2, "policy": "lean"}, 6)], ids=["whole", "micro-batches"]
-)
-def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
-    phantom_store, tmp_path, monkeypatch, settings, steps
-):
-    options = {"ema": 0.9, "save_minutes": 0.0, **settings}
-    start(phantom_store, tmp_path / "whole", **options).run()
-    expected = weights(tmp_path / "whole")
-
-    cut = start(phantom_store, tmp_path / "cut", **options)
-    step, taken = Fit._train_step, []
-
-    def die_in_the_sixth(self, batches):
-        if len(taken) == 5:
-            raise MemoryError
-        taken.append(1)
-        return step(self, batches)
-
-    monkeypatch.setattr(Fit, "_train_step", die_in_the_sixth)
-    with pytest.raises(MemoryError):
-        cut.run()
-    monkeypatch.undo()
-    again = start(phantom_store, tmp_path / "cut", **options)
-    assert again.step == 5
-    again.run()
-    for name, array in weights(tmp_path / "cut").items():
-        np.testing.assert_array_equal(array, expected[name], err_msg=name)
-    logged = [event["step"] for event in read_events(tmp_path / "cut") if event["event"] == "step"]
-    assert logged == list(range(1, steps + 1))
+def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(phantom_store, tmp_path, monkeypatch):
+    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=12)
 
 
 def test_an_incompatible_setting_is_refused_with_both_values(phantom_store, tmp_path):
@@ -121,60 +82,6 @@ def test_a_loss_that_is_not_finite_stops_with_the_case_and_the_last_good_step(ph
     monkeypatch.setattr(fit.learner, "step", lambda *_: (float("nan"), np.ones((1, 3), "f4")))
     with pytest.raises(InputError, match="loss must be finite, got nan at step 1 on BRATS_"):
         fit.run()
-
-
-def on_the_second_part(fit, monkeypatch, act):
-    """Let `act` change what comes of the second micro-batch of the second step, at batch 2 in two parts."""
-    compute, computed = fit.learner._accumulate, []
-
-    def accumulate(image, target):
-        computed.append(1)
-        answer = compute(image, target)
-        return act(answer) if len(computed) == 4 else answer
-
-    monkeypatch.setattr(fit.learner, "_accumulate", accumulate)
-
-
-def test_a_part_s_loss_that_is_not_finite_names_the_step_s_cases_and_leaves_the_weights(
-    phantom_store, tmp_path, monkeypatch
-):
-    fit = start(phantom_store, tmp_path, batch=2, save_minutes=0.0)
-    on_the_second_part(fit, monkeypatch, lambda answer: (answer[0] * np.nan, answer[1]))
-    names = ", ".join(fit._case_ids(1))
-    with pytest.raises(InputError, match=rf"loss must be finite, got nan at step 2 on {names}; .*still holds step 1"):
-        fit.run()
-    for name, array in fit.learner.arrays().items():
-        if name != "optimizer/001":  # the learning rate
-            np.testing.assert_array_equal(array, weights(tmp_path)[name], err_msg=name)
-
-
-def test_an_interrupt_between_two_parts_ends_after_the_whole_step(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, batch=2)
-    on_the_second_part(fit, monkeypatch, lambda answer: os.kill(os.getpid(), signal.SIGINT) or answer)
-    with pytest.raises(KeyboardInterrupt, match="saved after step 2"):
-        fit.run()
-    arrays, state = load_checkpoint(tmp_path / "checkpoints" / "last.npz")
-    assert (state["step"], arrays["updates"]) == (2, 2)
-
-
-def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_path):
-    whole = start(phantom_store, tmp_path / "whole", batch=4, micro_batch=4)._dataset(1, 2)
-    parts = start(phantom_store, tmp_path / "parts", batch=4, micro_batch=2)._dataset(1, 2)
-    ((image, target),) = whole
-    images, targets = zip(*parts)
-    assert len(images) == 2
-    np.testing.assert_array_equal(np.concatenate(images), image)
-    np.testing.assert_array_equal(np.concatenate(targets), target)
-
-
-def test_the_plan_says_how_a_batch_is_computed_and_what_that_is_to_batch_norm(phantom_store, tmp_path):
-    plan = "\n".join(start(phantom_store, tmp_path, batch=4).plan())
-    assert "steps at batch 4, 1 at a time" in plan
-    assert "batch norm" not in plan
-    whole = "\n".join(start(phantom_store, tmp_path / "whole", batch=4, norm="batch").plan())
-    assert "at a time" not in whole
-    parts = "\n".join(start(phantom_store, tmp_path / "parts", batch=4, norm="batch", micro_batch=2).plan())
-    assert "batch norm: its statistics are of 2 of a batch's 4 volumes at a time, so training differs" in parts
 
 
 def test_ema_weights_are_what_best_holds_and_training_goes_on_from_its_own(phantom_store, tmp_path):
@@ -350,64 +257,6 @@ def test_a_damaged_calibration_is_told_in_a_sentence_and_keeps_nobody_from_train
     assert read_events(tmp_path / "run")[0]["predicted"] == {}
 
 
-def with_policies_priced(free_bytes, monkeypatch):
-    """A host with this much free, where speed takes 4 GiB, balanced 2 in a tenth more time, lean 1 in a fifth more."""
-    taken = {"speed": (4 * 2**30, 1.0), "balanced": (2 * 2**30, 1.1), "lean": (2**30, 1.2)}
-
-    def made(job, *more, **others):
-        upper_bound_bytes, step_s = taken[job.policy]
-        return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=upper_bound_bytes, step_s=step_s)
-
-    monkeypatch.setattr("cpu3d.memory_plan.estimate", made)
-    host = dataclasses.replace(read_host(), available_bytes=free_bytes, cgroup_limit_bytes=None)
-    monkeypatch.setattr("cpu3d.train.read_host", lambda: host)
-
-
-def test_the_policy_is_picked_by_what_is_free_then_said_stored_and_kept(phantom_store, tmp_path, monkeypatch, capsys):
-    def go(free_gib, **settings):
-        with_policies_priced(free_gib * 2**30, monkeypatch)
-        config = train(phantom_store.folder, tmp_path, settings={**SMALL, **settings})
-        assert load_config(tmp_path) == config
-        return config.unet.policy, capsys.readouterr().err
-
-    policy, said = go(3, epochs=1)
-    assert policy == "balanced"
-    assert "plan: policy balanced: speed would take up to 4.00 GiB of 3.00 GiB free" in said
-    policy, said = go(5, epochs=2)  # the same training goes on, whatever is free by now
-    assert policy == "balanced"
-    assert "plan: policy" not in said
-    assert "to the bit" not in said
-    policy, said = go(5, epochs=3, policy="auto")
-    assert policy == "speed"
-    assert "plan: policy speed: the fastest, and fits 5.00 GiB free" in said
-    assert "note: this run was under policy balanced before, so it goes on alike but not to the bit" in said
-
-
-def test_a_policy_that_is_asked_for_is_held_against_memory_before_anything_is_written(
-    phantom_store, tmp_path, monkeypatch
-):
-    with_policies_priced(3 * 2**30, monkeypatch)
-    with pytest.raises(DoesNotFitError, match=r"what fits: --policy balanced: up to 2\.00 GiB"):
-        train(phantom_store.folder, tmp_path / "run", settings={**SMALL, "policy": "speed"})
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phantom_store, tmp_path):
-    def resolved(recipe=None, **settings):
-        return resolve(phantom_store, tmp_path, read_host(), {**SMALL, "batch": 4, **settings}, recipe)
-
-    def way(*args, **settings):
-        config = resolved(*args, **settings)
-        return config.unet.policy, config.micro
-
-    assert way() == way(policy="auto") == ("speed", 1)
-    save_config(resolved("brats", policy="lean", micro_batch=2), tmp_path)
-    assert way() == way("brats") == ("lean", 2)
-    assert way("brats", policy="balanced", micro_batch=4) == ("balanced", 4)
-    with pytest.raises(InputError, match="batch must stay as the run was started, got 3 for 4"):
-        resolved("brats", batch=3)
-
-
 def test_a_run_that_does_not_fit_ends_with_code_3(phantom_store, tmp_path, monkeypatch, capsys):
     host = dataclasses.replace(read_host(), available_bytes=10 * 2**20)
     monkeypatch.setattr("cpu3d.train.read_host", lambda: host)
@@ -432,6 +281,7 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
 def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, number):
     command = [sys.executable, "-m", "cpu3d", "train", "--store", str(phantom_store.folder), "--run", str(tmp_path)]
     options = ["--filters", "4", "--depth", "3", "--epochs", "200", "--dtype", "float32"]
+    options += ["--policy", UNetConfig().policy]
     process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while len(read_events(tmp_path)) < 4 and time.monotonic() < deadline:

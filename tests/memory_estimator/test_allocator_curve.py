@@ -1,10 +1,12 @@
 """What the allocator counts over the time of one step."""
 
+import pytest
+
 from memory_estimator.allocator import counted_by_op, use
 from memory_estimator.job import Job
 from memory_estimator.program import Program, StepOp, Tensor
 from memory_estimator.training_step import training_step
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
 MIB = 2**20
 
@@ -27,8 +29,9 @@ def test_each_operation_shows_the_most_that_it_finds_live():
     assert counted_by_op(program) == (28 * MIB, 24 * MIB, 25 * MIB, 11 * MIB)
 
 
-def test_its_highest_point_is_the_allocators_peak():
-    program = training_step(Job(UNetConfig(filters=8, depth=3), (32, 32, 32)))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_its_highest_point_is_the_allocators_peak(policy):
+    program = training_step(Job(UNetConfig(filters=8, depth=3, policy=policy), (32, 32, 32)))
     curve = counted_by_op(program)
     assert len(curve) == len(program.ops)
     assert max(curve) == use(program).peak_bytes

@@ -1,6 +1,7 @@
 """Constants of hosts: which are found, how they are scaled, and which files are refused."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -24,7 +25,7 @@ from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.timing import group_of
 from memory_estimator.training_step import training_step
-from models.config import DTYPES, NETWORKS, NORMS, UPS, UNetConfig
+from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 EPYC = SHIPPED / "epyc_avx512_bf16.json"
 
@@ -149,14 +150,10 @@ def test_another_kind_of_host_can_be_named(name):
 def test_every_operation_of_every_network_has_costs_in_every_file():
     """Groups come from `timing.group_of`, costs from a file: one without the other is a crash."""
     groups = {"every_op"}
-    for network in NETWORKS:
-        for norm in NORMS:
-            for up in UPS:
-                more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
-                unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, **more)
-                for engine in ENGINES:
-                    ops = training_step(Job(unet, (16, 16, 16), batch=2, engine=engine)).ops
-                    groups |= {group_of(op) for op in ops}
+    for network, norm, up, policy, engine in itertools.product(NETWORKS, NORMS, UPS, POLICIES, ENGINES):
+        more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
+        unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, policy=policy, **more)
+        groups |= {group_of(op) for op in training_step(Job(unet, (16, 16, 16), batch=2, engine=engine)).ops}
     assert groups <= {*GROUPS, *STAND_INS}
 
 

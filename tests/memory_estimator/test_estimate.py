@@ -11,12 +11,13 @@ from memory_estimator.accuracy import Accuracy, Bound
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
+from memory_estimator.planner import with_policy
 from memory_estimator.recipes import JOBS
 from memory_estimator.timing import step_seconds
 from memory_estimator.training_step import training_step
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
-SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (96, 96, 96), threads=2)
+SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)
 CONSTANTS = shipped_constants(("avx512_bf16",))
 
 
@@ -35,6 +36,7 @@ def with_unet(**changes):
         *(with_unet(**changes) for changes in ({"norm": "batch"}, {"norm": "none"}, {"residual": True})),
         *(with_unet(**changes) for changes in ({"up": "upsampling"}, {"deep_supervision": True}, {"dtype": "float32"})),
         with_unet(network="cicek2016"),
+        *(with_unet(policy=policy) for policy in POLICIES[1:]),
         dataclasses.replace(SMALL, engine="stock", batch=3, optimizer="sgd"),
         dataclasses.replace(SMALL, averaged=True, from_store=True, cases=10),
     ],
@@ -116,7 +118,8 @@ def test_the_largest_tensors_come_first_and_are_live_at_the_peak():
 
 
 def test_a_hundred_terabytes_are_counted_in_milliseconds_and_exactly():
-    job = dataclasses.replace(JOBS["paper-2020"], shape=(1024, 1024, 1024), batch=64, micro_batch=64, threads=80)
+    paper = with_policy(JOBS["paper-2020"], "speed")
+    job = dataclasses.replace(paper, shape=(1024, 1024, 1024), batch=64, micro_batch=64, threads=80)
     begin = time.perf_counter()
     found = of(job)
     assert time.perf_counter() - begin < 1
@@ -145,7 +148,7 @@ def test_what_was_not_measured_is_not_called_measured():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(JOBS["brats"], threads=2)
+    job = dataclasses.replace(with_policy(JOBS["brats"], "speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices

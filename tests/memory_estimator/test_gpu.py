@@ -8,7 +8,7 @@ from memory_estimator.liveness import timeline
 from memory_estimator.training_step import training_step
 from models.config import UNetConfig
 
-JOB = Job(UNetConfig(dtype="float32"), (240, 240, 160), threads=2)
+JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), threads=2)
 
 
 def test_the_patch_fits_and_one_longer_side_does_not():

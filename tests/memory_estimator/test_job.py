@@ -8,24 +8,17 @@ import pytest
 
 from cpu3d.config import RunConfig, load_config, save_config
 from cpu3d.recipes import RECIPES
-from memory_estimator.job import Job, divisors
-from memory_estimator.options import (
-    AUTO,
-    add_job_options,
-    add_source_options,
-    job_from,
-    network_from,
-    policy_is_open,
-)
+from memory_estimator.job import Job, divisors, statistics_note
+from memory_estimator.options import add_job_options, add_source_options, job_from, network_from, policy_is_open
 from memory_estimator.recipes import JOBS
 from memory_estimator.saved_run import job_of_run
-from models.config import NORMS, POLICIES, UNetConfig
+from models.config import POLICIES, UNetConfig
 
 
 def parsed(text):
     parser = argparse.ArgumentParser()
     add_source_options(parser)
-    add_job_options(parser, default_policy=AUTO)
+    add_job_options(parser, may_pick=True)
     return parser.parse_args(text.split())
 
 
@@ -73,13 +66,14 @@ def test_volumes_at_a_time_are_one_or_with_batch_norm_all_unless_asked_for(norm,
     assert (job.micro, job.parts, job.voxels) == (micro, 6 // micro, micro * 64**3)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("batch", "micro_batch"), [(1, 0), (6, 0), (6, 1), (6, 2), (6, 6)])
-def test_the_trainer_s_rule_for_micro_batches_is_the_estimator_s(norm, batch, micro_batch):
-    unet = UNetConfig(norm=norm)
-    config = RunConfig(unet=unet, batch=batch, micro_batch=micro_batch)
-    job = Job(unet, batch=batch, micro_batch=micro_batch)
-    assert (config.micro, config.parts) == (job.micro, job.parts)
+@pytest.mark.parametrize(("norm", "micro"), [("instance", 2), ("none", 1), ("batch", 6)])
+def test_micro_batches_are_nothing_to_norms_per_sample_nor_is_the_whole_batch_to_batch_norm(norm, micro):
+    assert statistics_note(norm, 6, micro) == ""
+
+
+def test_micro_batches_are_another_training_to_batch_norm():
+    note = statistics_note("batch", 6, 2)
+    assert note.startswith("batch norm's statistics are of 2 of a batch's 6 volumes at a time")
 
 
 @pytest.mark.parametrize(
@@ -184,6 +178,7 @@ def test_a_saved_run_is_the_job_that_it_trained(tmp_path):
     assert job_of_run(tmp_path) == expected
 
 
+@pytest.mark.policy_left_open
 def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
     save_config(CONFIG, tmp_path)
     path = tmp_path / "config.json"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,9 @@ from cpu3d.config import RunConfig, save_config
 from memory_estimator.__main__ import main
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
+from memory_estimator.job import Job
+from memory_estimator.report import describe
+from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +57,12 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
     assert content["upper_bound_bytes"] > 1300 * 2**20
-    assert any(line.startswith("fits with --") for line in content["advice"])
+    offered = [re.fullmatch(r"fits with (--.+): up to (.+), .+ a volume", line) for line in content["advice"]]
+    assert "--micro-batch" in {option[1].split()[0] for option in offered}
+    for option in offered:
+        taken = answer(f"{large} {option[1]}", capsys)
+        assert taken["fits"]
+        assert format_bytes(taken["upper_bound_bytes"]) == option[2]
     assert main(large.split()) == 3
     assert "does not fit: needs up to" in capsys.readouterr().out
 
@@ -134,6 +143,12 @@ def test_a_run_is_estimated_under_its_own_policy(tmp_path, monkeypatch, capsys):
     ask = f"--run {tmp_path} --threads 2 --host-memory 64GiB --engine itex"
     assert answer(ask, capsys)["policy"]["name"] == "balanced"
     assert answer(f"{ask} --policy auto", capsys)["policy"]["name"] == "speed"
+
+
+def test_a_job_says_how_many_volumes_are_computed_at_a_time_where_that_is_not_the_batch():
+    assert ", batch 4, 2 at a time, " in describe(Job(batch=4, micro_batch=2))
+    for whole in (Job(batch=4, micro_batch=4), Job(batch=4, unet=UNetConfig(norm="batch")), Job()):
+        assert f", batch {whole.batch}, {whole.unet.dtype}, " in describe(whole)
 
 
 def test_statistics_of_a_part_of_the_batch_are_told(capsys):
@@ -331,7 +346,7 @@ def test_another_host_is_planned_for_by_its_kind_of_cpu(capsys):
 
 
 def test_regions_that_the_host_does_not_hold_are_no_fit(monkeypatch, capsys):
-    ask = "--recipe brats --engine itex --threads 2 --calibration avx512_bf16"
+    ask = "--recipe brats --policy speed --engine itex --threads 2 --calibration avx512_bf16"
     needed = answer(f"{ask} --host-memory 1TiB", capsys)["upper_bound_bytes"]
     assert answer(f"{ask} --host-memory {needed}B", capsys)["fits"]
     monkeypatch.setattr("memory_estimator.estimate.fits_regions", lambda program, limit: False)

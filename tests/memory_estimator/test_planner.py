@@ -25,7 +25,7 @@ from memory_estimator.planner import (
 )
 from models.config import POLICIES, UNetConfig
 
-JOB = Job(UNetConfig(dtype="float32"), (240, 240, 160), batch=16, micro_batch=16)
+JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
 
 KEPT = {"speed": 4, "balanced": 3, "lean": 2}
 """Policy -> quarters of the memory."""
@@ -196,6 +196,15 @@ def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
     assert changes(whole // 64) == []
 
 
+def test_a_run_with_batch_norm_that_has_begun_is_proposed_the_policy_alone():
+    job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, norm="batch"))
+    whole = Priced(job).process_peak_bytes
+    changes = lambda budget: [option.change for option in nearest(job, Priced, budget, same_training=True)]
+    assert changes(whole // 2 + 1000) == ["--policy lean"]
+    assert changes(whole // 16 + 1000) == []
+    assert "--micro-batch 1" in [option.change for option in nearest(job, Priced, whole // 16 + 1000)]
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
     prices = {policy: Made(with_policy(JOB, policy), *both) for policy, both in zip(POLICIES, figures)}
@@ -234,7 +243,7 @@ def test_a_choice_says_why():
 
 
 def test_changes_are_put_together_where_none_is_enough_alone():
-    small = dataclasses.replace(JOB, batch=2, micro_batch=2, unet=UNetConfig(filters=2, dtype="float32"))
+    small = dataclasses.replace(JOB, batch=2, micro_batch=2, unet=dataclasses.replace(JOB.unet, filters=2))
     budget = Priced(small).process_peak_bytes // 3 + 1000
     grids = [("--extent brain", (144, 192, 144))]
     (only,) = nearest(small, Priced, budget, grids=grids)

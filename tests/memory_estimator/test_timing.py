@@ -38,7 +38,7 @@ CONSTANTS = HostConstants(
     },
 )
 
-JOB = Job(UNetConfig(depth=2), (32, 32, 32), engine="stock", threads=2)
+JOB = Job(UNetConfig(depth=2, policy="speed"), (32, 32, 32), engine="stock", threads=2)
 
 
 def convolution(**changes):
@@ -142,9 +142,11 @@ def test_what_is_made_again_takes_its_time_again():
     assert balanced.by_kind[same] == pytest.approx(speed.by_kind[same], rel=0.25)
 
 
-def test_time_grows_as_the_voxels_do():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_time_grows_as_the_voxels_do(policy):
     constants = shipped_constants(("avx512_bf16",))
-    jobs = [Job(UNetConfig(), shape, threads=2) for shape in ((96, 96, 96), (192, 192, 192), (960, 960, 960))]
+    unet = UNetConfig(policy=policy)
+    jobs = [Job(unet, shape, threads=2) for shape in ((96, 96, 96), (192, 192, 192), (960, 960, 960))]
     small, large, huge = (step_seconds(training_step(job), constants, job).step_s for job in jobs)
     assert 5 < large / small < 8.5
     assert huge / large == pytest.approx(125, rel=0.1)

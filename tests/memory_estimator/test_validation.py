@@ -97,7 +97,7 @@ def test_a_record_is_read_as_the_job_that_really_ran(tmp_path):
     step = {"schema": 1, "kind": "step"}
     path.write_text("".join(json.dumps(record) + "\n" for record in (step, RECORD, failed)))
     one, other = read_measured(path)
-    unet = UNetConfig(filters=8, dtype="bfloat16")
+    unet = UNetConfig(filters=8, dtype="bfloat16", policy="speed")
     assert one.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
     assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
     assert (one.host, one.isa, one.date) == ("some CPU", ("avx",), "2026-11-20")

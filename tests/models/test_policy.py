@@ -64,6 +64,10 @@ def step(config, batch, side=32, eager=False, draw=0):
     return Step(float(loss), logits, [one.numpy() for one in gradients], model.get_weights())
 
 
+def under(config, policy):
+    return dataclasses.replace(config, policy=policy)
+
+
 def distances(found, expected):
     """Of each array, as a share of it."""
     assert [one.shape for one in found] == [one.shape for one in expected]
@@ -76,8 +80,7 @@ def test_gradients_outputs_and_statistics_are_those_of_speed(network, policy):
     config, batch = NETWORKS[network]
     apart = []
     for draw in DRAWS:
-        speed = step(config, batch, draw=draw)
-        leaner = step(dataclasses.replace(config, policy=policy), batch, draw=draw)
+        speed, leaner = (step(under(config, each), batch, draw=draw) for each in ("speed", policy))
         assert leaner.loss == pytest.approx(speed.loss, rel=1e-6)
         assert max(distances(leaner.logits, speed.logits)) < 2e-6
         for found, expected in zip(leaner.weights, speed.weights):
@@ -94,8 +97,8 @@ def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds_and_clos
     """Maps made again are the same maps, and sums are rounded in another order: of this net's gradients, all in one,
     bfloat16 takes 0.42 of float32's length away under every policy, and policies are 0.08 apart."""
     config = UNetConfig(filters=4, depth=4, dtype="bfloat16")
-    exact = step(dataclasses.replace(config, dtype="float32"), 1)
-    speed, leaner = step(config, 1), step(dataclasses.replace(config, policy=policy), 1)
+    exact = step(under(dataclasses.replace(config, dtype="float32"), "speed"), 1)
+    speed, leaner = (step(under(config, each), 1) for each in ("speed", policy))
     exact, speed, leaner = (np.concatenate([g.ravel() for g in one.gradients]) for one in (exact, speed, leaner))
     (rounding,) = distances([speed], [exact])
     assert distances([leaner], [exact])[0] < 1.1 * rounding
@@ -152,7 +155,7 @@ SMALL = [
 @pytest.mark.parametrize("config", SMALL, ids=str)
 def test_a_checkpoint_of_one_policy_is_one_of_every_other(config, policy):
     """Variables are told apart by their order alone, in the network, the optimizer and the averages."""
-    speed, leaner = (build_unet3d(dataclasses.replace(config, policy=p), (8, 8, 8), 1) for p in ("speed", policy))
+    speed, leaner = (build_unet3d(under(config, each), (8, 8, 8), 1) for each in ("speed", policy))
     assert [w.shape for w in leaner.trainable_variables] == [w.shape for w in speed.trainable_variables]
     for found, expected in zip(leaner.get_weights(), speed.get_weights()):
         np.testing.assert_array_equal(found, expected)  # seeds go by the layer's name: it is the same one's

@@ -84,7 +84,7 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
         "shape": [32, 32, 32],
         "batch": 1,
         "micro_batch": 1,
-        "unet": {"filters": 8, "depth": 3},
+        "unet": {"filters": 8, "depth": 3, "policy": "speed"},
         "optimizer": "sgd",
         "steps": 1,
         "engine": "auto",
@@ -138,6 +138,7 @@ def test_a_recipe_is_measured_as_the_estimator_takes_it(asked):
     assert (request["optimizer"], request["steps"], threads) == ("adam", 3, 2)
 
 
+@pytest.mark.policy_left_open
 def test_policy_and_micro_batch_are_those_asked_for_and_speed_and_the_trainer_s_rule_without(asked):
     main(["bench", "memory", "--batch", "4"])
     main(["bench", "memory", "--batch", "4", "--micro-batch", "2", "--policy", "balanced"])

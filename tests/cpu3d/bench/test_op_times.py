@@ -1,5 +1,6 @@
 """Which operation of the step a profiled event belongs to."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from models.config import UNetConfig
 
 CACHE = 2**25
 
-PROGRAM = training_step(Job(UNetConfig(depth=2, filters=8), (32, 32, 32), engine="stock", threads=2))
+UNET = UNetConfig(depth=2, filters=8, policy="speed")
+
+PROGRAM = training_step(Job(UNET, (32, 32, 32), engine="stock", threads=2))
 
 CONVS = [op for op in PROGRAM.ops if op.kind in CONVOLUTIONS]
 
@@ -89,10 +92,8 @@ def measure(monkeypatch):
     monkeypatch.setattr(op_times, "_measure_network", one)
 
     def run(budget_s, *wanted):
-        networks = [
-            {"unet": UNetConfig(depth=2, filters=filters).__dict__, "shape": (32, 32, 32), "steps": steps}
-            for filters, steps in wanted
-        ]
+        of = lambda filters: dataclasses.asdict(dataclasses.replace(UNET, filters=filters))
+        networks = [{"unet": of(filters), "shape": (32, 32, 32), "steps": steps} for filters, steps in wanted]
         return op_times.measure({"engine": "stock", "networks": networks, "budget_s": budget_s, "cache_bytes": CACHE})
 
     return run

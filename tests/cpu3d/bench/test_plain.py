@@ -52,6 +52,12 @@ def test_it_consists_of_single_keras_layers_under_every_policy():
     }
 
 
+def test_a_run_in_micro_batches_is_refused():
+    config = RunConfig(grid=GRID, unet=UNetConfig(filters=4, depth=3), batch=4, micro_batch=2)
+    with pytest.raises(ValueError, match=r"micro_batch must be the whole batch of 4 .*, got 2; give 4$"):
+        PlainLearner(config)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_step_does_what_the_trainer_s_step_does(optimizer):
     config = RunConfig(grid=GRID, unet=UNetConfig(filters=4, depth=3), batch=2, micro_batch=2, optimizer=optimizer)

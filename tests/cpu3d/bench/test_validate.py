@@ -165,11 +165,14 @@ ACCURACY = Accuracy("r.jsonl", 3, Bound(0, 0), Bound(0, 0), Bound(0, 0), 0.045, 
 
 
 def test_the_page_shows_every_row_its_misses_and_what_failed():
-    base = Measured(Job(), 1.0, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
-    missed = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2), step_spread=0.123)
-    uncounted = dataclasses.replace(base, allocator_peak_bytes=None, job=Job(UNetConfig(residual=True)))
-    small = dataclasses.replace(base, job=Job(shape=(64, 64, 64)), earlier=(dataclasses.replace(base, step_s=9.0),))
-    failed = Measured(Job(batch=3), failure="exited with -9", host="some CPU", date="2026-11-21")
+    unet = UNetConfig(policy="speed")
+    base = Measured(Job(unet), 1.0, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
+    missed = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(unet, batch=2), step_spread=0.123)
+    residual = Job(dataclasses.replace(unet, residual=True))
+    uncounted = dataclasses.replace(base, allocator_peak_bytes=None, job=residual)
+    earlier = (dataclasses.replace(base, step_s=9.0),)
+    small = dataclasses.replace(base, job=Job(unet, (64, 64, 64)), earlier=earlier)
+    failed = Measured(Job(unet, batch=3), failure="exited with -9", host="some CPU", date="2026-11-21")
     measured = [base, missed, uncounted, small, failed]
     text = "\n".join(page(measured, compare(measured, lambda one: SAID), ACCURACY))
     assert "## Errors of the 3 larger configurations" in text
