@@ -148,8 +148,8 @@ def part_of(feature: str) -> str:
 def runtime_ops(program: Program) -> int:
     """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled.
 
-    Measured: a residual block's shortcut, or a norm taken sample by sample, adds next to nothing. The planes and samples
-    of one filter gradient share what is compiled.
+    Measured: a residual block's shortcut, or a norm taken sample by sample, adds next to nothing. The planes and
+    samples of one filter gradient share what is compiled.
     """
     first = ("", "sample0/plane0")
     return sum(
