@@ -29,7 +29,7 @@ cent, so that a change for the worse fails."""
 @pytest.fixture(scope="module")
 def validated():
     if not (ROOT / "records" / VALIDATION).is_file():
-        pytest.skip(f"needs records/{VALIDATION}, which `./run.sh bench validate` makes in 40 minutes")
+        pytest.skip(f"needs records/{VALIDATION}, which `./run.sh bench validate` makes in under an hour")
     return validation(ROOT / "records")
 
 

@@ -4,7 +4,7 @@
     ./run.sh bench validate --record records/memory.jsonl --engine stock --first 3
     ./run.sh bench validate --record records/memory.jsonl --again-disturbed
 
-Some 400 training steps, in about 40 minutes on two quiet cores with AVX512_BF16. Cut off, it continues: what the record
+Some 600 training steps, in under an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record
 holds is not measured again, failures included (remove a line to try again). The newest line of a configuration counts.
 One record file a host. `bench tables` makes the page of it.
 """

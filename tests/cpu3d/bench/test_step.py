@@ -43,7 +43,7 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
-        (["--micro-batch", "-1"], "micro_batch must be at least 0, got -1"),
+        (["--micro-batch", "-1"], "micro_batch must divide the batch of 1, got -1; give one of 1"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--filters", "-1"], "filters must be at least 1, got -1"),
     ],
