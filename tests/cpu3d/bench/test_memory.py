@@ -52,7 +52,8 @@ def test_the_peak_divides_into_anonymous_memory_and_file_pages(measured):
     peak, anonymous, files = (result[f"{kind}_peak_bytes"] for kind in ("process", "anonymous", "file"))
     assert anonymous > 50 * MIB
     assert files > 50 * MIB
-    assert peak == pytest.approx(anonymous + files, abs=16 * MIB)
+    # The parts are looked at 50 times a second, and on a busy machine more rarely: they may miss the top of the peak.
+    assert 0.8 * peak < anonymous + files < peak + 16 * MIB
     assert result["baseline_bytes"] < result["resident_bytes"] <= peak
 
 
@@ -70,7 +71,7 @@ def test_trace_pictures_and_record_are_written(measured):
     lines = (folder / "t.mprof").read_text().splitlines()
     assert sum(line.startswith("FUNC step ") for line in lines) == 4  # two to warm up, two timed, not the profiled one
     highest = max(float(line.split()[1]) for line in lines if line.startswith("MEM "))
-    assert highest * MIB == pytest.approx(result["process_peak_bytes"], abs=16 * MIB)
+    assert 0.8 * result["process_peak_bytes"] < highest * MIB < result["process_peak_bytes"] + 16 * MIB
     for name in ("p.png", "l.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     (kept,) = read_records(folder / "r" / "memory.jsonl", "memory")
