@@ -54,7 +54,8 @@ def test_the_peak_divides_into_anonymous_memory_and_file_pages(measured):
     assert files > 50 * MIB
     # The parts are looked at 50 times a second, and on a busy machine more rarely: they may miss the top of the peak.
     assert 0.8 * peak < anonymous + files < peak + 16 * MIB
-    assert result["baseline_bytes"] < result["resident_bytes"] <= peak
+    # The kernel counts a process's pages to within some 64 a thread.
+    assert result["baseline_bytes"] < result["resident_bytes"] <= peak + MIB
 
 
 def test_a_prediction_stands_beside_it_with_its_signed_errors(measured):
