@@ -1,6 +1,8 @@
 """python -m cpu3d SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
 
 import argparse
+import contextlib
+import faulthandler
 import importlib
 import os
 import sys
@@ -12,6 +14,7 @@ COMMANDS = {
     "demo": "cpu3d.demo",
     "phantom": "cpu3d.data.phantom",
     "prepare": "cpu3d.data.prepare",
+    "store": "cpu3d.data.store_command",
     "train": "cpu3d.train",
     "evaluate": "cpu3d.evaluate",
     "predict": "cpu3d.predict",
@@ -24,6 +27,7 @@ OVERVIEW = {
     "demo": "make phantoms, train on them, score, report: everything once, in minutes",
     "phantom": "write a data set of made-up brains with tumours",
     "prepare": "read a BraTS or Decathlon data set into a store",
+    "store": "look into a store, check it, change its format, add cases",
     "train": "train a 3D U-Net on whole volumes, or continue",
     "evaluate": "score untouched cases on their full grids",
     "predict": "segment new cases, in their own grids",
@@ -35,6 +39,8 @@ OVERVIEW = {
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 3 does not fit the memory, 130 interrupted."""
+    with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
+        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         return importlib.import_module(COMMANDS[args.command]).run(args)

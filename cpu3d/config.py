@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.atomic import write_json
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
+from cpu3d.data.read_mode import READ_MODES
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
@@ -17,7 +18,7 @@ from models.config import UNetConfig
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
-FREE = ("store", "epochs", "patience", "validate_every", "save_minutes", "micro_batch", "unet.policy")
+FREE = ("store", "epochs", "patience", "validate_every", "save_minutes", "read_mode", "micro_batch", "unet.policy")
 """Settings that may change when a run is continued; all others would make it another run. The last two are how a step
 is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
 statistics are of what is computed together."""
@@ -72,6 +73,8 @@ class RunConfig:
     """Of the initial weights, the order and the augmentation. The split has the store's own."""
     engine: str = "auto"
     """ "itex", "stock", "stock-no-onednn", or "auto": ITEX where it is installed."""
+    read_mode: str = "auto"
+    """How the store's files are read, one of READ_MODES; the volumes are the same to the bit."""
 
     def __post_init__(self):
         for name in ("batch", "epochs", "validate_every"):
@@ -84,7 +87,12 @@ class RunConfig:
             raise InputError(str(error)) from None
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
-        for name, allowed in (("extent", EXTENTS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        for name, allowed in (
+            ("extent", EXTENTS),
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("read_mode", READ_MODES),
+        ):
             _require(getattr(self, name) in allowed, name, f"be one of {', '.join(allowed)}", getattr(self, name))
 
     @property

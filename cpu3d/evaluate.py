@@ -29,7 +29,8 @@ from rich.table import Table
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.config import load_config
 from cpu3d.data.nifti import write_label
-from cpu3d.data.store import SPLITS, CaseRecord, Store, open_store
+from cpu3d.data.records import SPLITS, CaseRecord
+from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.labels import code_meanings, label_from_regions

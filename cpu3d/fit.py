@@ -15,7 +15,7 @@ from cpu3d.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.sampling import sample_at
-from cpu3d.data.source import volume_dataset
+from cpu3d.data.source import Batches, open_reading, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.memory import peak_rss_bytes
@@ -39,6 +39,9 @@ class Fit:
         self.val_cases = store.cases("val")
         self.steps_per_epoch = len(self.train_cases) // config.batch
         self.steps = config.epochs * self.steps_per_epoch
+        self.reading = open_reading(
+            store, ("train", "val") if self.val_cases else ("train",), read_mode=config.read_mode
+        )
         self.learner = Learner(config)
         self.step = 0
         self.best: Optional[float] = None
@@ -70,6 +73,7 @@ class Fit:
             f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}"
             f"{f', {config.micro} at a time' if config.parts > 1 else ''}{done}",
         ]
+        lines.append(f"reads: {self.reading.plan.reason}")
         note = statistics_note(unet.norm, config.batch, config.micro)
         if note:
             lines.append(f"note: {note}")
@@ -96,6 +100,7 @@ class Fit:
             parameters=parameter_count(self.learner.model),
             precision=self.config.unet.dtype,
             policy=self.config.unet.policy,
+            read_mode=self.reading.plan.mode,
             micro_batch=self.config.micro,
             predicted=predicted,
         )
@@ -116,6 +121,7 @@ class Fit:
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
+            reads = self.reading.reader.reads
             reason = "finished" if self.step >= self.steps else "interrupted" if stop else "early stop"
             self._log(
                 "end",
@@ -124,6 +130,8 @@ class Fit:
                 peak_rss_bytes=peak_rss_bytes(),
                 allocator_peak_bytes=allocator_peak_bytes(),
                 wait_share=self.wait_share,
+                bytes_read=reads.bytes_read,
+                zero_copy_ratio=reads.zero_copy_ratio,
             )
         if reason == "interrupted":
             raise KeyboardInterrupt(f"saved after step {self.step}; the same command continues")
@@ -182,7 +190,7 @@ class Fit:
         begin = time.perf_counter()
         losses, scores = [], []
         self.learner.swap_average()
-        for image, target in self._dataset(0, len(self.val_cases), split="val"):
+        for image, target in Batches(self._dataset(0, len(self.val_cases), split="val")):
             loss, counts = _score(target, self.learner.logits(image))
             losses.append(float(loss))
             overlap, predicted, true = np.moveaxis(counts.numpy()[0], -1, 0)
@@ -268,6 +276,7 @@ class Fit:
             regions=config.regions,
             augment=config.augment if training else NO_AUGMENT,
             dtype=config.unet.dtype,
+            read_mode=self.reading,
         )
 
     def _case_ids(self, step: int) -> List[str]:
@@ -286,9 +295,10 @@ class Fit:
                 grid=self.config.grid,
                 augment=augment,
                 dtype=self.config.unet.dtype,
+                read_mode=self.reading,
             )
             begin = time.perf_counter()
-            for _ in dataset:
+            for _ in Batches(dataset):
                 pass
             return (time.perf_counter() - begin) / 2
 
@@ -308,7 +318,7 @@ class _Awaited:
     """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them."""
 
     def __init__(self, parts: Iterable[Tuple[tf.Tensor, tf.Tensor]]):
-        self._parts = iter(parts)
+        self._parts = Batches(parts)
         self.waited_s = 0.0
 
     def __iter__(self) -> "_Awaited":

@@ -57,6 +57,7 @@ def train(
     and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none.
     """
     store = open_store(store_folder)
+    store.check_split()
     host = read_host()
     config = resolve(store, run_folder, host, settings or {}, recipe)
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None

@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import EXTENTS
+from cpu3d.data.read_mode import READ_MODES
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES
 from cpu3d.schedule import SCHEDULES
@@ -25,6 +26,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     data("--extent", choices=EXTENTS, help="the brain's box, or the full grid (default: brain; lossless either way)")
     data("--channels", nargs="+", metavar="NAME", help="image channels to use, such as FLAIR (default: all)")
     data("--regions", nargs="+", metavar="NAME", help="regions to learn, such as WT (default: all)")
+    data(
+        "--read-mode",
+        choices=READ_MODES,
+        help="how the store's files are read (default: auto, by the file system: pread from a network, else mmap)",
+    )
     network = _group(parser, "network")
     network("--network", choices=NETWORKS, help="the paper's, or the wider original (default: unet3d)")
     network("--filters", type=int, metavar="F", help="feature maps of the first convolution (default: 16)")

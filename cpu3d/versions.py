@@ -7,7 +7,7 @@ from typing import Dict
 VERSION = "0.1.0"
 """Of this project."""
 
-LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "scipy")
+LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
 
 
 def versions() -> Dict[str, str]:

@@ -19,6 +19,8 @@ MAY_IMPORT = {
 
 NEED_TENSORFLOW = {
     "cpu3d.bench.plain",
+    "cpu3d.data.failures",
+    "cpu3d.data.finish",
     "cpu3d.data.source",
     "cpu3d.fit",
     "cpu3d.inference",

@@ -71,26 +71,35 @@ def sample_params(config: AugmentConfig, *, seed: int, position: int, channels: 
 
 
 def flip(volume, flips):
-    """Mirror a tensor (X, Y, Z, ...) along the axes whose entry in the boolean tensor `flips` (3,) is true."""
+    """Mirror a tensor (X, Y, Z, ...) along the axes whose entry in the boolean tensor `flips` (3,) is true.
+
+    With `flips` (B, 3) the tensor is a batch (B, X, Y, Z, ...), and each sample is mirrored as its row says.
+    """
     import tensorflow as tf
 
-    axes = tf.boolean_mask(tf.range(3), flips)
-    return tf.cond(tf.size(axes) > 0, lambda: tf.reverse(volume, axes), lambda: volume)
+    if flips.shape.rank == 1:
+        axes = tf.boolean_mask(tf.range(3), flips)
+        return tf.cond(tf.size(axes) > 0, lambda: tf.reverse(volume, axes), lambda: volume)
+    for axis in range(3):
+        mirrored = tf.reshape(flips[:, axis], (-1, *[1] * (volume.shape.rank - 1)))
+        volume = tf.where(mirrored, tf.reverse(volume, [axis + 1]), volume)
+    return volume
 
 
 def resample(volume, plane_xy, plane_yz, *, linear: bool):
     """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
 
-    `plane_xy` and `plane_yz` are float tensors (4,) as in AugmentParams. Linear interpolation for images, the nearest
-    voxel for labels; what comes from outside is zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
+    `plane_xy` and `plane_yz` are float tensors (4,) as in AugmentParams; with (B, 4) the tensor is a batch (B, X, Y, Z,
+    C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is zero. Two 2D passes of
+    TensorFlow's own kernel, no 3D gather.
     """
     import tensorflow as tf
 
-    size_x, size_y, size_z, channels = tf.unstack(tf.shape(volume))
-    slab = tf.reshape(volume, (1, size_x, size_y, size_z * channels))
-    slab = _transform_plane(slab, plane_xy, linear)
-    turned = tf.reshape(slab, (size_x, size_y, size_z, channels))
-    return _transform_plane(turned, plane_yz, linear)
+    whole, plane_xy, plane_yz = tf.shape(volume), tf.reshape(plane_xy, (-1, 4)), tf.reshape(plane_yz, (-1, 4))
+    size_x, size_y, size_z, channels = tf.unstack(whole[-4:])
+    slabs = tf.reshape(volume, (-1, size_x, size_y, size_z * channels))
+    turned = tf.reshape(_transform_plane(slabs, plane_xy, linear), (-1, size_y, size_z, channels))
+    return tf.reshape(_transform_plane(turned, tf.repeat(plane_yz, size_x, axis=0), linear), whole)
 
 
 # --- Private helpers ---
@@ -102,19 +111,20 @@ def _inverse(angle_rad: float, zoom_first: float, zoom_second: float) -> Tuple[f
     return (cos / zoom_first, sin / zoom_first, -sin / zoom_second, cos / zoom_second)
 
 
-def _transform_plane(images, plane, linear: bool):
-    """Apply a 2x2 inverse map about the centre of every image (N, H, W, C)."""
+def _transform_plane(images, planes, linear: bool):
+    """Apply to every image (N, H, W, C) its own 2x2 inverse map about the centre, `planes` (N, 4)."""
     import tensorflow as tf
 
     height, width = tf.shape(images)[1], tf.shape(images)[2]
     centre_row, centre_column = (tf.cast(n - 1, tf.float32) / 2 for n in (height, width))
-    m00, m01, m10, m11 = tf.unstack(plane)
+    m00, m01, m10, m11 = tf.unstack(planes, axis=1)
+    zero = tf.zeros_like(m00)
     # The kernel's transform maps an output (column, row) to an input one: x' = a0 x + a1 y + a2, y' = b0 x + b1 y + b2.
     to_column = (m11, m10, centre_column - m11 * centre_column - m10 * centre_row)
     to_row = (m01, m00, centre_row - m01 * centre_column - m00 * centre_row)
     return tf.raw_ops.ImageProjectiveTransformV3(
         images=images,
-        transforms=tf.stack([*to_column, *to_row, 0.0, 0.0])[None],
+        transforms=tf.stack([*to_column, *to_row, zero, zero], axis=1),
         output_shape=tf.stack([height, width]),
         interpolation="BILINEAR" if linear else "NEAREST",
         fill_mode="CONSTANT",

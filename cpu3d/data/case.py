@@ -1,21 +1,23 @@
 """One case from its files to what the store holds: checked, on one grid in axes R A S, with its statistics."""
 
-import hashlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data import nifti
+from cpu3d.data.arrays import file_sha256, voxels_sha256
 from cpu3d.data.layouts import CaseFiles
-from cpu3d.data.region import bounding_box
-from cpu3d.data.store import CaseRecord, Geometry, SourceFile
+from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
+from cpu3d.data.region import bounding_box, whole
 from cpu3d.errors import InputError
 
 AFFINE_TOLERANCE = 1e-3
 """Largest difference, in mm, between the affines of files that lie on one grid."""
+
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+FLOAT16_SMALLEST = np.float16(2**-24)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class LoadedCase:
     label: Optional[np.ndarray]
     """`(X, Y, Z)` uint8 in the data set's own codes, or None."""
     record: CaseRecord
+    """In no store yet: without a format, and without lengths and hashes of files."""
 
 
 def load_case(
@@ -35,41 +38,118 @@ def load_case(
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]] = None,
     dataset_folder: Optional[Path] = None,
+    scores: bool = False,
+    zero_nan: bool = False,
+    label_map: Optional[Mapping[int, int]] = None,
 ) -> LoadedCase:
     """Read, check and turn one case.
 
-    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise it is float16 of
-    (value - mean) / std over each channel's non-zero voxels, with the largest rounding error in the record. `labels`
-    are the codes that may occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`.
+    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
+    `scores`, it is `float16_image`, with its largest rounding error in the record. `zero_nan` makes NaN and infinite
+    voxels 0, which is background, and counts them. `labels` are the codes that may occur once those in `label_map` are
+    changed; None leaves the label unread. Sources are recorded relative to `dataset_folder`.
 
     Holds about two volumes: the channels as read, then the image. Raises InputError with every problem of the case:
     files that cannot be read or lie on different grids, NaN or infinite voxels, empty or constant channels, unknown
     label codes.
     """
     problems: List[str] = []
-    volumes, geometry = _read_channels(files, channels, problems)
+    volumes, geometry, zeroed_voxels = _read_channels(files, channels, zero_nan, problems)
     label = None
     if labels is not None and files.label is not None:
-        label, label_geometry = _read_label(files.label, labels, problems)
+        label, label_geometry = _read_label(files.label, labels, label_map or {}, problems)
         if label is not None and geometry is not None:
             problems += _grid_problems(files.label, label_geometry, files.images[0], geometry)
     if problems:
         raise InputError(*problems)
-    image, max_abs_error = _store_image([nifti.to_ras(volume, geometry) for volume in volumes])
+    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if scores or any(volume.dtype != np.int16 for volume in volumes):
+        image, max_abs_error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
+    else:
+        image, max_abs_error = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2")), 0.0
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
     sources = tuple(
         _source(path, dataset_folder) for path in (*files.images, *([files.label] if label is not None else []))
     )
-    return LoadedCase(image, label, _record(files, image, label, geometry, max_abs_error, sources))
+    record = CaseRecord(
+        case_id=files.case_id,
+        patient_id=files.patient_id,
+        spacing_mm=nifti.ras_spacing_mm(geometry),
+        **facts_of(image, label),
+        max_abs_error=max_abs_error,
+        zeroed_voxels=zeroed_voxels,
+        geometry=geometry,
+        sources=sources,
+        stem=files.case_id,
+        format="",
+        stored=whole(image.shape[:3]),
+        image_bytes=0,
+        image_sha256="",
+        label_bytes=0,
+        label_sha256="",
+    )
+    return LoadedCase(image, label, record)
 
 
-def npy_parts(array: np.ndarray) -> Tuple[bytes, memoryview]:
-    """The two parts of a .npy file of a C-ordered `array`: header, and the voxels without a copy."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    return header.getvalue(), memoryview(array).cast("B")
+def float16_image(volumes: Sequence[np.ndarray], told: Sequence[str]) -> Tuple[np.ndarray, float]:
+    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
+
+    A score that rounds to 0 becomes the smallest number above it, so that 0 stays what it was: background. Returned
+    with the largest rounding error, in standard deviations. Raises InputError, with the names in `told`, for
+    channels whose scores are beyond what float16 or the sums towards them can hold.
+    """
+    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
+    problems, error = [], 0.0
+    for index, volume in enumerate(volumes):
+        inside = volume != 0
+        values = volume[inside].astype(np.float64)
+        with np.errstate(all="ignore"):  # what overflows is told below, by name
+            std = values.std()
+            scores = (values - values.mean()) / std
+            largest = float(np.abs(scores).max())
+        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
+            problems.append(
+                f"{told[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}, got {largest:g} with"
+                f" a standard deviation of {std:g}; rescale it or leave the case out"
+            )
+            continue
+        rounded = scores.astype(np.float16)
+        rounded[rounded == 0] = FLOAT16_SMALLEST
+        error = max(error, float(np.abs(rounded - scores).max()))
+        image[..., index][inside] = rounded
+    if problems:
+        raise InputError(*problems)
+    return image, error
+
+
+def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
+    """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label on the whole grid."""
+    mask = np.zeros(image.shape[:3], bool) if label is None else label > 0
+    statistics = []
+    for index in range(image.shape[3]):
+        channel = image[..., index]
+        inside = channel != 0
+        mask |= inside
+        values = channel[inside].astype(np.float64)
+        statistics.append((values.mean(), values.std(), values.min(), values.max(), values.size))
+    mean, std, low, high, voxels = zip(*statistics)
+    counts = np.bincount(label.reshape(-1)) if label is not None else ()
+    return {
+        "shape": tuple(image.shape[:3]),
+        "box": bounding_box(mask),
+        "image_dtype": image.dtype.name,
+        "channel_mean": tuple(map(float, mean)),
+        "channel_std": tuple(map(float, std)),
+        "channel_min": tuple(map(float, low)),
+        "channel_max": tuple(map(float, high)),
+        "channel_voxels": tuple(map(int, voxels)),
+        "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
+        "centres": centres_of(label) if label is not None else {},
+        "image_voxels_sha256": voxels_sha256(image),
+        "label_voxels_sha256": voxels_sha256(label) if label is not None else "",
+    }
 
 
 def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
@@ -78,21 +158,13 @@ def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
     return path.relative_to(folder).as_posix() if folder in path.parents else path.name
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 # --- Private helpers: reading ---
 
 
-def _read_channels(files: CaseFiles, channels: Sequence[str], problems: List[str]):
-    """One 3D array per channel, int16 wherever that is exact, and the grid of the first file that could be read."""
-    volumes, geometry, first = [], None, None
+def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, problems: List[str]):
+    """One 3D array per channel, int16 wherever that is exact, the grid of the first file that could be read, and how
+    many voxels were made 0."""
+    volumes, geometry, first, zeroed_voxels = [], None, None, 0
     expect_4d = len(files.images) == 1 and len(channels) > 1
     for number, path in enumerate(files.images):
         try:
@@ -111,11 +183,14 @@ def _read_channels(files: CaseFiles, channels: Sequence[str], problems: List[str
         names = channels if expect_4d else channels[number : number + 1]
         for index, name in enumerate(names):
             volume = array[..., index] if array.ndim == 4 else array
+            if zero_nan:
+                volume, zeroed = _without_nan(volume)
+                zeroed_voxels += zeroed
             problems += _channel_problems(path, name, volume)
             volumes.append(_compact(volume))
     if len(files.images) not in (1, len(channels)):
         problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}")
-    return volumes, geometry
+    return volumes, geometry, zeroed_voxels
 
 
 def _channel_advice(channels: Sequence[str]) -> str:
@@ -137,13 +212,21 @@ def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry)
     return []
 
 
+def _without_nan(volume: np.ndarray) -> Tuple[np.ndarray, int]:
+    """The volume with 0 for NaN and infinite voxels, and how many there were."""
+    finite = np.isfinite(volume)
+    bad = volume.size - int(np.count_nonzero(finite))
+    return (np.where(finite, volume, 0), bad) if bad else (volume, 0)
+
+
 def _channel_problems(path: Path, name: str, volume: np.ndarray) -> List[str]:
     """NaN, infinity and channels without contrast, which no normalisation can mend."""
     if volume.dtype.kind == "f":
         bad = volume.size - int(np.count_nonzero(np.isfinite(volume)))
         if bad:
             return [
-                f"channel {name} of {path} must be finite, got {bad} NaN or infinite voxels; mend it or leave it out"
+                f"channel {name} of {path} must be finite, got {bad} NaN or infinite voxels; mend it, leave it out, or"
+                " make them background with --zero-nan"
             ]
     inside = volume[volume != 0]
     if inside.size == 0:
@@ -166,7 +249,7 @@ def _compact(volume: np.ndarray) -> np.ndarray:
     return volume.astype(np.int16)
 
 
-def _read_label(path: Path, labels: Dict[int, str], problems: List[str]):
+def _read_label(path: Path, labels: Dict[int, str], label_map: Mapping[int, int], problems: List[str]):
     try:
         label, geometry = nifti.read_volume(path)
     except InputError as error:
@@ -178,86 +261,21 @@ def _read_label(path: Path, labels: Dict[int, str], problems: List[str]):
         problems.append(f"label {path} must be 3D, got shape {label.shape}; give one label map")
         return None, None
     values, counts = np.unique(label, return_counts=True)
-    unknown = [f"{value:g} ({count} voxels)" for value, count in zip(values, counts) if value not in labels]
+    codes = [label_map.get(value, value) for value in values]
+    unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        problems.append(f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}; mend it")
+        problems.append(
+            f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}; mend it, or say what they"
+            " are with --label-map"
+        )
         return None, None
-    return label.astype(np.uint8), geometry
-
-
-# --- Private helpers: storing ---
-
-
-def _store_image(volumes: List[np.ndarray]) -> Tuple[np.ndarray, float]:
-    """Channels stacked last as int16 if all of them are, else as float16 of their z-scores; and the largest error."""
-    lossless = all(volume.dtype == np.int16 for volume in volumes)
-    image = np.empty((*volumes[0].shape, len(volumes)), "<i2" if lossless else "<f2")
-    error = 0.0
-    for index, volume in enumerate(volumes):
-        if lossless:
-            image[..., index] = volume
-            continue
-        inside = volume != 0
-        values = volume[inside].astype(np.float64)
-        scores = (values - values.mean()) / values.std()
-        rounded = scores.astype(np.float16)
-        error = max(error, float(np.abs(rounded.astype(np.float64) - scores).max()))
-        channel = np.zeros(volume.shape, np.float16)
-        channel[inside] = rounded
-        image[..., index] = channel
-    return image, error
-
-
-def _record(
-    files: CaseFiles,
-    image: np.ndarray,
-    label: Optional[np.ndarray],
-    geometry: Geometry,
-    max_abs_error: float,
-    sources: Tuple[SourceFile, ...],
-) -> CaseRecord:
-    mask = np.zeros(image.shape[:3], bool) if label is None else label > 0
-    statistics = []
-    for index in range(image.shape[3]):
-        channel = image[..., index]
-        inside = channel != 0
-        mask |= inside
-        values = channel[inside].astype(np.float64)
-        statistics.append((values.mean(), values.std(), values.min(), values.max(), values.size))
-    mean, std, low, high, voxels = zip(*statistics)
-    counts = np.bincount(label.reshape(-1)) if label is not None else ()
-    image_bytes, image_sha256 = _npy_identity(image)
-    label_bytes, label_sha256 = _npy_identity(label) if label is not None else (0, "")
-    return CaseRecord(
-        case_id=files.case_id,
-        patient_id=files.patient_id,
-        shape=tuple(image.shape[:3]),
-        spacing_mm=nifti.ras_spacing_mm(geometry),
-        box=bounding_box(mask),
-        image_dtype=image.dtype.name,
-        max_abs_error=max_abs_error,
-        channel_mean=tuple(map(float, mean)),
-        channel_std=tuple(map(float, std)),
-        channel_min=tuple(map(float, low)),
-        channel_max=tuple(map(float, high)),
-        channel_voxels=tuple(map(int, voxels)),
-        label_voxels={code: int(count) for code, count in enumerate(counts) if count},
-        geometry=geometry,
-        sources=sources,
-        image_bytes=image_bytes,
-        image_sha256=image_sha256,
-        label_bytes=label_bytes,
-        label_sha256=label_sha256,
-    )
-
-
-def _npy_identity(array: np.ndarray) -> Tuple[int, str]:
-    """Length in bytes and SHA-256 of the .npy file that `array` makes."""
-    header, voxels = npy_parts(array)
-    digest = hashlib.sha256(header)
-    digest.update(voxels)
-    return len(header) + voxels.nbytes, digest.hexdigest()
+    if all(code == value for code, value in zip(codes, values)):
+        return label.astype(np.uint8), geometry
+    changed = np.zeros_like(label, np.uint8)
+    for value, code in zip(values, codes):
+        changed[label == value] = code
+    return changed, geometry
 
 
 def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:

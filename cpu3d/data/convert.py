@@ -1,20 +1,57 @@
 """Write cases into a store, many at a time, each whole or not at all."""
 
 import contextlib
+import dataclasses
 import errno
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, Iterator, Sequence, Tuple, Union
+from typing import Dict, Iterator, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from cpu3d.atomic import atomic_write, write_json
-from cpu3d.data.case import file_sha256, load_case, npy_parts
+from cpu3d.data.arrays import Bytes, content_sha256, decode_b2nd, encode, file_sha256
+from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles
-from cpu3d.data.store import CaseRecord, image_path, label_path, record_path, to_json
+from cpu3d.data.records import CaseRecord, array_path, record_path, to_json
+from cpu3d.data.region import crop, whole
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED, run_jobs
+
+FORMATS = ("npy", "float16", "b2nd")
+"""What a store's images can be: as they are in .npy files, always float16 z-scores in .npy files, or packed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How cases become arrays. They are part of what a store is: it is never continued with others."""
+
+    format: str = "npy"
+    """One of `FORMATS`."""
+    crop: bool = False
+    """Store each brain's box and not the whole grid."""
+    zero_nan: bool = False
+    """NaN and infinite voxels become background; without it they are an error."""
+    label_map: Mapping[int, int] = field(default_factory=dict)
+    """Label codes to change while reading, old -> new."""
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise InputError(f"--format must be one of {', '.join(FORMATS)}, got {self.format!r}")
+
+    @property
+    def file_format(self) -> str:
+        """That of the files: "npy" or "b2nd"."""
+        return "b2nd" if self.format == "b2nd" else "npy"
+
+    @property
+    def scores(self) -> bool:
+        """Whether every image is float16, also where int16 would be exact."""
+        return self.format == "float16"
+
+
+USUAL = Settings()
 
 
 @dataclass(frozen=True)
@@ -26,6 +63,7 @@ class Job:
     labels: Dict[int, str]
     dataset_folder: Path
     store: Path
+    settings: Settings = USUAL
 
 
 Outcome = Union[CaseRecord, Tuple[str, ...]]
@@ -34,20 +72,51 @@ Outcome = Union[CaseRecord, Tuple[str, ...]]
 
 def convert(job: Job) -> Outcome:
     """Write one case's arrays and then its record. Raises OSError when the store cannot be written."""
-    case_id = job.files.case_id
+    case_id, settings = job.files.case_id, job.settings
     try:
-        case = load_case(job.files, channels=job.channels, labels=job.labels, dataset_folder=job.dataset_folder)
+        case = load_case(
+            job.files,
+            channels=job.channels,
+            labels=job.labels,
+            dataset_folder=job.dataset_folder,
+            scores=settings.scores,
+            zero_nan=settings.zero_nan,
+            label_map=settings.label_map,
+        )
     except InputError as error:
         return error.problems
     except MemoryError:
         return (f"case {case_id} must fit into memory, got too little; run again with fewer --workers",)
     except Exception as error:  # whatever is odd about one case, the others are still told
         return (f"case {case_id} must be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
-    _write_array(image_path(job.store, case_id), case.image, case.record.image_sha256)
-    if case.label is not None:
-        _write_array(label_path(job.store, case_id), case.label, case.record.label_sha256)
-    write_json(record_path(job.store, case_id), to_json(case.record))
-    return case.record
+    record = write_arrays(
+        job.store, case.record, case.image, case.label, format_=settings.file_format, cropped=settings.crop
+    )
+    write_json(record_path(job.store, case_id), to_json(record))
+    return record
+
+
+def write_arrays(
+    store: Path, record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray], *, format_: str, cropped: bool
+) -> CaseRecord:
+    """Write a case's arrays, given on its whole grid, and return its record as it stands in this store.
+
+    `cropped` keeps only the brain's box; nothing is lost, as all outside is 0. Files are read back and compared. Raises
+    OSError when the disk is full, fails, or may not be written.
+    """
+    stored = record.box if cropped else whole(record.shape)
+    record = dataclasses.replace(record, format=format_, stored=stored)
+    changes = {}
+    for part, name, array in (("x", "image", image), ("y", "label", label)):
+        if array is not None:
+            array, path = np.ascontiguousarray(crop(array, stored)), array_path(store, record, part)
+            pieces = encode(array, format_)
+            if format_ == "b2nd" and not np.array_equal(decode_b2nd(pieces[0]), array):
+                raise OSError(errno.EIO, "blosc2 does not unpack what it has packed; try another version", str(path))
+            size_bytes, sha256 = content_sha256(pieces)
+            _write_file(path, pieces, size_bytes, sha256)
+            changes.update({f"{name}_bytes": size_bytes, f"{name}_sha256": sha256})
+    return dataclasses.replace(record, **changes)
 
 
 def outcomes(jobs: Sequence[Job], workers: int) -> Iterator[Tuple[Job, Outcome]]:
@@ -63,13 +132,12 @@ def outcomes(jobs: Sequence[Job], workers: int) -> Iterator[Tuple[Job, Outcome]]
 # --- Private helpers ---
 
 
-def _write_array(path: Path, array: np.ndarray, sha256: str) -> None:
-    """Write a .npy file whose space is claimed first, so that a full disk shows before the work; then read it back."""
-    header, voxels = npy_parts(array)
+def _write_file(path: Path, pieces: Sequence[Bytes], size_bytes: int, sha256: str) -> None:
+    """Write a file whose space is claimed first, so that a full disk shows before the work; then read it back."""
     with atomic_write(path) as file:
-        _claim_space(file.fileno(), len(header) + voxels.nbytes)
-        file.write(header)
-        file.write(voxels)
+        _claim_space(file.fileno(), size_bytes)
+        for piece in pieces:
+            file.write(piece)
     if file_sha256(path) != sha256:
         path.unlink()
         raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))

@@ -1,7 +1,8 @@
 """How much of a case the network sees: its brain's box or its whole grid. Lossless either way, never downsampled."""
 
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, centred, round_up, whole
-from cpu3d.data.store import CaseRecord, Store
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 
 EXTENTS = ("brain", "full")
@@ -11,8 +12,8 @@ def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
     """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up."""
     if extent not in EXTENTS:
         raise InputError(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; pick one")
-    sizes = [record.box.size if extent == "brain" else record.shape for record in store.manifest.cases]
-    return round_up(tuple(max(axis) for axis in zip(*sizes)), multiple)
+    manifest = store.manifest
+    return round_up(manifest.largest_box if extent == "brain" else manifest.largest_shape, multiple)
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:

@@ -84,6 +84,16 @@ def describe_labels(dataset: Dataset) -> List[str]:
     return lines
 
 
+def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region."""
+    codes = tuple(code for code in sorted(labels) if code != 0)
+    oedema = tuple(code for code in codes if "edema" in labels[code].lower())
+    enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
+    if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
+        return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
+    return {labels[code]: (code,) for code in codes}
+
+
 def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
     """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
 
@@ -322,20 +332,10 @@ def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset
         layout=layout,
         channels=channels,
         labels=labels,
-        regions=_regions(labels),
+        regions=regions_of(labels),
         cases=tuple(sorted(cases, key=lambda case: case.case_id)),
         problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
     )
-
-
-def _regions(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region."""
-    codes = tuple(code for code in sorted(labels) if code != 0)
-    oedema = tuple(code for code in codes if "edema" in labels[code].lower())
-    enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
-    if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
-        return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
-    return {labels[code]: (code,) for code in codes}
 
 
 def _refuse_doubles(where: Path, ids: Sequence[str]) -> None:

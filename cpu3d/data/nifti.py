@@ -16,7 +16,7 @@ import numpy as np
 from nibabel import orientations
 
 from cpu3d.atomic import atomic_write
-from cpu3d.data.store import Geometry
+from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError
 
 EXTENSIONS = (".nii.gz", ".nii")

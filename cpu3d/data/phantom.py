@@ -19,7 +19,7 @@ import numpy as np
 
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
-from cpu3d.data.store import Geometry
+from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar

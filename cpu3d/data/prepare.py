@@ -9,16 +9,18 @@ lost machine, is continued by the same command; the manifest comes last and mark
 import argparse
 import contextlib
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Sized, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
-from cpu3d.atomic import atomic_write, write_json
-from cpu3d.data.convert import Job, outcomes
-from cpu3d.data.layouts import Dataset, Problem, describe_labels, read_dataset
-from cpu3d.data.resume import claimed, content_differences, finished_cases, old_manifest, quarantined, sweep
+from cpu3d.atomic import atomic_write
+from cpu3d.data.convert import FORMATS, USUAL, Job, Settings, outcomes
+from cpu3d.data.label_map import parse_label_map, with_label_map
+from cpu3d.data.layouts import Dataset, Problem, read_dataset
+from cpu3d.data.records import CaseRecord, Manifest, make_manifest, remake
+from cpu3d.data.resume import claimed, content_differences, finished_cases, old_manifest, sweep
 from cpu3d.data.splits import split_cases
-from cpu3d.data.store import SPLITS, CaseRecord, Manifest, to_json
+from cpu3d.data.store import write_store
+from cpu3d.data.summary import announce, count, split_sizes, summarise, tell_quarantine
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.versions import versions
@@ -44,6 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="npy",
+        help="npy: int16 where exact, else float16 z-scores, read without unpacking (default); float16: always those;"
+        " b2nd: as npy, packed to a tenth, for slow disks and networks",
+    )
+    parser.add_argument("--crop", action="store_true", help="store each brain's box only; what is outside is 0")
+    parser.add_argument(
+        "--zero-nan", action="store_true", help="make NaN and infinite voxels background, and count them"
+    )
+    parser.add_argument(
+        "--label-map",
+        nargs="+",
+        default=(),
+        metavar="OLD=NEW",
+        help="label codes to change while reading, such as 4=3 for BraTS 2021 in the codes of 2023",
+    )
+    parser.add_argument(
         "--workers", type=int, help="processes; each holds about two volumes (default: one per usable core)"
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave bad cases out and list them in quarantine.jsonl")
@@ -59,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         skip_bad=args.skip_bad,
         verify=args.verify,
+        settings=Settings(args.format, args.crop, args.zero_nan, parse_label_map(args.label_map)),
     )
     return 0
 
@@ -72,22 +93,23 @@ def prepare(
     workers: Optional[int] = None,
     skip_bad: bool = False,
     verify: bool = False,
+    settings: Settings = USUAL,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
 
     A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
-    `verify`. More than one worker means processes that import the calling script: guard its start with
-    `if __name__ == "__main__"`.
+    `verify`. `settings` say how arrays are made; a store is continued with its own only. More than one worker means
+    processes that import the calling script: guard its start with `if __name__ == "__main__"`.
 
     Raises InputError when cases are bad (all are told, the good ones are written, no manifest is) unless `skip_bad`,
-    when the data set or the split is no good, or when the store is another's. Raises OSError when writing fails, as on
-    a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are kept then too.
+    when the data set or the split is no good, or when the store is another's or was begun with other settings. Raises
+    OSError when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are kept then too.
     """
     workers = worker_count(workers)
-    dataset, store_dir = read_dataset(dataset_dir), Path(store_dir)
-    _announce(dataset)
+    dataset, store_dir = with_label_map(read_dataset(dataset_dir), settings.label_map), Path(store_dir)
+    announce(dataset, settings)
     _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
-    with claimed(store_dir, dataset):
+    with claimed(store_dir, dataset, settings):
         old = old_manifest(store_dir)
         if old is not None:
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
@@ -96,41 +118,31 @@ def prepare(
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
         if old is not None and len(finished) == len(wanted):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-            _tell_quarantine(store_dir)
+            tell_quarantine(store_dir)
             return old
         left = [files for files in cases if files.case_id not in finished]
-        jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir) for files in left]
-        records, problems = _convert_all(jobs, workers, finished, store_dir)
-        manifest = old
+        jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings) for files in left]
+        records, problems = convert_all(jobs, workers, finished, store_dir)
         if old is None:
             problems = sorted([*dataset.problems, *problems], key=lambda problem: problem.case_id)
         if problems and not (skip_bad and old is None):
-            bad = _count({problem.case_id for problem in problems}, "bad case")
+            bad = count({problem.case_id for problem in problems}, "bad case")
             raise InputError(
                 *(problem.reason for problem in problems),
-                f"data set {dataset.folder} must be without bad cases, got {bad}; {_count(records, 'good case')} kept"
+                f"data set {dataset.folder} must be without bad cases, got {bad}; {count(records, 'good case')} kept"
                 f" in {store_dir}: mend the bad and run again, or leave them out with --skip-bad",
             )
         if old is None:
             manifest = _manifest(dataset, records, fractions, seed, problems)
-            _write_quarantine(store_dir, problems)
-            write_json(store_dir / "manifest.json", to_json(manifest))
-    _summarise(manifest, store_dir)
+            write_quarantine(store_dir, problems)
+        else:
+            manifest = _mended(store_dir, old, records)
+        write_store(store_dir, manifest)
+    summarise(manifest, store_dir)
     return manifest
 
 
-# --- Private helpers: the work ---
-
-
-def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):
-    """`split_cases`, telling the bad cases too where too few are left."""
-    try:
-        return split_cases(patients, fractions=fractions, seed=seed)
-    except InputError as error:
-        raise InputError(*(problem.reason for problem in problems), *error.problems) from None
-
-
-def _convert_all(
+def convert_all(
     jobs: Sequence[Job], workers: int, finished: Dict[str, CaseRecord], store_dir: Path
 ) -> Tuple[Dict[str, CaseRecord], List[Problem]]:
     """Records of all good cases, the finished ones among them, and the problems of those that are bad."""
@@ -146,35 +158,18 @@ def _convert_all(
                     problems += [Problem(job.files.case_id, reason) for reason in outcome]
                 advance()
     except OSError as error:
-        told = f"writing stopped, {error.strerror}; {_count(records, 'finished case')} kept"
+        told = f"writing stopped, {error.strerror}; {count(records, 'finished case')} kept"
         advice = "make room or mend access and run the same command again"
         raise OSError(error.errno, f"{told}, {advice}", str(store_dir)) from error
     except KeyboardInterrupt:
-        told = f"{_count(records, 'finished case')} kept in {store_dir}"
+        told = f"{count(records, 'finished case')} kept in {store_dir}"
         raise KeyboardInterrupt(f"{told}; run the same command again to continue") from None
     finally:
         sweep(store_dir)
     return records, problems
 
 
-def _manifest(
-    dataset: Dataset, records: Dict[str, CaseRecord], fractions: Fractions, seed: int, problems: Sequence[Problem]
-) -> Manifest:
-    cases = tuple(records[case_id] for case_id in sorted(records))
-    return Manifest(
-        name=dataset.name,
-        layout=dataset.layout,
-        channels=dataset.channels,
-        labels=dataset.labels,
-        regions=dataset.regions,
-        split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
-        split_seed=seed,
-        cases=cases,
-        versions=versions(),
-    )
-
-
-def _write_quarantine(store_dir: Path, problems: Sequence[Problem]) -> None:
+def write_quarantine(store_dir: Path, problems: Sequence[Problem]) -> None:
     """One JSON object a bad case; no file where there is none."""
     path = store_dir / "quarantine.jsonl"
     reasons: Dict[str, List[str]] = {}
@@ -188,6 +183,53 @@ def _write_quarantine(store_dir: Path, problems: Sequence[Problem]) -> None:
             file.write(json.dumps({"case_id": case_id, "reasons": told}) + "\n")
 
 
+# --- Private helpers ---
+
+
+def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):
+    """`split_cases`, telling the bad cases too where too few are left."""
+    try:
+        return split_cases(patients, fractions=fractions, seed=seed)
+    except InputError as error:
+        raise InputError(*(problem.reason for problem in problems), *error.problems) from None
+
+
+def _manifest(
+    dataset: Dataset, records: Dict[str, CaseRecord], fractions: Fractions, seed: int, problems: Sequence[Problem]
+) -> Manifest:
+    cases = tuple(records[case_id] for case_id in sorted(records))
+    return make_manifest(
+        name=dataset.name,
+        layout=dataset.layout,
+        channels=dataset.channels,
+        labels=dataset.labels,
+        regions=dataset.regions,
+        split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
+        split_seed=seed,
+        cases=cases,
+        versions=versions(),
+    )
+
+
+def _mended(store_dir: Path, old: Manifest, records: Dict[str, CaseRecord]) -> Manifest:
+    """A finished store's manifest once damaged cases were made again: the voxels must be what they were.
+
+    The files may differ: another version of a library may pack the same voxels differently.
+    """
+    other = [
+        f"case {case.case_id} of {store_dir} must get back the voxels that it had, got others"
+        for case in old.cases
+        if _voxels(records[case.case_id]) != _voxels(case)
+    ]
+    if other:
+        raise InputError(*other, "use the versions in manifest.json that made the store, or make another --store")
+    return remake(old, cases=tuple(records.values()))
+
+
+def _voxels(record: CaseRecord) -> Tuple[str, str]:
+    return record.image_voxels_sha256, record.label_voxels_sha256
+
+
 def _refuse_other_content(
     store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
 ) -> None:
@@ -195,58 +237,11 @@ def _refuse_other_content(
     differences = content_differences(store_dir, old, dataset, verify)
     patients = {case.case_id: case.patient_id for case in old.cases}
     if seed != old.split_seed or _split(patients, fractions, seed, ()) != old.split:
-        differences.append(f"--split and --seed ask for another split than {_split_sizes(old)}, seed {old.split_seed}")
+        differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     if differences:
         rule = f"store {store_dir} is finished and must keep its content"
         raise InputError(
             *(f"{rule}, but {difference}" for difference in differences),
-            "give another --store for the new content; the finished one is untouched and can be used",
+            "give another --store for the new content, or add new cases with `store append`; the finished store is"
+            " untouched and can be used",
         )
-
-
-# --- Private helpers: what is printed ---
-
-
-def _announce(dataset: Dataset) -> None:
-    channels = ", ".join(dataset.channels)
-    print(f"{dataset.name}: {_count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
-    print("Labels and regions:")
-    for line in describe_labels(dataset):
-        print(f"  {line}")
-    if dataset.problems:
-        incomplete = {problem.case_id for problem in dataset.problems}
-        print(f"{_count(incomplete, 'more case')} with a file missing or double: told at the end")
-
-
-def _summarise(manifest: Manifest, store_dir: Path) -> None:
-    size_bytes = sum(case.image_bytes + case.label_bytes for case in manifest.cases)
-    dtypes = Counter(case.image_dtype for case in manifest.cases)
-    images = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    error = max(case.max_abs_error for case in manifest.cases)
-    shapes = sorted({case.shape for case in manifest.cases})
-    box = tuple(max(case.box.size[axis] for case in manifest.cases) for axis in range(3))
-    print(f"Store {store_dir}: {_count(manifest.cases, 'case')}, {size_bytes / 1e6:.0f} MB")
-    print(f"  images   {images}; {f'rounded by up to {error:.1g} std' if error else 'exact'}")
-    print(f"  shapes   {', '.join(map(_by, shapes[:4]))}{', ...' if len(shapes) > 4 else ''}")
-    print(f"  brains   fit a box of {_by(box)}")
-    print(f"  split    {_split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}")
-    _tell_quarantine(store_dir)
-
-
-def _tell_quarantine(store_dir: Path) -> None:
-    bad = quarantined(store_dir)
-    if bad:
-        path = store_dir / "quarantine.jsonl"
-        print(f"  left out {_count(bad, 'bad case')}, see {path}; once mended they need a new store")
-
-
-def _split_sizes(manifest: Manifest) -> str:
-    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _count(items: Sized, what: str) -> str:
-    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"

@@ -1,42 +1,61 @@
 """A store as `prepare` finds it: empty, cut short, finished or another's; what is done, what must stay untouched."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 from cpu3d.atomic import writable_folder, write_json
-from cpu3d.data.case import file_sha256, source_name
+from cpu3d.data.arrays import file_sha256
+from cpu3d.data.case import source_name
+from cpu3d.data.convert import Settings
 from cpu3d.data.layouts import CaseFiles, Dataset
-from cpu3d.data.store import (
-    SCHEMA,
-    CaseRecord,
-    Manifest,
-    case_from_json,
-    image_path,
-    label_path,
-    open_store,
-    record_path,
-)
+from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path
+from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 
 
 @contextlib.contextmanager
-def claimed(store_dir: Path, dataset: Dataset) -> Iterator[None]:
+def claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[None]:
     """Make the store's folder, write into source.json whose it is, and keep a second `prepare` out meanwhile.
 
-    Raises InputError where the folder cannot be written, is in use, holds other files or the store of another data set.
+    Raises InputError where the folder cannot be written, is in use, holds other files or the store of another data set,
+    or one begun with other settings.
     """
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
     if not (store_dir / "manifest.json").exists():  # a finished store may lie where nobody writes any more
         writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
-        _refuse_other_owner(store_dir, _identity(dataset))
+        _refuse_other_owner(store_dir, dataset, settings)
         sweep(store_dir)
         yield
+
+
+def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str, Any]:
+    """What source.json says: whose store it is and how its arrays are made."""
+    return {**_identity_of_data(content), **_identity_of_settings(settings)}
+
+
+def settings_of(store_dir: Path) -> Settings:
+    """The settings that a store was begun with, so that what is added to it is made alike.
+
+    Those of its source.json; the usual ones where it has none. Raises InputError where that is damaged.
+    """
+    path = store_dir / "source.json"
+    content = {**_identity_of_settings(Settings()), **_owner(path)}
+    try:
+        return Settings(
+            format=content["format"],
+            crop=bool(content["crop"]),
+            zero_nan=bool(content["zero_nan"]),
+            label_map={int(old): int(new) for old, new in content["label_map"].items()},
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} must be as `prepare` wrote it, got {error!r}; restore it") from None
 
 
 def old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -84,9 +103,9 @@ def finished_cases(
             record = case_from_json(content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        arrays = [(image_path(store_dir, files.case_id), record.image_bytes, record.image_sha256)]
+        arrays = [(array_path(store_dir, record, "x"), record.image_bytes, record.image_sha256)]
         if record.has_label:
-            arrays.append((label_path(store_dir, files.case_id), record.label_bytes, record.label_sha256))
+            arrays.append((array_path(store_dir, record, "y"), record.label_bytes, record.label_sha256))
         whole = all(_is_whole(path, size_bytes, sha256, verify) for path, size_bytes, sha256 in arrays)
         if whole and _same_sources(files, record, dataset_folder, store_dir, verify):
             finished[files.case_id] = record
@@ -111,7 +130,7 @@ def sweep(store_dir: Path) -> None:
 # --- Private helpers ---
 
 
-def _identity(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
+def _identity_of_data(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
     """What makes two data sets the same as far as a store is concerned, as JSON content."""
     return {
         "schema": SCHEMA,
@@ -122,31 +141,54 @@ def _identity(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
     }
 
 
-def _refuse_other_owner(store_dir: Path, identity: Dict[str, Any]) -> None:
-    """Take an empty folder; raise unless another one holds a store of the same data set and version."""
+def _identity_of_settings(settings: Settings) -> Dict[str, Any]:
+    """The settings under the names of their flags, as JSON content."""
+    content = dataclasses.asdict(settings)
+    content["label_map"] = {str(old): new for old, new in sorted(settings.label_map.items())}
+    return content
+
+
+def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
+    """Take an empty folder; raise unless another one holds a store of the same data set, version and settings."""
     path = store_dir / "source.json"
+    wanted = identity(dataset, settings)
     old = old_manifest(store_dir)
+    owner = _owner(path)
     if old is not None:
-        owner = _identity(old)
-    elif path.is_file():
-        try:
-            owner = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            raise InputError(f"{path} must be as `prepare` wrote it, got no JSON object; choose a new store") from None
-    elif any(not name.endswith(".partial") for name in os.listdir(store_dir)):
+        owner.update(_identity_of_data(old))
+    elif not owner and any(not name.endswith(".partial") for name in os.listdir(store_dir)):
         raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
-    else:
-        owner = identity
-    problems = [
-        f"store {store_dir} must belong to this data set and version: {key} {value!r}, got {owner.get(key)!r}"
-        for key, value in identity.items()
-        if owner.get(key) != value
-    ]
+    given = _identity_of_settings(settings)
+    problems = []
+    for key, value in wanted.items():
+        if key in given and key in owner and owner[key] != value:
+            flag = "--" + key.replace("_", "-")
+            problems.append(f"{flag} must be as store {store_dir} was begun: {_told(owner[key])}, got {_told(value)}")
+        elif key not in given and owner and owner.get(key) != value:
+            rule = f"store {store_dir} must belong to this data set and version"
+            problems.append(f"{rule}: {key} {value!r}, got {owner.get(key)!r}")
     if problems:
         raise InputError(*problems, "choose another --store; nothing was touched")
     (store_dir / "cases").mkdir(exist_ok=True)
     if not path.is_file():
-        write_json(path, identity)
+        write_json(path, wanted)
+
+
+def _owner(path: Path) -> Dict[str, Any]:
+    """What source.json says, nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise InputError(f"{path} must be as `prepare` wrote it, got no JSON object; choose a new store") from None
+
+
+def _told(setting: Any) -> str:
+    """A setting as it is typed."""
+    if isinstance(setting, dict):
+        return " ".join(f"{old}={new}" for old, new in setting.items()) or "none"
+    return ("given" if setting else "left out") if isinstance(setting, bool) else str(setting)
 
 
 def _is_whole(path: Path, size_bytes: int, sha256: str, verify: bool) -> bool:

@@ -1,28 +1,59 @@
-"""A store as a tf.data.Dataset of whole volumes: memory-mapped, normalised in the graph, the same for a seed anywhere.
+"""A store as a tf.data.Dataset of whole volumes or of patches: lazy, normalised, the same for a seed anywhere.
 
-    from cpu3d.data.source import open_store, volume_dataset
+    from cpu3d.data.source import open_store, patch_dataset, volume_dataset
 
     store = open_store("store")
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
+    for image, target in patch_dataset(store, (96, 96, 96), sampling="foreground", batch=2):
+        ...
 
 Voxels go from the page cache into TensorFlow without a copy on the way: a .npy map is C-ordered, native and aligned to
-64 bytes, so the tensor *is* the map. What is not touched (outside the box) is not read.
+64 bytes, so the tensor *is* the map. What is not touched (outside the patch, outside the brain's box) is not read.
+
+What is drawn for a sample, its case, place and augmentation, is a pure function of the seed and the sample's position
+in the endless stream of epochs: `start=k` gives exactly what an uninterrupted run gives from sample k on, whatever the
+threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, flip, resample, sample_params
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import case_region, grid_size
+from cpu3d.data.failures import Batches, own_errors, told
+from cpu3d.data.finish import Finish, padded
+from cpu3d.data.loader import BOX, Loader, normalisation
+from cpu3d.data.patches import PatchSample, PatchSampling, patch_at
+from cpu3d.data.reading import Reading, labelled, open_reading
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, crop
 from cpu3d.data.sampling import sample_at
-from cpu3d.data.store import CaseRecord, Store, check_names, open_store
-from cpu3d.errors import InputError
+from cpu3d.data.store import Store, check_names, open_store
 
-__all__ = ["case_region", "grid_size", "normalise", "open_store", "stored_volumes", "volume_dataset"]
+__all__ = [
+    "Batches",
+    "Finish",
+    "PatchSample",
+    "PatchSampling",
+    "case_region",
+    "finish_of",
+    "grid_size",
+    "normalise",
+    "open_reading",
+    "open_store",
+    "own_errors",
+    "patch_at",
+    "patch_dataset",
+    "patch_sampling",
+    "stored_volumes",
+    "volume_dataset",
+]
+
+HORIZON = 1024
+"""Positions that are looked into, at most, for what to keep in memory; below the records that a store keeps parsed."""
 
 
 def volume_dataset(
@@ -41,6 +72,10 @@ def volume_dataset(
     regions: Optional[Sequence[str]] = None,
     augment: AugmentConfig = NO_AUGMENT,
     dtype: str = "float32",
+    read_mode: Union[str, Reading] = "auto",
+    page_budget_bytes: Optional[int] = None,
+    threads: int = 1,
+    finished: bool = True,
 ) -> tf.data.Dataset:
     """Whole volumes of a split as batches `(image, target)`, in an order that is a pure function of the seed.
 
@@ -48,83 +83,176 @@ def volume_dataset(
     volume's non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region.
 
     The stream is endless: epoch after epoch over the split's cases, each once an epoch. `start` and `stop` are
-    positions in it, counted in samples: `start=k` gives exactly what an uninterrupted run gives from sample k on,
-    augmentation included. `stop` defaults to the end of the first epoch. A last incomplete batch is dropped.
+    positions in it, counted in samples. `stop` defaults to the end of the first epoch. A last incomplete batch is
+    dropped.
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or
     labelled voxel of any case of the store; "full" keeps the whole grid. Both are padded with zeros to a multiple of
     `multiple`; `grid` asks for a size (X, Y, Z) of your own.
 
-    In memory at a time, besides mapped pages: the batch in use, one batch ahead, and one volume in preparation.
-    Raises InputError for an unknown split, channel, region or extent, an empty split or cases without labels.
+    `read_mode` is one of READ_MODES, or a Reading that several datasets share; `page_budget_bytes` is how many pages of
+    the store's files to leave in memory, half of what is free by default. `threads` prepare as many samples at a time.
+    With `finished=False` the batches are raw, for `finish_of` to be applied where the model runs.
+
+    In memory, besides mapped pages: the batch in use, one batch ahead, and a volume per thread in preparation.
+    Raises InputError for an unknown split, channel, region or extent, an empty split, cases without labels or damaged.
     """
-    records = _labelled(store, split)
+    records = labelled(store, split)
     size = grid_size(store, extent=extent, multiple=multiple) if grid is None else tuple(grid)
-    picked = _pick("channels", channels, store.manifest.channels)
-    names = _pick("regions", regions, tuple(store.manifest.regions))
-    table = _region_table(store, [tuple(store.manifest.regions)[i] for i in names])
-    place = [case_region(record, size, extent) for record in records]
-    everything = picked == tuple(range(len(store.manifest.channels)))
 
-    def draw(position):
-        sample = sample_at(int(position), cases=len(records), seed=seed, shuffle=shuffle)
-        record, region = records[sample.index], place[sample.index]
-        params = sample_params(augment, seed=seed, position=sample.position, channels=len(store.manifest.channels))
-        scale, shift = _normalisation(record)
-        inside = region.slices(record.shape)
-        return (
-            *_stored(store, record),
-            np.float32(scale * params.gain),
-            np.float32(shift * params.gain + params.offset),
-            np.int64([part.start for part in inside]),
-            np.int64([part.stop - part.start for part in inside]),
-            np.int64(region.padding(record.shape)),
-            np.array(params.flips),
-            np.float32([params.plane_xy, params.plane_yz]),
-        )
+    def place_at(position: int) -> Tuple[CaseRecord, Region]:
+        record = records[sample_at(position, cases=len(records), seed=seed, shuffle=shuffle).index]
+        return record, case_region(record, size, extent)
 
-    def prepare(bits, is_half, label, scale, shift, inside_start, inside_size, padding, flips, planes):
-        bits = tf.slice(bits, tf.concat([inside_start, [0]], 0), tf.concat([inside_size, [-1]], 0))
-        label = tf.slice(label, inside_start, inside_size)
-        if not everything:
-            bits, scale, shift = (tf.gather(part, picked, axis=-1) for part in (bits, scale, shift))
-        image = _normalise(bits, is_half, scale, shift)
-        if augment.resamples:
-            image = resample(image, planes[0], planes[1], linear=True)
-            label = resample(label[..., None], planes[0], planes[1], linear=False)[..., 0]
-        image = tf.cast(image, dtype)
-        target = tf.gather(table, tf.cast(label, tf.int32))
-        image = tf.pad(image, tf.concat([padding, [[0, 0]]], 0))
-        target = tf.pad(target, tf.concat([padding, [[0, 0]]], 0))
-        image = tf.ensure_shape(flip(image, flips), (*size, len(picked)))
-        return image, tf.ensure_shape(flip(target, flips), (*size, len(names)))
-
-    end = len(records) if stop is None else stop
-    kinds = (tf.int16, tf.bool, tf.uint8, tf.float32, tf.float32, tf.int64, tf.int64, tf.int64, tf.bool, tf.float32)
-    shapes = ((None,) * 4, (), (None,) * 3, (None,), (None,), (3,), (3,), (3, 2), (3,), (2, 4))
-    dataset = tf.data.Dataset.range(start, max(end, start))
-    dataset = dataset.map(lambda position: prepare(*_numpy(draw, position, kinds, shapes)))
-    # Batching copies; a batch of one needs only another axis.
-    dataset = dataset.map(lambda *pair: [part[None] for part in pair]) if batch == 1 else dataset.batch(batch, True)
-    return dataset.prefetch(1).with_options(_bounded())
+    return _dataset(
+        store,
+        place_at,
+        size,
+        epoch=len(records),
+        start=start,
+        stop=stop,
+        seed=seed,
+        batch=batch,
+        channels=channels,
+        augment=augment,
+        finish=finish_of(store, regions=regions, augment=augment, dtype=dtype),
+        reading=_reading(store, split, read_mode, page_budget_bytes, patches=False),
+        threads=threads,
+        finished=finished,
+    )
 
 
-def stored_volumes(store: Store, *, split: str = "train") -> tf.data.Dataset:
-    """The split's cases as they are stored: `(bits, is_half, label)`, in the manifest's order, without any copy.
+def patch_dataset(
+    store: Store,
+    patch_shape: Shape3,
+    *,
+    split: str = "train",
+    sampling: str = "random",
+    foreground: float = 1 / 3,
+    overlap: float = 0.5,
+    start: int = 0,
+    stop: Optional[int] = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    batch: int = 1,
+    extent: str = "brain",
+    multiple: int = 16,
+    channels: Optional[Sequence[str]] = None,
+    regions: Optional[Sequence[str]] = None,
+    augment: AugmentConfig = NO_AUGMENT,
+    dtype: str = "float32",
+    read_mode: Union[str, Reading] = "auto",
+    page_budget_bytes: Optional[int] = None,
+    threads: int = 1,
+    finished: bool = True,
+) -> tf.data.Dataset:
+    """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
+
+    A patch is exactly what `crop` would cut out of its whole volume: the statistics it is normalised by are those of
+    the volume, and what reaches outside is 0. Rotation and scaling turn a patch about its own centre, and what comes
+    into its corners then is 0 as well.
+
+    An epoch is one patch of each case with `sampling` "random" and "foreground"; `PatchSampling` says what `sampling`,
+    `foreground` and `overlap` mean. With "grid" it is all the patches that cover the common grid of the extent, rounded
+    up to `multiple`, one case after another. `patch_at(position, patch_sampling(store, ...), records)` tells which
+    patch of which case comes at a position. All else is as for `volume_dataset`.
+    """
+    records = labelled(store, split)
+    drawn = patch_sampling(
+        store,
+        patch_shape,
+        sampling=sampling,
+        foreground=foreground,
+        overlap=overlap,
+        shuffle=shuffle,
+        seed=seed,
+        extent=extent,
+        multiple=multiple,
+        regions=regions,
+    )
+
+    def place_at(position: int) -> Tuple[CaseRecord, Region]:
+        sample = patch_at(position, drawn, records)
+        return records[sample.index], sample.region
+
+    return _dataset(
+        store,
+        place_at,
+        drawn.shape,
+        epoch=len(records) * drawn.per_case,
+        start=start,
+        stop=stop,
+        seed=seed,
+        batch=batch,
+        channels=channels,
+        augment=augment,
+        finish=finish_of(store, regions=regions, augment=augment, dtype=dtype),
+        reading=_reading(store, split, read_mode, page_budget_bytes, patches=True),
+        threads=threads,
+        finished=finished,
+    )
+
+
+def patch_sampling(
+    store: Store,
+    patch_shape: Shape3,
+    *,
+    extent: str = "brain",
+    multiple: int = 16,
+    regions: Optional[Sequence[str]] = None,
+    **drawn: Any,
+) -> PatchSampling:
+    """How `patch_dataset` draws patches from this store, given the same arguments; `drawn` are PatchSampling's own.
+
+    Raises InputError for values out of range and unknown names, all at once.
+    """
+    names = tuple(store.manifest.regions)
+    wanted = [names[index] for index in _pick("regions", regions, names)]
+    return PatchSampling(
+        tuple(patch_shape),
+        codes=tuple(store.manifest.regions[name] for name in wanted),
+        extent=extent,
+        grid=grid_size(store, extent=extent, multiple=multiple),
+        **drawn,
+    )
+
+
+def finish_of(
+    store: Store,
+    *,
+    regions: Optional[Sequence[str]] = None,
+    augment: AugmentConfig = NO_AUGMENT,
+    dtype: str = "float32",
+) -> Finish:
+    """What turns raw batches of this store (`finished=False`) into `(image, target)`, given the dataset's arguments."""
+    names = tuple(store.manifest.regions)
+    picked = _pick("regions", regions, names)
+    return Finish(tuple(store.manifest.regions[names[i]] for i in picked), dtype, augment.resamples)
+
+
+def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, Reading] = "auto") -> tf.data.Dataset:
+    """The split's cases as they are stored: `(bits, is_half, label)`, in the manifest's order.
 
     bits: (X, Y, Z, C) int16; where `is_half` is true they are float16 bits (`tf.bitcast` them). label: (X, Y, Z) uint8.
-    The tensors are the mapped pages themselves: nothing is read before it is used, and nothing may be written.
+    Of a cropped store they are the box that is stored. Of .npy files that are mapped the tensors are the mapped pages
+    themselves, without any copy: nothing is read before it is used, and nothing may be written.
     """
-    records = _labelled(store, split)
-    kinds, shapes = (tf.int16, tf.bool, tf.uint8), ((None,) * 4, (), (None,) * 3)
-    dataset = tf.data.Dataset.range(len(records))
-    dataset = dataset.map(lambda index: _numpy(lambda i: _stored(store, records[i]), index, kinds, shapes))
-    return dataset.with_options(_bounded())
+    records = labelled(store, split)
+    reader = _reading(store, split, read_mode, None, patches=False).reader
+    names = ("bits", "is_half", "label")
+
+    def stored(index):
+        record = records[int(index)]
+        half = np.bool_(record.image_dtype == "float16")
+        return reader.array(record, "x").view(np.int16), half, reader.array(record, "y")
+
+    dataset = tf.data.Dataset.range(len(records)).map(lambda index: tuple(_numpy(stored, index, names).values()))
+    return dataset.with_options(_bounded(1))
 
 
 def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarray:
     """What the graph does to an image, in NumPy: `region` of (X, Y, Z, C) as float32, for prediction and for tests."""
-    scale, shift = _normalisation(record)
+    scale, shift = normalisation(record)
     part = crop(image, region)
     return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
 
@@ -132,19 +260,64 @@ def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarr
 # --- Private helpers ---
 
 
-def _labelled(store: Store, split: str) -> Tuple[CaseRecord, ...]:
-    if split not in store.manifest.split:
-        raise InputError(f"split must be one of {', '.join(store.manifest.split)}, got {split!r}; pick one")
-    records = store.cases(split)
-    if not records:
-        raise InputError(
-            f"split {split!r} of {store.folder} must hold cases, it is empty; prepare with another --split"
-        )
-    bare = [record.case_id for record in records if not record.has_label]
-    if bare:
-        raise InputError(*(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare))
-    store.check(records)
-    return records
+def _dataset(
+    store: Store,
+    place_at: Callable[[int], Tuple[CaseRecord, Region]],
+    size: Shape3,
+    *,
+    epoch: int,
+    start: int,
+    stop: Optional[int],
+    seed: int,
+    batch: int,
+    channels: Optional[Sequence[str]],
+    augment: AugmentConfig,
+    finish: Finish,
+    reading: Reading,
+    threads: int,
+    finished: bool,
+) -> tf.data.Dataset:
+    """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says."""
+    picked = _pick("channels", channels, store.manifest.channels)
+    end = max(epoch if stop is None else stop, start)
+    horizon = min(2 * epoch, HORIZON)
+    load = Loader(
+        reading, place_at, augment=augment, seed=seed, start=start, stop=end, horizon=horizon, threads=threads
+    )
+
+    def sample(position):
+        box = {**_numpy(load, position, tuple(BOX)), "channels": picked}
+        if not finished:
+            return _sized(padded(box), size, len(picked))
+        image, target = finish.from_box(box)
+        return tf.ensure_shape(image, (*size, len(picked))), tf.ensure_shape(target, (*size, len(finish.codes)))
+
+    dataset = tf.data.Dataset.range(start, end)
+    dataset = dataset.map(sample, num_parallel_calls=threads if threads > 1 else None)
+    if batch == 1:  # batching copies; a batch of one needs only another axis
+        dataset = dataset.map(lambda *parts: tf.nest.map_structure(lambda part: part[None], _one(parts)))
+    else:
+        dataset = dataset.batch(batch, drop_remainder=True)
+    return dataset.prefetch(1).with_options(_bounded(threads))
+
+
+def _one(parts: Tuple) -> Any:
+    """An element as `map` gives it: a dictionary comes as its only argument, a pair as two."""
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _sized(raw: Dict[str, tf.Tensor], size: Shape3, channels: int) -> Dict[str, tf.Tensor]:
+    """A raw sample whose shapes are known, as batching and `Finish` need them."""
+    shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
+    return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in raw.items()}
+
+
+def _reading(
+    store: Store, split: str, read_mode: Union[str, Reading], page_budget_bytes: Optional[int], *, patches: bool
+) -> Reading:
+    if isinstance(read_mode, Reading):
+        return read_mode
+    return open_reading(store, (split,), read_mode=read_mode, page_budget_bytes=page_budget_bytes, patches=patches)
 
 
 def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> Tuple[int, ...]:
@@ -155,54 +328,19 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
     return tuple(there.index(name) for name in wanted)
 
 
-def _region_table(store: Store, names: Sequence[str]) -> np.ndarray:
-    """(256, R) uint8: row = label code, column = region."""
-    table = np.zeros((256, len(names)), np.uint8)
-    for column, name in enumerate(names):
-        table[list(store.manifest.regions[name]), column] = 1
-    return table
-
-
-def _normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
-    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
-    scale = 1 / np.array(record.channel_std)
-    return scale, -np.array(record.channel_mean) * scale
-
-
-def _stored(store: Store, record: CaseRecord) -> Tuple[np.ndarray, np.bool_, np.ndarray]:
-    """A case's arrays as maps. float16 goes as its bits: one dataset has one dtype, and a view costs nothing."""
-    image = store.image(record.case_id)
-    return image.view(np.int16), np.bool_(image.dtype == np.float16), store.label(record.case_id)
-
-
-def _numpy(function, position, kinds, shapes):
+def _numpy(function: Callable, position: tf.Tensor, names: Sequence[str]) -> Dict[str, tf.Tensor]:
     """Call NumPy code from the graph. Stateless: a stateful op would make a deterministic pipeline serial."""
-    outputs = tf.numpy_function(function, [position], kinds, stateful=False)
-    return [tf.ensure_shape(output, shape) for output, shape in zip(outputs, shapes)]
+    kinds = [BOX[name][0] for name in names]
+    outputs = tf.numpy_function(told(function), [position], kinds, stateful=False)
+    return {name: tf.ensure_shape(output, BOX[name][1]) for name, output in zip(names, outputs)}
 
 
-def _normalise(bits, is_half, scale, shift):
-    """Stored bits (X, Y, Z, C) -> float32, background exactly 0.
-
-    Rows of Z * C values are scaled at once: broadcasting four values over the last axis is several times slower.
-    """
-    value = tf.cond(
-        is_half,
-        lambda: tf.cast(tf.bitcast(bits, tf.float16), tf.float32),
-        lambda: tf.cast(bits, tf.float32),
-    )
-    shape = tf.shape(value)
-    rows = tf.reshape(value, (shape[0] * shape[1], shape[2] * shape[3]))
-    scaled = rows * tf.tile(scale, shape[2:3]) + tf.tile(shift, shape[2:3])
-    return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, scaled), shape)
-
-
-def _bounded() -> tf.data.Options:
-    """One sample ahead, one thread, no autotuning: its memory budget is half of the host's RAM by default."""
+def _bounded(threads: int) -> tf.data.Options:
+    """One batch ahead, no autotuning: its memory budget is half of the host's RAM by default."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.deterministic = True
     options.experimental_optimization.inject_prefetch = False
-    options.threading.private_threadpool_size = 1
+    options.threading.private_threadpool_size = threads
     options.threading.max_intra_op_parallelism = 1
     return options

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from typing import Dict, List, Mapping, Sequence, Tuple
 
-from cpu3d.data.store import SPLITS
+from cpu3d.data.records import SPLITS
 from cpu3d.errors import InputError
 
 

@@ -8,12 +8,13 @@ from typing import Dict, Tuple
 import numpy as np
 import pytest
 
-from cpu3d.atomic import write_json
 from cpu3d.config import RunConfig, save_config
-from cpu3d.data.case import load_case, npy_parts
+from cpu3d.data.case import load_case
+from cpu3d.data.convert import write_arrays
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import write_volume
-from cpu3d.data.store import Geometry, Manifest, Store, image_path, label_path, open_store, to_json
+from cpu3d.data.records import Geometry, make_manifest
+from cpu3d.data.store import Store, open_store, write_store
 
 CHANNELS = ("FLAIR", "T1gd")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
@@ -81,15 +82,12 @@ def make_store(folder: Path, source: Path, *, labelled: bool = True) -> Store:
     records = []
     for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
         case = load_case(write_case(source, case_id, seed), channels=CHANNELS, labels=LABELS if labelled else None)
-        records.append(case.record)
-        for path, array in ((image_path(folder, case_id), case.image), (label_path(folder, case_id), case.label)):
-            if array is not None:
-                path.write_bytes(b"".join(npy_parts(array)))
-    manifest = Manifest(
+        records.append(write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False))
+    manifest = make_manifest(
         name="tiny", layout="decathlon", channels=CHANNELS, labels=LABELS, regions=REGIONS, split=split, split_seed=0,
         cases=tuple(records), versions={},
     )  # fmt: skip
-    write_json(folder / "manifest.json", to_json(manifest))
+    write_store(folder, manifest)
     return open_store(folder)
 
 

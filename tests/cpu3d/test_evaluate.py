@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cpu3d import evaluate
-from cpu3d.atomic import write_json
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.store import open_store, to_json
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import check_same_split, evaluate_split, scores_path, summarise
 from cpu3d.scores import CaseScores, RegionScores
@@ -161,8 +161,7 @@ def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predict
     records = [
         dataclasses.replace(case, label_bytes=0, label_sha256="", label_voxels={}) for case in tiny_store.manifest.cases
     ]
-    blind = dataclasses.replace(tiny_store.manifest, cases=tuple(records))
-    write_json(tiny_store.folder / "manifest.json", to_json(blind))
+    write_store(tiny_store.folder, remake(tiny_store.manifest, cases=records))
     with pytest.raises(InputError) as caught:
         evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
     assert len(caught.value.problems) == 2
@@ -172,7 +171,7 @@ def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predict
 
 def test_an_empty_split_is_refused_and_the_others_are_offered(tiny_store, tiny_run, fake_predictor):
     split = {"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()}
-    write_json(tiny_store.folder / "manifest.json", to_json(dataclasses.replace(tiny_store.manifest, split=split)))
+    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
     with pytest.raises(InputError, match=r'split "test" .* must hold cases, got none; choose --split train'):
         evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
 
@@ -187,7 +186,7 @@ def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fa
 def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run):
     check_same_split(tiny_run, tiny_store)
     split = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
-    write_json(tiny_store.folder / "manifest.json", to_json(dataclasses.replace(tiny_store.manifest, split=split)))
+    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
     with pytest.raises(InputError, match="may have been trained on"):
         check_same_split(tiny_run, open_store(tiny_store.folder))
 

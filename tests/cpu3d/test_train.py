@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from cpu3d.__main__ import main
 from cpu3d.checkpoint import load_checkpoint
 from cpu3d.config import save_config
 from cpu3d.data.prepare import prepare
-from cpu3d.data.store import Store
+from cpu3d.data.records import array_path, remake
+from cpu3d.data.store import Store, open_store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.fit import Fit
 from cpu3d.inference import load_predictor
@@ -137,8 +139,8 @@ def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store,
 def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_store, tmp_path):
     save_config(resolve(phantom_store, tmp_path, read_host(), SMALL, None), tmp_path)
     cases = phantom_store.manifest.cases
-    other = (dataclasses.replace(cases[0], image_sha256="0" * 64), *cases[1:])
-    changed = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, cases=other))
+    other = (dataclasses.replace(cases[0], image_voxels_sha256="0" * 64), *cases[1:])
+    changed = Store(phantom_store.folder, remake(phantom_store.manifest, cases=other))
     with pytest.raises(InputError, match="split_hash must stay as the run was started"):
         resolve(changed, tmp_path, read_host(), {}, None)
 
@@ -163,6 +165,33 @@ def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_st
     append_event(tmp_path, {"event": "step", "step": 1})
     start(phantom_store, tmp_path)
     assert read_events(tmp_path) == []
+
+
+def test_how_files_are_read_is_planned_logged_free_to_change_and_gives_the_same_weights(phantom_store, tmp_path):
+    read = {}
+    for mode in ("mmap", "pread"):
+        fit = start(phantom_store, tmp_path / mode, epochs=1, read_mode=mode)
+        assert [line for line in fit.plan() if line.startswith(f"reads: {mode} (as asked)")]
+        fit.log_start(read_host(), "test", {}, {})
+        fit.run()
+        events = {event["event"]: event for event in read_events(tmp_path / mode)}
+        assert events["start"]["read_mode"] == mode
+        assert events["end"]["zero_copy_ratio"] == (mode == "mmap")
+        assert events["end"]["bytes_read"] > 0
+        read[mode] = weights(tmp_path / mode)
+    for name, array in read["mmap"].items():
+        np.testing.assert_array_equal(array, read["pread"][name], err_msg=name)
+    assert start(phantom_store, tmp_path / "mmap", epochs=2, read_mode="pread").step == 4
+
+
+def test_a_file_that_is_damaged_during_a_run_ends_it_with_its_name(phantom_store, tmp_path):
+    shutil.copytree(phantom_store.folder, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    fit = start(store, tmp_path / "run", read_mode="pread")
+    label = array_path(store.folder, store.cases("train")[0], "y")
+    label.write_bytes(label.read_bytes()[:-1])
+    with pytest.raises(InputError, match=f"store file {label} must be"):
+        fit.run()
 
 
 def test_a_finished_run_is_left_as_it_is(phantom_store, tmp_path):

@@ -1,11 +1,17 @@
 """Data sets a few voxels large, written with nibabel itself and not with what is under test."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
+
+from cpu3d.data.arrays import encode
+from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest
+from cpu3d.data.region import Region, whole
 
 SUFFIXES = {
     "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),
@@ -91,5 +97,101 @@ def decathlon(write_nifti, tiny_image, tiny_label):
         folder.mkdir(exist_ok=True)
         (folder / "dataset.json").write_text(json.dumps(content))
         return folder
+
+    return write
+
+
+@pytest.fixture
+def make_record():
+    """make_record(case_id, **changes): the record of a labelled case (4, 4, 4) of one channel that is on no disk."""
+
+    def make(case_id: str = "a", **changes) -> CaseRecord:
+        label = np.zeros((4, 4, 4), np.uint8)
+        label[1, 2, 3] = 1
+        digest = hashlib.sha256(case_id.encode()).hexdigest()
+        fields = {
+            "case_id": case_id,
+            "patient_id": case_id,
+            "shape": (4, 4, 4),
+            "spacing_mm": (1.0, 1.0, 1.0),
+            "box": Region((1, 1, 1), (2, 2, 3)),
+            "image_dtype": "int16",
+            "max_abs_error": 0.0,
+            "channel_mean": (1.5,),
+            "channel_std": (0.5,),
+            "channel_min": (1.0,),
+            "channel_max": (2.0,),
+            "channel_voxels": (8,),
+            "zeroed_voxels": 0,
+            "label_voxels": {0: 63, 1: 1},
+            "centres": centres_of(label),
+            "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
+            "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest),),
+            "stem": case_id,
+            "format": "npy",
+            "stored": Region((0, 0, 0), (4, 4, 4)),
+            "image_bytes": 256,
+            "image_sha256": digest,
+            "image_voxels_sha256": digest,
+            "label_bytes": 192,
+            "label_sha256": digest,
+            "label_voxels_sha256": digest,
+        }
+        return CaseRecord(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def manifest_of():
+    """manifest_of(records, split=None, **changes): their manifest; without a split all of them train."""
+
+    def make(records, split=None, **changes) -> Manifest:
+        fields = {
+            "name": "made up",
+            "layout": "decathlon",
+            "channels": ("CT",),
+            "labels": {0: "background", 1: "tumour"},
+            "regions": {"tumour": (1,)},
+            "split": {"val": (), "test": (), **(split or {"train": [record.case_id for record in records]})},
+            "split_seed": 3,
+            "cases": records,
+            "versions": {"numpy": "1"},
+        }
+        return make_manifest(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def stored_case(make_record):
+    """stored_case(folder, image, label=None, stem="a", kind="npy"): write a case's arrays, flushed to the disk.
+
+    Returns its record, true in what a reader looks at.
+    """
+
+    def write(folder: Path, image: np.ndarray, label=None, stem: str = "a", kind: str = "npy") -> CaseRecord:
+        arrays = {"x": image} if label is None else {"x": image, "y": label}
+        content = {part: b"".join(map(bytes, encode(array, kind))) for part, array in arrays.items()}
+        record = make_record(
+            stem,
+            shape=image.shape[:3],
+            stored=whole(image.shape[:3]),
+            image_dtype=str(image.dtype),
+            channel_mean=(0.0,) * image.shape[3],
+            label_voxels={} if label is None else {0: label.size},
+            format=kind,
+            image_bytes=len(content["x"]),
+            image_sha256=hashlib.sha256(content["x"]).hexdigest(),
+            label_bytes=len(content.get("y", b"")),
+            label_sha256=hashlib.sha256(content.get("y", b"")).hexdigest(),
+        )
+        (folder / "cases").mkdir(parents=True, exist_ok=True)
+        for part, part_content in content.items():
+            with open(array_path(folder, record, part), "wb") as file:
+                file.write(part_content)
+                file.flush()
+                os.fsync(file.fileno())
+        return record
 
     return write

@@ -1,4 +1,5 @@
 import argparse
+import dataclasses
 import errno
 import fcntl
 import json
@@ -11,6 +12,7 @@ import pytest
 
 from cpu3d.data import convert, resume
 from cpu3d.data import prepare as prepare_module
+from cpu3d.data.convert import Settings
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
@@ -194,7 +196,7 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
     with pytest.raises(InputError, match="name 'SPLEEN', got 'BRATS'"):
         prepare(other, store, **THIRDS)
     (store / "manifest.json").write_text(json.dumps({"schema": 7}))
-    with pytest.raises(InputError, match="schema 1, got 7"):
+    with pytest.raises(InputError, match="schema 2, got 7"):
         prepare(dataset, store, **THIRDS)
     (store / "manifest.json").write_bytes(before["manifest.json"])
     assert content_of(store) == before
@@ -277,28 +279,6 @@ def test_an_error_nobody_thought_of_is_its_cases_own_problem(tmp_path, dataset, 
     assert [case.case_id for case in manifest.cases] == ["BRATS_000", "BRATS_003"]
 
 
-@pytest.mark.parametrize("at", ["claiming", "writing"])
-def test_a_full_disk_keeps_what_is_finished_and_the_same_command_continues(tmp_path, dataset, monkeypatch, at):
-    prepare(dataset, tmp_path / "whole", **THIRDS)
-    calls = []
-
-    def full(*_):
-        calls.append(1)
-        if len(calls) > 5:  # two arrays a case: the third case's second one
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(convert.os, "posix_fallocate", full)
-    if at == "writing":
-        monkeypatch.setattr(convert, "_claim_space", full)
-    with pytest.raises(OSError, match="No space left on device; 2 finished cases kept") as error:
-        prepare(dataset, tmp_path / "store", **THIRDS)
-    assert error.value.errno == errno.ENOSPC
-    assert not list((tmp_path / "store").rglob("*.partial"))
-    monkeypatch.undo()
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert content_of(tmp_path / "store") == content_of(tmp_path / "whole")
-
-
 def test_a_file_system_that_cannot_reserve_space_is_no_obstacle(tmp_path, dataset, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.EOPNOTSUPP, "unsupported")
@@ -373,12 +353,126 @@ def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_ca
         assert tuple(code for code in manifest.cases[0].label_voxels if code) == codes
 
 
+@pytest.mark.parametrize("crop", [False, True])
+@pytest.mark.parametrize("format_", convert.FORMATS)
+def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
+    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(format_, crop))
+    store = open_store(tmp_path / "store")
+    store.check(store.manifest.cases)
+    for number, record in enumerate(store.manifest.cases):
+        exact = np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1)
+        assert (record.format, record.image_dtype) == {
+            "npy": ("npy", "int16"),
+            "float16": ("npy", "float16"),
+            "b2nd": ("b2nd", "int16"),
+        }[format_]
+        assert record.stored.size == ((4, 3, 2) if crop else (6, 5, 4))
+        assert np.array_equal(store.label(record.case_id), tiny_label(1, 2, 3))
+        image = store.image(record.case_id)
+        if format_ == "float16":
+            assert 0 < record.max_abs_error < 2e-3
+            assert np.array_equal(image != 0, exact != 0)
+        else:
+            assert np.array_equal(image, exact)
+
+
+def test_what_is_unusual_about_a_store_is_said(tmp_path, dataset, capsys):
+    prepare(dataset, tmp_path / "a", **THIRDS, settings=Settings("float16", crop=True))
+    told = capsys.readouterr().out
+    assert "4 float16; rounded by up to" in told
+    assert "crop     brains' boxes only, 20% of the voxels; all outside is 0" in told  # 4x3x2 of 6x5x4
+    prepare(dataset, tmp_path / "b", **THIRDS)
+    told = capsys.readouterr().out
+    assert "crop" not in told
+    assert "zeroed" not in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": "b2nd"}, "--format must be as store .* was begun: npy, got b2nd"),
+        ({"crop": True}, "--crop must be as store .* was begun: left out, got given"),
+        ({"zero_nan": True}, "--zero-nan must be as store .* was begun: left out, got given"),
+        ({"label_map": {4: 3}}, "--label-map must be as store .* was begun: none, got 4=3"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_store_is_not_continued_with_other_settings(tmp_path, dataset, changes, told, finished):
+    store = tmp_path / "store"
+    prepare(dataset, store, **THIRDS)
+    if not finished:
+        (store / "manifest.json").unlink()
+    before = content_of(store)
+    with pytest.raises(InputError, match=told) as error:
+        prepare(dataset, store, **THIRDS, settings=Settings(**changes))
+    assert error.value.problems[1:] == ("choose another --store; nothing was touched",)
+    assert content_of(store) == before
+
+
+def test_the_settings_of_a_store_can_be_read_back(tmp_path, dataset):
+    settings = Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3, 5: 0})
+    prepare(dataset, tmp_path / "store", **THIRDS, settings=settings)
+    assert resume.settings_of(tmp_path / "store") == settings
+    assert resume.settings_of(tmp_path) == Settings()
+    (tmp_path / "store/source.json").write_text('{"format": "zip"}')
+    with pytest.raises(InputError, match="--format must be one of npy, float16, b2nd, got 'zip'"):
+        resume.settings_of(tmp_path / "store")
+    (tmp_path / "store/source.json").write_text('{"label_map": 4}')
+    with pytest.raises(InputError, match=r"source\.json must be as `prepare` wrote it"):
+        resume.settings_of(tmp_path / "store")
+
+
+def test_a_case_of_a_finished_store_that_is_packed_differently_again_is_the_same_case(tmp_path, dataset, monkeypatch):
+    first = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
+    (tmp_path / "store/cases/BRATS_001.x.b2nd").unlink()
+    real = convert.encode
+
+    def longer(array, format_):  # as another version of blosc2 might
+        return [*real(array, format_), *([b"\0"] if array.ndim == 4 else [])]
+
+    monkeypatch.setattr(convert, "encode", longer)
+    again = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
+    assert again.split_hash == first.split_hash
+    assert again.cases[1].image_bytes == first.cases[1].image_bytes + 1
+    assert (again.cases[0], again.cases[2:]) == (first.cases[0], first.cases[2:])
+    store = open_store(tmp_path / "store")
+    assert store.manifest == again
+    store.check(store.manifest.cases)
+
+
+def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused(tmp_path, dataset, monkeypatch):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    manifest = (tmp_path / "store/manifest.json").read_bytes()
+    (tmp_path / "store/cases/BRATS_001.x.npy").unlink()
+    real = convert.load_case
+
+    def other(files, **options):
+        case = real(files, **options)
+        return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
+
+    monkeypatch.setattr(convert, "load_case", other)
+    with pytest.raises(InputError, match=r"case BRATS_001 of .* must get back the voxels that it had, got others"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert (tmp_path / "store/manifest.json").read_bytes() == manifest
+
+
+def test_packed_voxels_that_do_not_unpack_are_never_stored(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(convert, "decode_b2nd", lambda content: np.zeros(3))
+    with pytest.raises(OSError, match="blosc2 does not unpack what it has packed"):
+        prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
+    assert not list((tmp_path / "store/cases").iterdir())
+
+
 def test_the_command_line_prepares_the_real_glioma(tmp_path, real_cases):
     parser = argparse.ArgumentParser()
     prepare_module.add_arguments(parser)
     source = shutil.copytree(real_cases / "brats-gli-real", tmp_path / "data")
     options = ["--dataset", str(source), "--store", str(tmp_path / "store"), "--split", "1", "0", "0"]
+    options += ["--format", "b2nd", "--crop", "--zero-nan", "--label-map", "4=3"]
     assert prepare_module.run(parser.parse_args(options)) == 0
     store = open_store(tmp_path / "store")
     assert store.image("BraTS-GLI-99001-000").shape == (240, 240, 155, 4)
-    assert store.case("BraTS-GLI-99001-000").patient_id == "BraTS-GLI-99001"
+    record = store.case("BraTS-GLI-99001-000")
+    assert record.patient_id == "BraTS-GLI-99001"
+    assert (record.format, record.stored) == ("b2nd", record.box)
+    assert resume.settings_of(store.folder) == Settings("b2nd", True, True, {4: 3})

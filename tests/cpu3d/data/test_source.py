@@ -1,42 +1,94 @@
 """The tf.data source against the arrays it streams from."""
 
 import dataclasses
+import gc
 import hashlib
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.region import crop
-from cpu3d.data.source import case_region, grid_size, normalise, open_store, stored_volumes, volume_dataset
-from cpu3d.data.store import Store
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.case import facts_of, float16_image
+from cpu3d.data.convert import write_arrays
+from cpu3d.data.reader import Reader
+from cpu3d.data.records import CaseRecord, Geometry, array_path, make_manifest, remake
+from cpu3d.data.region import crop, whole
+from cpu3d.data.source import (
+    Batches,
+    case_region,
+    finish_of,
+    grid_size,
+    normalise,
+    open_reading,
+    open_store,
+    own_errors,
+    patch_at,
+    patch_dataset,
+    patch_sampling,
+    stored_volumes,
+    volume_dataset,
+)
+from cpu3d.data.store import write_store
 from cpu3d.errors import InputError
 
+ROOT = Path(__file__).resolve().parents[3]
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
+TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
+FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
+
+
+def digest(element):
+    parts = tf.nest.flatten(element)
+    return hashlib.sha256(b"".join(tf.io.serialize_tensor(part).numpy() for part in parts)).hexdigest()
 
 
 def hashes(dataset):
-    return [hashlib.sha256(image.numpy().tobytes() + target.numpy().tobytes()).hexdigest() for image, target in dataset]
+    return [digest(element) for element in Batches(dataset)]
+
+
+def rewritten(store, folder, format_="npy", cropped=False, half=False):
+    """The cases of a store once more, in another format."""
+    (folder / "cases").mkdir(parents=True)
+    records = []
+    for record in store.manifest.cases:
+        image, label = np.asarray(store.image(record.case_id)), np.asarray(store.label(record.case_id))
+        if half:
+            channels = store.manifest.channels
+            image, error = float16_image([image[..., index] for index in range(len(channels))], channels)
+            record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
+        records.append(write_arrays(folder, record, image, label, format_=format_, cropped=cropped))
+    write_store(folder, remake(store.manifest, cases=records))
+    return open_store(folder)
+
+
+@pytest.fixture(scope="session")
+def other_stores(phantom_store, tmp_path_factory):
+    """The phantoms in every other format, by the names of FORMATS."""
+    folder = tmp_path_factory.mktemp("formats")
+    return {name: rewritten(phantom_store, folder / name, *how) for name, how in FORMATS.items()}
 
 
 def test_the_tensor_is_the_mapped_page_itself(phantom_store, monkeypatch):
-    maps = {}
-    for name in ("image", "label"):
-        original = getattr(Store, name)
+    maps, original = {}, Reader.array
 
-        def remember(self, case_id, original=original, name=name):
-            array = original(self, case_id)
-            maps[name, case_id] = array
-            return array
+    def remember(self, record, part):
+        maps[part, record.case_id] = original(self, record, part)
+        return maps[part, record.case_id]
 
-        monkeypatch.setattr(Store, name, remember)
+    monkeypatch.setattr(Reader, "array", remember)
     cases = phantom_store.cases("train")
-    for record, (bits, is_half, label) in zip(cases, stored_volumes(phantom_store)):
+    for record, (bits, is_half, label) in zip(cases, stored_volumes(phantom_store, read_mode="mmap")):
         assert not is_half
-        for tensor, name in ((bits, "image"), (label, "label")):
-            array = maps[name, record.case_id]
+        for tensor, part in ((bits, "x"), (label, "y")):
+            array = maps[part, record.case_id]
             address = array.__array_interface__["data"][0]
             assert address % 64 == 0
             assert tensor._numpy().__array_interface__["data"][0] == address
@@ -83,15 +135,6 @@ def test_the_full_grid_is_padded_on_both_sides_to_the_next_multiple(phantom_stor
     assert not np.any(image[0, :, :, 42:])
 
 
-def test_a_restart_at_any_position_continues_bit_for_bit(phantom_store):
-    whole = hashes(volume_dataset(phantom_store, seed=3, stop=9, augment=AUGMENT))
-    assert len(set(whole)) == 9
-    for position in (1, 4, 7):
-        assert (
-            hashes(volume_dataset(phantom_store, seed=3, start=position, stop=9, augment=AUGMENT)) == whole[position:]
-        )
-
-
 def test_the_order_depends_on_the_seed_alone(phantom_store):
     first = hashes(volume_dataset(phantom_store, seed=3, stop=6))
     options = tf.data.Options()
@@ -119,16 +162,17 @@ def test_channels_and_regions_are_picked_by_name(phantom_store):
     np.testing.assert_array_equal(target, full[1][..., 2:])
 
 
-def test_float16_bits_in_the_store_give_the_same_image(phantom_store, tmp_path, monkeypatch):
-    record = phantom_store.cases("train")[0]
-    region = case_region(record, record.shape, "full")
-    z = normalise(np.asarray(phantom_store.image(record.case_id)), record, region).astype(np.float16)
-    np.save(tmp_path / "half.npy", z)
-    half = dataclasses.replace(record, channel_mean=(0.0,) * 4, channel_std=(1.0,) * 4, image_dtype="float16")
-    monkeypatch.setattr(Store, "image", lambda self, case_id: np.load(tmp_path / "half.npy", mmap_mode="r"))
-    monkeypatch.setattr(Store, "cases", lambda self, split: (half,))
-    image, _ = next(iter(volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)))
-    np.testing.assert_allclose(image[0], z, atol=1e-6)
+def test_float16_bits_in_the_store_give_the_same_image(phantom_store, tmp_path):
+    half = rewritten(phantom_store, tmp_path / "half", half=True)
+    record = half.cases("train")[0]
+    assert record.image_dtype == "float16"
+    scores = np.asarray(half.image(record.case_id))
+    for format_ in ("npy", "b2nd"):
+        store = rewritten(half, tmp_path / format_, format_)
+        image, _ = next(iter(volume_dataset(store, extent="full", multiple=1, shuffle=False)))
+        np.testing.assert_allclose(image[0], scores, atol=2e-3)
+    exact, _ = next(iter(volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)))
+    np.testing.assert_allclose(image, exact, atol=2e-3)
 
 
 def test_bfloat16_is_the_rounded_float32(phantom_store):
@@ -172,13 +216,317 @@ def test_rotation_and_scaling_move_image_and_target_alike(phantom_store):
 def test_damaged_files_are_all_named_before_the_first_volume(phantom_store, tmp_path):
     shutil.copytree(phantom_store.folder, tmp_path / "store")
     store = open_store(tmp_path / "store")
-    first, second = (record.case_id for record in store.cases("train")[:2])
-    image = tmp_path / "store" / "cases" / f"{first}.x.npy"
+    first, second = store.cases("train")[:2]
+    image, label = array_path(store.folder, first, "x"), array_path(store.folder, second, "y")
     image.write_bytes(image.read_bytes()[:-10])
-    label = tmp_path / "store" / "cases" / f"{second}.y.npy"
     label.write_bytes(b"not numpy" + label.read_bytes()[9:])
-    with pytest.raises(InputError) as caught:
-        volume_dataset(store)
-    assert len(caught.value.problems) == 2
-    assert f"{first}.x.npy must be" in caught.value.problems[0]
-    assert f"{second}.y.npy must be a .npy array" in caught.value.problems[1]
+    for dataset in (volume_dataset, lambda store: patch_dataset(store, (8, 8, 8))):
+        with pytest.raises(InputError) as caught:
+            dataset(store)
+        assert len(caught.value.problems) == 2
+        assert f"{image.name} must be" in caught.value.problems[0]
+        assert f"{label.name} must be a .npy array" in caught.value.problems[1]
+
+
+# --- Formats and read modes ---
+
+
+@pytest.mark.parametrize("extent", ["brain", "full"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_bits(phantom_store, other_stores, name, extent):
+    store = other_stores[name]
+    for more in ({"augment": AUGMENT, "dtype": "bfloat16"}, {"augment": TURNED}, {"finished": False}):
+        expected = hashes(volume_dataset(phantom_store, extent=extent, seed=2, **more))
+        assert hashes(volume_dataset(store, extent=extent, seed=2, **more)) == expected
+    patches = {"extent": extent, "sampling": "foreground", "augment": AUGMENT, "stop": 6}
+    expected = hashes(patch_dataset(phantom_store, (20, 30, 17), **patches))
+    assert hashes(patch_dataset(store, (20, 30, 17), **patches)) == expected
+
+
+@pytest.mark.parametrize("mode", ["mmap", "pread", "ram"])
+def test_every_read_mode_gives_the_same_bits(phantom_store, mode):
+    for extent in ("brain", "full"):
+        expected = hashes(volume_dataset(phantom_store, extent=extent, augment=AUGMENT))
+        assert hashes(volume_dataset(phantom_store, extent=extent, augment=AUGMENT, read_mode=mode)) == expected
+    expected = hashes(patch_dataset(phantom_store, (24, 24, 24), stop=6))
+    assert hashes(patch_dataset(phantom_store, (24, 24, 24), stop=6, read_mode=mode)) == expected
+
+
+def test_no_more_than_the_patch_is_read(phantom_store):
+    reading = open_reading(phantom_store, read_mode="pread")
+    cases, size = phantom_store.cases("train"), (4, 16, 18)
+    sampling = patch_sampling(phantom_store, size, seed=1)
+    inside = 0
+    for position in range(8):
+        sample = patch_at(position, sampling, cases)
+        slices = sample.region.slices(cases[sample.index].shape)
+        inside += np.prod([part.stop - part.start for part in slices])
+    before = reading.reader.reads
+    for _ in patch_dataset(phantom_store, size, seed=1, stop=8, read_mode=reading):
+        pass
+    bytes_read = reading.reader.reads.bytes_read - before.bytes_read
+    # Of a row along Z the patch takes a half; the rest lies between two of its runs, and one read spans both.
+    assert 0 < bytes_read <= 2 * inside * (4 * 2 + 1)
+    assert reading.reader.reads.zero_copy == 0
+
+
+def test_of_a_volume_the_brain_s_box_is_read_and_no_more(phantom_store):
+    sizes = {}
+    for extent in ("brain", "full"):
+        reading = open_reading(phantom_store, read_mode="pread")
+        for _ in volume_dataset(phantom_store, extent=extent, read_mode=reading):
+            pass
+        sizes[extent] = reading.reader.reads.bytes_read
+    whole_bytes = sum(np.prod(record.shape) * 9 for record in phantom_store.cases("train"))
+    planes = sum(record.box.size[0] / record.shape[0] for record in phantom_store.cases("train")) / 4
+    assert sizes["brain"] == sizes["full"] <= planes * whole_bytes
+
+
+def test_a_shared_reading_counts_what_all_datasets_read(phantom_store):
+    reading = open_reading(phantom_store, ("train", "val"), read_mode="mmap")
+    for split in ("train", "val"):
+        for _ in volume_dataset(phantom_store, split=split, read_mode=reading):
+            pass
+    assert reading.reader.reads.arrays == 2 * (4 + 1)
+    assert reading.reader.reads.zero_copy_ratio == 1
+
+
+# --- Patches ---
+
+
+@pytest.mark.parametrize("extent", ["brain", "full"])
+@pytest.mark.parametrize(
+    ("sampling", "shape"),
+    [("random", (16, 12, 20)), ("foreground", (16, 12, 20)), ("grid", (32, 24, 16)), ("grid", (64, 20, 50))],
+)
+def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(phantom_store, sampling, shape, extent):
+    cases = phantom_store.cases("train")
+    drawn = patch_sampling(phantom_store, shape, sampling=sampling, extent=extent, seed=4)
+    stop = min(len(cases) * drawn.per_case, 60)
+    wide = {"extent": "full", "multiple": 1, "shuffle": False}
+    volumes = [[part[0].numpy() for part in pair] for pair in volume_dataset(phantom_store, **wide)]
+    dataset = patch_dataset(phantom_store, shape, sampling=sampling, extent=extent, seed=4, stop=stop)
+    reached_out = seen = 0
+    for position, patch in enumerate(dataset):
+        sample = patch_at(position, drawn, cases)
+        for part, volume in zip(patch, volumes[sample.index]):
+            expected = crop(volume, sample.region)
+            assert part[0].shape == expected.shape
+            assert part[0].numpy().tobytes() == expected.tobytes()
+        reached_out += any(n for pair in sample.region.padding(cases[sample.index].shape) for n in pair)
+        seen += 1
+    assert seen == stop
+    assert reached_out or shape[0] < 40
+
+
+def test_patches_of_a_grid_put_together_are_the_volume(phantom_store):
+    shape, cases = (24, 20, 28), phantom_store.cases("train")
+    drawn = patch_sampling(phantom_store, shape, sampling="grid", extent="full", overlap=0.25, shuffle=False)
+    for position, (image, _) in enumerate(
+        patch_dataset(phantom_store, shape, sampling="grid", extent="full", overlap=0.25, shuffle=False)
+    ):
+        sample = patch_at(position, drawn, cases)
+        record = cases[sample.index]
+        if position % drawn.per_case == 0:
+            found, covered = np.zeros((*record.shape, 4), np.float32), np.zeros(record.shape, bool)
+        inside = tuple(slice(a, n - b) for (a, b), n in zip(sample.region.padding(record.shape), shape))
+        found[sample.region.slices(record.shape)] = image[0].numpy()[inside]
+        covered[sample.region.slices(record.shape)] = True
+        if position % drawn.per_case == drawn.per_case - 1:
+            assert covered.all()
+            expected = normalise(np.asarray(phantom_store.image(record.case_id)), record, whole(record.shape))
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert position + 1 == len(cases) * drawn.per_case
+
+
+def test_foreground_patches_hold_foreground_and_batches_their_share(phantom_store):
+    dataset = patch_dataset(
+        phantom_store, (8, 8, 8), sampling="foreground", foreground=0.5, batch=4, stop=40, regions=("ET",)
+    )
+    for _, target in dataset:
+        assert np.count_nonzero(tf.reduce_any(target > 0, axis=(1, 2, 3, 4))) >= 2
+
+
+# --- The stream ---
+
+
+def streams(store, **more):
+    """Short streams of every kind, by name."""
+    volumes, patches = {"stop": 5, "seed": 3, **more}, {"stop": 6, "seed": 3, "augment": AUGMENT, **more}
+    return {
+        "volumes": lambda **k: volume_dataset(store, augment=AUGMENT, dtype="bfloat16", **{**volumes, **k}),
+        "turned": lambda **k: volume_dataset(store, augment=TURNED, **{**volumes, **k}),
+        "raw": lambda **k: volume_dataset(store, augment=AUGMENT, finished=False, **{**volumes, **k}),
+        "random": lambda **k: patch_dataset(store, (16, 16, 16), **{**patches, **k}),
+        "foreground": lambda **k: patch_dataset(store, (16, 16, 16), sampling="foreground", **{**patches, **k}),
+        "grid": lambda **k: patch_dataset(store, (16, 24, 24), sampling="grid", **{**patches, **k}),
+    }
+
+
+KINDS = ("volumes", "turned", "raw", "random", "foreground", "grid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phantom_store, kind):
+    make = streams(phantom_store)[kind]
+    expected = hashes(make())
+    assert len(set(expected)) == len(expected)
+    assert hashes(make(threads=3)) == expected
+    for position in range(1, len(expected)):
+        assert hashes(make(start=position, threads=1 + position % 3)) == expected[position:]
+
+
+FRESH = """
+import sys
+sys.path[:0] = {path!r}
+import tensorflow as tf
+tf.random.set_seed(1)
+tf.config.experimental.enable_op_determinism()
+from test_source import KINDS, hashes, open_store, streams
+made = streams(open_store({store!r}), threads=3)
+for kind in KINDS:
+    print("stream", kind, *hashes(made[kind]()))
+"""
+
+
+def test_a_fresh_process_with_op_determinism_gives_the_same_bits(phantom_store):
+    script = FRESH.format(path=[str(ROOT), str(Path(__file__).parent)], store=str(phantom_store.folder))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    )
+    found = {line.split()[1]: line.split()[2:] for line in done.stdout.splitlines() if line.startswith("stream")}
+    assert found == {kind: hashes(make()) for kind, make in streams(phantom_store).items()}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("augment", [NO_AUGMENT, AUGMENT, TURNED])
+def test_raw_batches_finished_in_a_step_are_the_finished_ones(phantom_store, augment, batch):
+    common = {"seed": 5, "augment": augment, "batch": batch, "channels": ("T2w", "FLAIR"), "regions": ("ET", "WT")}
+    finish = finish_of(phantom_store, augment=augment, regions=("ET", "WT"), dtype="bfloat16")
+    step = tf.function(lambda raw: finish(raw))
+    for make in (
+        lambda **k: volume_dataset(phantom_store, extent="full", stop=6, **common, **k),
+        lambda **k: patch_dataset(phantom_store, (20, 18, 16), stop=6, **common, **k),
+    ):
+        finished = hashes(make(dtype="bfloat16"))
+        assert len(finished) == 6 // batch
+        assert [digest(step(raw)) for raw in make(finished=False)] == finished
+
+
+def test_what_a_seed_draws_never_changes_silently(tmp_path):
+    """Golden: integers only, which every machine and version computes alike."""
+    store = fixed_store(tmp_path)
+    patches = {"sampling": "foreground", "foreground": 0.5, "seed": 11, "stop": 6, "extent": "full", "batch": 2}
+    assert crc(patch_dataset(store, (4, 5, 3), augment=AUGMENT, finished=False, **patches)) == GOLDEN_PATCHES
+    volumes = volume_dataset(store, multiple=4, augment=AUGMENT, seed=11, stop=6, finished=False)
+    assert crc(volumes) == GOLDEN_VOLUMES
+
+
+def crc(dataset):
+    parts = (raw[name].numpy().tobytes() for raw in dataset for name in ("bits", "label", "flips"))
+    return zlib.crc32(b"".join(parts))
+
+
+def fixed_store(folder):
+    """Three cases of 8 x 7 x 6 voxels whose every value is written down here."""
+    (folder / "cases").mkdir()
+    geometry = Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
+    records = []
+    for number, case_id in enumerate("abc"):
+        image = (np.arange(8 * 7 * 6 * 2).reshape(8, 7, 6, 2) * (number + 3) % 97).astype(np.int16)
+        image[: number + 1] = 0
+        label = (np.arange(8 * 7 * 6).reshape(8, 7, 6) % 89 == number).astype(np.uint8)
+        label[5, 3, 2] = 2
+        record = CaseRecord(
+            case_id=case_id, patient_id=case_id, spacing_mm=(1.0, 1.0, 1.0), max_abs_error=0.0, zeroed_voxels=0,
+            geometry=geometry, sources=(), stem=case_id, format="", stored=whole(image.shape[:3]), image_bytes=0,
+            image_sha256="", label_bytes=0, label_sha256="", **facts_of(image, label),
+        )  # fmt: skip
+        records.append(write_arrays(folder, record, image, label, format_="npy", cropped=False))
+    manifest = make_manifest(
+        name="fixed", layout="decathlon", channels=("A", "B"), labels={0: "none", 1: "one", 2: "two"},
+        regions={"all": (1, 2), "two": (2,)}, split={"train": ("a", "b", "c"), "val": (), "test": ()}, split_seed=0,
+        cases=records, versions={},
+    )  # fmt: skip
+    write_store(folder, manifest)
+    return open_store(folder)
+
+
+# --- Failures ---
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("make", [volume_dataset, lambda store, **k: patch_dataset(store, (8, 8, 8), **k)])
+def test_a_file_cut_while_a_run_reads_is_told_by_name_after_what_was_good(phantom_store, tmp_path, make, threads):
+    shutil.copytree(phantom_store.folder, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    dataset = make(store, shuffle=False, read_mode="pread", threads=threads)
+    cut = array_path(store.folder, store.cases("train")[2], "x")
+    cut.write_bytes(cut.read_bytes()[:-1])
+    batches = Batches(dataset)
+    good = hashes(make(phantom_store, shuffle=False, stop=2))
+    assert [digest(next(batches)) for _ in range(2)] == good
+    with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
+        next(batches)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_disk_that_fails_is_an_os_error_with_its_file(phantom_store, monkeypatch):
+    def fail(self, record, part, slices):
+        raise OSError(5, "Input/output error", str(array_path(self.folder, record, part)))
+
+    monkeypatch.setattr(Reader, "box", fail)
+    with pytest.raises(OSError, match="Input/output error") as caught, own_errors():
+        list(volume_dataset(phantom_store, read_mode="pread").take(1))
+    assert caught.value.filename.endswith(".x.npy")
+    assert not isinstance(caught.value, tf.errors.OpError)
+
+
+def test_our_own_bugs_stay_tensorflow_s_to_tell(phantom_store, monkeypatch):
+    def fail(self, record, part):
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(Reader, "array", fail)
+    with pytest.raises(tf.errors.OpError, match="a bug"):
+        next(Batches(volume_dataset(phantom_store, read_mode="mmap")))
+
+
+def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
+    def threads():
+        return {thread for thread in threading.enumerate() if "look-ahead" in thread.name}
+
+    gc.collect()
+    before = threads()
+    elements = iter(volume_dataset(phantom_store))
+    gc.collect()
+    assert len(list(elements)) == 4
+    begun = threads() - before
+    assert len(begun) == 1
+    del elements
+    gc.collect()
+    for thread in begun:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sampling": "dense"}, "sampling must be one of random, foreground, grid, got 'dense'"),
+        ({"foreground": 2}, r"foreground must be in \[0, 1\], got 2"),
+        ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
+        ({"regions": ("XX",)}, "regions must be among WT, TC, ET, each once, got XX"),
+        ({"read_mode": "fast"}, "read mode must be one of auto, mmap, pread, ram, got 'fast'"),
+    ],
+)
+def test_bad_patch_arguments_are_refused_by_name(phantom_store, wrong, message):
+    with pytest.raises(InputError, match=message):
+        patch_dataset(phantom_store, (8, 8, 8), **wrong)
+
+
+GOLDEN_PATCHES = 311911526
+GOLDEN_VOLUMES = 946245552

@@ -1,0 +1,129 @@
+"""What is read and drawn for one position: a box of a case's arrays and a few numbers, as NumPy. No TensorFlow.
+
+The half of the data path that needs files. The other half, `finish`, needs none and may run elsewhere.
+"""
+
+from typing import Callable, Dict, Optional, Tuple
+
+import numpy as np
+
+from cpu3d.data.augment import AugmentConfig, sample_params
+from cpu3d.data.look_ahead import LookAhead
+from cpu3d.data.reading import Reading
+from cpu3d.data.records import CaseRecord
+from cpu3d.data.region import Region
+
+BOX = {
+    "bits": ("int16", (None, None, None, None)),
+    "is_half": ("bool", ()),
+    "label": ("uint8", (None, None, None)),
+    "scale": ("float32", (None,)),
+    "shift": ("float32", (None,)),
+    "flips": ("bool", (3,)),
+    "planes": ("float32", (2, 4)),
+    "start": ("int64", (3,)),
+    "size": ("int64", (3,)),
+    "padding": ("int64", (3, 2)),
+}
+"""Name -> dtype and shape of what a Loader gives: `finish` says what each is."""
+
+Slices = Tuple[slice, slice, slice]
+
+
+class Loader:
+    """position -> the arrays of `BOX`, in that order. Any number of threads may call it, in any order."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        place_at: Callable[[int], Tuple[CaseRecord, Region]],
+        *,
+        augment: AugmentConfig,
+        seed: int,
+        start: int,
+        stop: int,
+        horizon: int,
+        threads: int = 1,
+    ):
+        """`place_at` says which part of which case comes at a position; `horizon` is as LookAhead's."""
+        self._reader, self._place_at = reading.reader, place_at
+        self._augment, self._seed = augment, seed
+        self._ahead = LookAhead(
+            reading.reader,
+            lambda position: place_at(position)[0],
+            start=start,
+            stop=stop,
+            page_budget_bytes=reading.plan.page_budget_bytes,
+            horizon=horizon,
+            in_flight=threads + 1,  # TensorFlow lets go of an array when it asks for the next
+            box_at=lambda position: _slices_at(place_at(position)),  # not a method: the look-ahead must not keep this
+        )
+
+    def __call__(self, position: int) -> Tuple[np.ndarray, ...]:
+        position = int(position)
+        self._ahead.at(position)
+        record, region = self._place_at(position)
+        params = sample_params(self._augment, seed=self._seed, position=position, channels=record.channels)
+        scale, shift = normalisation(record)
+        box: Dict[str, np.ndarray] = {
+            **self._arrays(record, region),
+            "scale": np.float32(scale * params.gain),
+            "shift": np.float32(shift * params.gain + params.offset),
+            "flips": np.array(params.flips),
+            "planes": np.float32([params.plane_xy, params.plane_yz]),
+        }
+        return tuple(box[name] for name in BOX)
+
+    def _arrays(self, record: CaseRecord, region: Region) -> Dict[str, np.ndarray]:
+        """The stored arrays and what to take of them: mapped as they are where that is no copy, else the box alone."""
+        inside = occupied(record, region)
+        half = np.bool_(record.image_dtype == "float16")
+        if inside is None:
+            # Nothing but background: one voxel of it, and zeros around.
+            bits, label = np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8)
+            inside, at = Region(region.start, (1, 1, 1)), (0, 0, 0)
+        elif record.format == "npy" and self._reader.mode != "pread":
+            bits, label = (self._reader.array(record, part) for part in "xy")
+            at = tuple(a - b for a, b in zip(inside.start, record.stored.start))
+        else:
+            slices = _slices(record, inside)
+            bits, label = (self._reader.box(record, part, slices) for part in "xy")
+            at = (0, 0, 0)
+        around = [(a - b, d - c) for a, b, c, d in zip(inside.start, region.start, inside.stop, region.stop)]
+        # float16 goes as its bits: a dataset has one dtype, and a view costs nothing.
+        return {
+            "bits": bits.view(np.int16),
+            "is_half": half,
+            "label": label,
+            "start": np.int64(at),
+            "size": np.int64(inside.size),
+            "padding": np.int64(around),
+        }
+
+
+def occupied(record: CaseRecord, region: Region) -> Optional[Region]:
+    """The part of `region` that lies in the case's brain: all that has to be read. None where they do not meet."""
+    start = tuple(max(a, b) for a, b in zip(region.start, record.box.start))
+    stop = tuple(min(a, b) for a, b in zip(region.stop, record.box.stop))
+    size = tuple(b - a for a, b in zip(start, stop))
+    return Region(start, size) if min(size) > 0 else None
+
+
+def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
+    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
+    scale = 1 / np.array(record.channel_std)
+    return scale, -np.array(record.channel_mean) * scale
+
+
+# --- Private helpers ---
+
+
+def _slices_at(place: Tuple[CaseRecord, Region]) -> Slices:
+    record, region = place
+    inside = occupied(record, region)
+    return (slice(0, 0),) * 3 if inside is None else _slices(record, inside)
+
+
+def _slices(record: CaseRecord, inside: Region) -> Slices:
+    """A region of the grid in the stored array's own voxels."""
+    return tuple(slice(a - b, c - b) for a, b, c in zip(inside.start, record.stored.start, inside.stop))

@@ -1,0 +1,215 @@
+"""The arrays of a store's cases, whole or a box of them, read as they lie: mapped, with pread, or unpacked.
+
+A file's length is compared with its record before a byte of it is used, because a map that reaches past the end of its
+file ends the process when it is touched (SIGBUS). So does a file that is cut while it is mapped, and nothing in Python
+can catch that; mode "pread" turns it into an error, and `faulthandler` tells at least where it happened.
+Stores are written so that it cannot happen by themselves: a new file takes the old one's place, never its content.
+"""
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
+
+import numpy as np
+
+from cpu3d.data import page_cache
+from cpu3d.data.array_file import ArrayFile, array_file
+from cpu3d.data.arrays import ALIGNMENT_BYTES, aligned_empty
+from cpu3d.data.file_map import lock_pages
+from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.errors import InputError
+
+Slices = Tuple[slice, slice, slice]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a reader has done so far."""
+
+    arrays: int
+    """Arrays given out, boxes included."""
+    zero_copy: int
+    """Of them, maps: their voxels are the kernel's own pages."""
+    bytes_read: int
+    """Bytes of files that were read for them; of a map, those it gave out."""
+
+    @property
+    def zero_copy_ratio(self) -> float:
+        """Of the arrays given out, the part that was not copied; 0 before the first."""
+        return self.zero_copy / self.arrays if self.arrays else 0.0
+
+
+class Reader:
+    """Reads the arrays of a store's cases. Threads may share one; each process makes its own.
+
+    mode: "mmap", "pread" or "ram" (see `read_mode`). Files in format "b2nd" are read and unpacked in every mode.
+    """
+
+    def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
+        if mode not in ("mmap", "pread", "ram"):
+            raise ValueError(f"mode must be mmap, pread or ram, got {mode!r}")
+        self.folder, self.mode = Path(folder), mode
+        self._seen: Dict[str, Tuple[int, int, int]] = {}
+        self._held: Dict[str, np.ndarray] = {}
+        self._whole: Set[str] = set()
+        self._may_lock = True
+        self._arrays = self._zero_copy = self._bytes_read = 0
+        self._lock = threading.Lock()
+
+    @property
+    def reads(self) -> Reads:
+        with self._lock:
+            return Reads(self._arrays, self._zero_copy, self._bytes_read)
+
+    def array(self, record: CaseRecord, part: str) -> np.ndarray:
+        """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
+
+        A .npy file in mode "mmap" or "ram" is the read-only map itself: its voxels are read when they are touched.
+        Raises InputError for a file that is missing, too long or short, changed since it was first opened or damaged,
+        and for a label of a case without one; OSError, with the file's name, where the disk fails.
+        """
+        with self._open(record, part) as file:
+            if record.format == "b2nd":
+                self._check_content(file)
+                return self._count(file.unpack(), file.size_bytes)
+            if self.mode != "pread":
+                array = file.view(self._content(file))
+                usable = array.ctypes.data % ALIGNMENT_BYTES == 0 and array.dtype.isnative
+                return self._count(array if usable else _aligned(array), array.nbytes, zero_copy=usable)
+            array = file.read()
+            return self._count(array, array.nbytes)
+
+    def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
+        """A box of the stored array as a copy, C order, aligned; of the file only the box's bytes are read.
+
+        `slices`: three of a start and a stop, within the stored array; an empty one gives an empty array. Of a file in
+        format "b2nd" the box's chunks are read, and the whole file once, to compare its hash. Raises as `array`.
+        """
+        with self._open(record, part) as file:
+            slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
+            shape = tuple(one.stop - one.start for one in slices)
+            if min(shape) <= 0:
+                return self._count(aligned_empty([max(n, 0) for n in shape], file.dtype), 0)
+            if record.format == "b2nd":
+                self._check_content(file)
+                return self._count(*file.unpack_box(slices))
+            if self.mode != "pread":
+                if self.mode == "mmap":
+                    with contextlib.suppress(OSError):  # advice; what fails for good fails below
+                        file.ask_for(slices)
+                array = _aligned(file.view(self._content(file))[slices])
+                return self._count(array, array.nbytes)
+            return self._count(*file.read_box(slices))
+
+    def load(self, record: CaseRecord) -> None:
+        """Mode "ram": have a case's files in memory, as their first use would. Raises as `array`."""
+        for part in parts_of(record):
+            with self._open(record, part) as file:
+                self._hold(file)
+
+    def advise(self, record: CaseRecord, slices: Optional[Slices] = None) -> None:
+        """Have a case's files, or a box of each, on their way into memory before they are read; returns at once.
+
+        Mode "ram" does as `load`. A .b2nd file comes whole. Raises as `array`.
+        """
+        if self.mode == "ram":
+            return self.load(record)
+        for part in parts_of(record):
+            with self._open(record, part) as file:
+                if slices is None or record.format == "b2nd":
+                    page_cache.bring_in(file.handle, 0, file.size_bytes)
+                elif all(one.stop > one.start for one in slices):
+                    file.ask_for((*slices, *(slice(0, n) for n in file.shape[3:])))
+
+    def problems(self, record: CaseRecord) -> List[str]:
+        """A line for each of a case's files that is missing, of another length, changed or of another kind.
+
+        Reads no voxel, so damage inside them stays unseen here; a packed file's is seen when it is first read.
+        """
+        found: List[str] = []
+        for part in parts_of(record):
+            try:
+                with self._open(record, part):
+                    pass
+            except InputError as error:
+                found.extend(error.problems)
+        return found
+
+    # --- Private helpers ---
+
+    @contextlib.contextmanager
+    def _open(self, record: CaseRecord, part: str) -> Iterator[ArrayFile]:
+        """A case's file, open, after everything about it that can be checked without its voxels."""
+        if part == "y" and not record.has_label:
+            raise InputError(f"case {record.case_id} must have a label, the store has none; choose a labelled case")
+        path = array_path(self.folder, record, part)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise InputError(f"store file {path} must exist, found none; run `prepare` again") from None
+        try:
+            file = array_file(record, part, path, handle)
+            self._check(file)
+            yield file
+        finally:
+            os.close(handle)
+
+    def _check(self, file: ArrayFile) -> None:
+        status = os.fstat(file.handle)
+        if status.st_size != file.size_bytes:
+            raise InputError(
+                f"store file {file.path} must be {file.size_bytes} bytes long, got {status.st_size};"
+                " delete it and run `prepare` again"
+            )
+        # Everybody who opens a file later compares with what the first of them saw; checking it twice does no harm.
+        now = (status.st_ino, status.st_size, status.st_mtime_ns)
+        name = str(file.path)
+        first = self._seen.get(name)
+        if first is None:
+            file.check_header()
+            self._seen[name] = now
+        elif now != first:
+            raise InputError(
+                f"store file {file.path} must stay as it was while it is read, got a changed one; start this run again"
+            )
+
+    def _check_content(self, file: ArrayFile) -> None:
+        """Before a packed file is first unpacked; from then on it stays as it was, or is refused."""
+        if str(file.path) not in self._whole:
+            file.check_content()
+            self._whole.add(str(file.path))
+
+    def _content(self, file: ArrayFile) -> np.ndarray:
+        return self._hold(file) if self.mode == "ram" else file.content()
+
+    def _hold(self, file: ArrayFile) -> np.ndarray:
+        """A file's bytes as a map that stays, locked while the limit permits: one more would only be refused."""
+        name = str(file.path)
+        if name not in self._held:
+            content = file.content(populate=True)
+            with self._lock:
+                content = self._held.setdefault(name, content)
+                self._may_lock = self._may_lock and lock_pages(content)
+        return self._held[name]
+
+    def _count(self, array: np.ndarray, bytes_read: int, zero_copy: bool = False) -> np.ndarray:
+        with self._lock:
+            self._arrays += 1
+            self._zero_copy += zero_copy
+            self._bytes_read += bytes_read
+        return array
+
+
+def parts_of(record: CaseRecord) -> Tuple[str, ...]:
+    """The arrays that a case has."""
+    return ("x", "y") if record.has_label else ("x",)
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """A native, C-ordered and aligned copy."""
+    out = aligned_empty(array.shape, array.dtype.newbyteorder("="))
+    np.copyto(out, array)
+    return out

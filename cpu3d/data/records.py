@@ -1,0 +1,251 @@
+"""What a store knows of its cases, as frozen records, and their way into JSON and back."""
+
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+
+import numpy as np
+
+from cpu3d.data.region import Region, Shape3
+from cpu3d.errors import InputError
+
+SCHEMA = 2
+"""Version of the store's layout and of its records. A store of another version is refused, never guessed at."""
+
+SPLITS = ("train", "val", "test")
+
+CENTRES = 32
+"""Voxels of each label code that a record keeps for patches to be centred on. A patch is shifted around its centre, so
+many differ; ten thousand voxels a code, as others keep, would be most of the manifest."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The grid a case came in: what it takes to write a prediction that lies on top of its source."""
+
+    shape: Shape3
+    """Voxels along the source's own axes."""
+    affine: Tuple[Tuple[float, ...], ...]
+    """4x4, source voxel to world in mm (RAS+), float64."""
+    axes: str
+    """Where the source's axes point, such as "LPS"."""
+    sform_code: int
+    qform_code: int
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that a case was made from."""
+
+    path: str
+    """Relative to the data set's folder."""
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CaseRecord:
+    """One case of the store. Everything spatial is in the store's grid: axes R A S, voxels X, Y, Z."""
+
+    case_id: str
+    patient_id: str
+    """Cases of one patient never straddle a split."""
+    shape: Shape3
+    """Voxels of the whole grid, also where only a box of it is stored."""
+    spacing_mm: Tuple[float, float, float]
+    box: Region
+    """Smallest box around every voxel that is non-zero in any channel or labelled."""
+    image_dtype: str
+    """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
+    max_abs_error: float
+    """Largest rounding error of the stored image, in standard deviations; 0 when lossless."""
+    channel_mean: Tuple[float, ...]
+    """Per channel, over its non-zero voxels, of the stored values."""
+    channel_std: Tuple[float, ...]
+    channel_min: Tuple[float, ...]
+    channel_max: Tuple[float, ...]
+    channel_voxels: Tuple[int, ...]
+    """Non-zero voxels per channel."""
+    zeroed_voxels: int
+    """NaN or infinite voxels that were set to 0, all channels together."""
+    label_voxels: Dict[int, int]
+    """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
+    centres: Dict[int, Tuple[Shape3, ...]]
+    """Up to `CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
+    geometry: Geometry
+    sources: Tuple[SourceFile, ...]
+    stem: str
+    """Name of the arrays' files, without what follows the first dot. Entries may share arrays."""
+    format: str
+    """How the arrays lie in their files: "npy" or "b2nd"; "" for a case that is in no store."""
+    stored: Region
+    """The part of the grid that the arrays hold. Outside it, image and label are 0."""
+    image_bytes: int
+    """Length of the image's file."""
+    image_sha256: str
+    """Of the image's file."""
+    image_voxels_sha256: str
+    """Of the whole grid's voxels with dtype and shape: the same in every format, cropped or not."""
+    label_bytes: int
+    """0 for a case without a label."""
+    label_sha256: str
+    label_voxels_sha256: str
+
+    @property
+    def has_label(self) -> bool:
+        return bool(self.label_voxels)
+
+    @property
+    def channels(self) -> int:
+        return len(self.channel_mean)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds. A store changes only by getting new cases; what it had stays."""
+
+    name: str
+    layout: str
+    """The data set layout it was read from, such as "decathlon"."""
+    channels: Tuple[str, ...]
+    """Names of the image channels in order, such as ("FLAIR", "T1w", "T1gd", "T2w")."""
+    labels: Dict[int, str]
+    """Label code -> name, 0 is background."""
+    regions: Dict[str, Tuple[int, ...]]
+    """Region name -> label codes it is made of, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
+    split: Dict[str, Tuple[str, ...]]
+    """"train", "val", "test" -> case ids, sorted. Every case is in one, and stays there."""
+    split_seed: int
+    split_hash: str
+    """Twelve hex digits that change whenever a case moves between, into or out of the splits, or its voxels change."""
+    largest_shape: Shape3
+    """Of the cases' grids, axis by axis."""
+    largest_box: Shape3
+    """Of the cases' brains, axis by axis."""
+    unlabelled: Tuple[str, ...]
+    """Cases without a label."""
+    cases: Sequence[CaseRecord]
+    """Sorted by case id. Read from a store they are parsed one at a time, when they are asked for."""
+    versions: Dict[str, str]
+    """Of this project and the libraries that made the store."""
+    schema: int = SCHEMA
+
+
+def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
+    """The manifest of `cases`, with what follows from them worked out; there must be at least one.
+
+    Raises InputError where a patient's cases are in more than one split.
+    """
+    cases = tuple(sorted(cases, key=lambda case: case.case_id))
+    problems = split_problems(split, cases)
+    if problems:
+        raise InputError(*problems)
+    return Manifest(
+        split={name: tuple(sorted(split[name])) for name in SPLITS},
+        split_hash=split_hash(split, cases),
+        largest_shape=_largest([case.shape for case in cases]),
+        largest_box=_largest([case.box.size for case in cases]),
+        unlabelled=tuple(case.case_id for case in cases if not case.has_label),
+        cases=cases,
+        **fields,
+    )
+
+
+def remake(manifest: Manifest, **changes: Any) -> Manifest:
+    """The manifest with other cases or another split, and what follows from them worked out anew."""
+    kept = ("name", "layout", "channels", "labels", "regions", "split", "split_seed", "cases", "versions")
+    return make_manifest(**{name: changes.get(name, getattr(manifest, name)) for name in kept})
+
+
+def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> str:
+    content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
+    listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
+
+
+def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> List[str]:
+    """A line for each patient whose cases are in more than one split: it would be scored on what was trained on."""
+    place_of = {case_id: name for name in SPLITS for case_id in split[name]}
+    places = defaultdict(set)
+    for case in cases:
+        places[case.patient_id].add(place_of[case.case_id])
+    return [
+        f"patient {patient} must be in one split, got {' and '.join(sorted(names))}; keep its cases together"
+        for patient, names in sorted(places.items())
+        if len(names) > 1
+    ]
+
+
+def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps through the code's voxels.
+
+    The middle one of every step, in C order: along X first, so they lie spread over the whole structure.
+    """
+    flat, centres = label.reshape(-1), {}
+    inside = np.flatnonzero(flat)
+    codes = flat[inside]
+    for code in np.unique(codes):
+        voxels = inside[codes == code]
+        steps = min(CENTRES, len(voxels))
+        picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
+        places = np.stack(np.unravel_index(picked, label.shape), -1)
+        centres[int(code)] = tuple(tuple(int(n) for n in place) for place in places)
+    return centres
+
+
+def array_path(folder: Path, record: CaseRecord, part: str) -> Path:
+    """The file of a case's image, `part` "x", or label, "y"."""
+    return Path(folder) / "cases" / f"{record.stem}.{part}.{record.format}"
+
+
+def record_path(folder: Path, case_id: str) -> Path:
+    """The file of a case's own record, from which an unfinished store goes on."""
+    return Path(folder) / "cases" / f"{case_id}.json"
+
+
+def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
+    """A record, or a manifest without its cases, as JSON content.
+
+    Not `dataclasses.asdict`, which copies every voxel of the centres and takes four times as long.
+    """
+    content = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    if isinstance(record, Manifest):
+        del content["cases"]
+        return content
+    for name in ("box", "stored", "geometry"):
+        content[name] = dict(vars(content[name]))
+    content["sources"] = [dict(vars(source)) for source in record.sources]
+    return content
+
+
+def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) -> Manifest:
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    fields["labels"] = {int(code): name for code, name in content["labels"].items()}
+    fields["regions"] = {name: tuple(codes) for name, codes in content["regions"].items()}
+    fields["split"] = {name: tuple(content["split"][name]) for name in SPLITS}
+    return Manifest(cases=cases, **fields)
+
+
+def case_from_json(content: Mapping[str, Any]) -> CaseRecord:
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    for name in ("box", "stored"):
+        fields[name] = Region(tuple(content[name]["start"]), tuple(content[name]["size"]))
+    geometry = dict(content["geometry"])
+    geometry["shape"] = tuple(geometry["shape"])
+    geometry["affine"] = tuple(tuple(row) for row in geometry["affine"])
+    fields["geometry"] = Geometry(**geometry)
+    fields["sources"] = tuple(SourceFile(**source) for source in content["sources"])
+    fields["label_voxels"] = {int(code): count for code, count in content["label_voxels"].items()}
+    fields["centres"] = {int(code): tuple(map(tuple, places)) for code, places in content["centres"].items()}
+    return CaseRecord(**fields)
+
+
+# --- Private helpers ---
+
+
+def _largest(sizes: Sequence[Shape3]) -> Shape3:
+    return tuple(max(axis) for axis in zip(*sizes))

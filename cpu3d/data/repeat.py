@@ -1,0 +1,39 @@
+"""A store of many more entries over the same arrays: the size of a large data set without its disk.
+
+    repeat_entries("store", times=101)  # 484 cases: 48,884 entries
+
+To measure and test what grows with the number of cases. Such a store trains, but it holds no more than it did.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Union
+
+from cpu3d.data.records import Manifest, remake
+from cpu3d.data.store import open_store, write_store
+from cpu3d.errors import InputError
+
+
+def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
+    """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
+
+    The entries of a case share its arrays, its patient and its split. Written in place of the store's manifest, whole
+    or not at all; the arrays are left as they are. Raises InputError for fewer than one entry a case.
+    """
+    if times < 1:
+        raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
+    old = open_store(store_dir).manifest
+    manifest = remake(
+        old,
+        cases=[dataclasses.replace(case, case_id=name) for case in old.cases for name in _names(case.case_id, times)],
+        split={split: [name for one in ids for name in _names(one, times)] for split, ids in old.split.items()},
+    )
+    write_store(store_dir, manifest)
+    return manifest
+
+
+# --- Private helpers ---
+
+
+def _names(case_id: str, times: int):
+    return [f"{case_id}-{number:03d}" for number in range(times)]

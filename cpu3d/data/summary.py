@@ -1,0 +1,71 @@
+"""What `prepare` prints: what it found, and what became of it."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Sequence, Sized
+
+from cpu3d.data.convert import Settings
+from cpu3d.data.layouts import Dataset, describe_labels
+from cpu3d.data.records import SPLITS, Manifest
+from cpu3d.data.resume import quarantined
+
+
+def announce(dataset: Dataset, settings: Settings) -> None:
+    """What was found: cases, channels and what each label code means."""
+    channels = ", ".join(dataset.channels)
+    print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
+    print("Labels and regions:")
+    for line in describe_labels(dataset):
+        print(f"  {line}")
+    for old, new in sorted(settings.label_map.items()):
+        print(f"  {old} in the files is read as {new} {dataset.labels[new]}")
+    if dataset.problems:
+        incomplete = {problem.case_id for problem in dataset.problems}
+        print(f"{count(incomplete, 'more case')} with a file missing or double: told at the end")
+
+
+def summarise(manifest: Manifest, store_dir: Path) -> None:
+    """What a store holds, and what was done to it that a user might not expect."""
+    size_bytes = sum({case.stem: case.image_bytes + case.label_bytes for case in manifest.cases}.values())
+    dtypes = Counter(case.image_dtype for case in manifest.cases)
+    images = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
+    error = max(case.max_abs_error for case in manifest.cases)
+    shapes = sorted({case.shape for case in manifest.cases})
+    print(f"Store {store_dir}: {count(manifest.cases, 'case')}, {size_bytes / 1e6:.0f} MB")
+    print(f"  images   {images}; {f'rounded by up to {error:.1g} std' if error else 'exact'}")
+    print(f"  shapes   {', '.join(map(_by, shapes[:4]))}{', ...' if len(shapes) > 4 else ''}")
+    zeroed = [case for case in manifest.cases if case.zeroed_voxels]
+    if zeroed:
+        voxels = sum(case.zeroed_voxels for case in zeroed)
+        print(f"  zeroed   {voxels} NaN or infinite voxels in {count(zeroed, 'case')} are background now")
+    if any(case.stored.size != case.shape for case in manifest.cases):
+        kept = sum(math.prod(case.stored.size) for case in manifest.cases)
+        share = kept / sum(math.prod(case.shape) for case in manifest.cases)
+        print(f"  crop     brains' boxes only, {share:.0%} of the voxels; all outside is 0 and comes back so")
+    print(f"  brains   fit a box of {_by(manifest.largest_box)}")
+    print(f"  split    {split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}")
+    tell_quarantine(store_dir)
+
+
+def tell_quarantine(store_dir: Path) -> None:
+    bad = quarantined(store_dir)
+    if bad:
+        path = store_dir / "quarantine.jsonl"
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
+
+
+def split_sizes(manifest: Manifest) -> str:
+    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
+
+
+def count(items: Sized, what: str) -> str:
+    """Such as "3 cases" or "1 case"."""
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
+
+
+# --- Private helpers ---
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

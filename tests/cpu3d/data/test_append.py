@@ -1,0 +1,222 @@
+import json
+import shutil
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu3d.data import prepare as prepare_module
+from cpu3d.data.append import append, deal_cases
+from cpu3d.data.convert import Settings
+from cpu3d.data.prepare import prepare
+from cpu3d.data.resume import settings_of
+from cpu3d.data.splits import split_cases
+from cpu3d.data.store import open_store
+from cpu3d.data.verify import verify
+from cpu3d.errors import InputError
+
+SPLITS = ("train", "val", "test")
+
+
+@pytest.fixture
+def data(tmp_path, decathlon):
+    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of the first."""
+    decathlon(tmp_path / "few", 3)
+    decathlon(tmp_path / "many", 6)
+    return tmp_path
+
+
+@pytest.fixture
+def store(data):
+    prepare(data / "few", data / "store", fractions=(1, 1, 1), workers=1)
+    return data / "store"
+
+
+def content_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def arrays_of(folder):
+    return {name: content for name, content in content_of(folder).items() if name.endswith((".npy", ".b2nd"))}
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", True), Settings("float16")])
+def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
+    store = data / "store"
+    prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)
+    prepare(data / "many", data / "direct", fractions=(1, 1, 1), workers=1, settings=settings)
+    old, before = open_store(store), arrays_of(store)
+    done = append(store, data / "many", workers=1)
+    assert done.new == ("BRATS_003", "BRATS_004", "BRATS_005")
+    assert done.known == ("BRATS_000", "BRATS_001", "BRATS_002")
+    assert done.bad == ()
+    new = open_store(store)
+    assert new.manifest == done.manifest
+    assert {name: arrays_of(store)[name] for name in before} == before
+    assert arrays_of(store) == arrays_of(data / "direct")
+    assert list(new.manifest.cases) == list(open_store(data / "direct").manifest.cases)
+    for name in SPLITS:
+        assert set(old.manifest.split[name]) < set(new.manifest.split[name])
+        assert len(new.manifest.split[name]) == 2
+    assert new.manifest.split_hash != old.manifest.split_hash
+    assert settings_of(store) == settings
+    assert verify(store, workers=1).problems == ()
+    assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
+
+
+def test_known_cases_may_come_in_another_folder_under_another_name(data, store):
+    (data / "many").rename(data / "elsewhere")
+    shutil.move(data / "elsewhere/imagesTr", data / "elsewhere/pictures")
+    path = data / "elsewhere/dataset.json"
+    content = json.loads(path.read_text().replace("imagesTr", "pictures"))
+    path.write_text(json.dumps({**content, "name": "another"}))
+    assert append(store, data / "elsewhere", workers=1).new == ("BRATS_003", "BRATS_004", "BRATS_005")
+
+
+def test_where_nothing_is_new_the_store_stays_as_it_is(data, store):
+    before = content_of(store)
+    done = append(store, data / "few", workers=1)
+    assert (done.new, len(done.known)) == ((), 3)
+    assert done.manifest == open_store(store).manifest
+    assert content_of(store) == before
+
+
+def test_a_case_of_the_same_id_from_other_files_is_refused(data, store, write_nifti, tiny_label):
+    before = content_of(store)
+    for number in (0, 2):
+        write_nifti(data / f"many/labelsTr/BRATS_00{number}.nii.gz", tiny_label(3, 2, 1))
+    with pytest.raises(InputError) as caught:
+        append(store, data / "many", workers=1)
+    assert len(caught.value.problems) == 2
+    assert "case BRATS_000 must be the one that store" in str(caught.value)
+    assert content_of(store) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}}, "labels of store"),
+        ({"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "t1gd"}}, "channels of store"),
+    ],
+)
+def test_other_channels_or_labels_are_refused(data, store, decathlon, change, told):
+    before = content_of(store)
+    shutil.rmtree(data / "many")
+    with pytest.raises(InputError, match=told):
+        append(store, decathlon(data / "many", 6, **change), workers=1)
+    assert content_of(store) == before
+
+
+def test_bad_cases_are_told_and_nothing_is_appended_unless_they_may_be_left_out(data, store):
+    before = open_store(store).manifest
+    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
+    (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
+    with pytest.raises(InputError, match="got 2 bad cases; nothing was appended") as caught:
+        append(store, data / "many", workers=1)
+    assert "BRATS_003.nii.gz" in str(caught.value)
+    assert "BRATS_004" in str(caught.value)
+    assert open_store(store).manifest == before
+    done = append(store, data / "many", workers=1, skip_bad=True)
+    assert (done.new, done.bad) == (("BRATS_005",), ("BRATS_003", "BRATS_004"))
+    listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
+    assert listed == ["BRATS_003", "BRATS_004"]
+
+
+def test_a_known_case_that_has_lost_a_file_since_is_no_bad_case(data, store):
+    (data / "many/labelsTr/BRATS_001.nii.gz").unlink()
+    done = append(store, data / "many", workers=1)
+    assert (len(done.new), done.known, done.bad) == (3, ("BRATS_000", "BRATS_002"), ())
+
+
+def test_what_was_left_out_and_is_mended_since_comes_in(data, store):
+    whole = (data / "many/imagesTr/BRATS_003.nii.gz").read_bytes()
+    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
+    (store / "quarantine.jsonl").write_text('{"case_id": "other", "reasons": ["bad", "worse"]}\n')
+    append(store, data / "many", workers=1, skip_bad=True)
+    assert (store / "quarantine.jsonl").read_text().count("\n") == 2
+    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(whole)
+    assert append(store, data / "many", workers=1).new == ("BRATS_003",)
+    assert json.loads((store / "quarantine.jsonl").read_text()) == {"case_id": "other", "reasons": ["bad", "worse"]}
+
+
+def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeypatch):
+    shutil.copytree(store, data / "twin")
+    append(data / "twin", data / "many", workers=1)
+    before = open_store(store).manifest
+    real = prepare_module.outcomes
+
+    def cut_after_two(jobs, workers):
+        for number, pair in enumerate(real(jobs, workers)):
+            yield pair
+            if number == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "outcomes", cut_after_two)
+    with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+        append(store, data / "many", workers=1)
+    assert open_store(store).manifest == before
+    assert verify(store, workers=1).problems == ()
+    assert len(verify(store, workers=1).strays) == 6
+    done = []
+    monkeypatch.setattr(prepare_module, "outcomes", lambda jobs, n: done.extend(jobs) or real(jobs, n))
+    append(store, data / "many", workers=1)
+    assert [job.files.case_id for job in done] == ["BRATS_005"]
+    assert content_of(store) == content_of(data / "twin")
+
+
+def test_an_unfinished_store_is_not_appended_to(data, store):
+    (store / "manifest.json").unlink()
+    with pytest.raises(InputError, match="found none"):
+        append(store, data / "many", workers=1)
+
+
+def test_prepare_refuses_the_grown_data_set_and_names_append(data, store):
+    with pytest.raises(InputError, match="store append"):
+        prepare(data / "many", store, fractions=(1, 1, 1), workers=1)
+
+
+def test_a_known_patients_new_case_goes_where_the_patient_is():
+    split = {"train": ("a1", "b1"), "val": ("c1",), "test": ("d1",)}
+    patients = {"a1": "a", "b1": "b", "c1": "c", "d1": "d"}
+    dealt = deal_cases(split, patients, {"d2": "d", "a2": "a", "c2": "c"}, seed=0)
+    assert dealt == {"train": ("a1", "a2", "b1"), "val": ("c1", "c2"), "test": ("d1", "d2")}
+
+
+def test_new_patients_keep_the_shares_and_come_in_the_order_of_their_hashes():
+    # 8 : 1 : 1 of ten patients; with ten more the shares ask for 16 : 2 : 2, so 8, 1 and 1 come in.
+    old = {f"old{number}": f"old{number}" for number in range(10)}
+    split = {"train": tuple(sorted(old)[:8]), "val": (sorted(old)[8],), "test": (sorted(old)[9],)}
+    new = {f"new{number}": f"patient{number}" for number in range(10)}
+    dealt = deal_cases(split, old, new, seed=4)
+    assert [len(dealt[name]) for name in SPLITS] == [16, 2, 2]
+    alone = split_cases(new, fractions=(0.8, 0.1, 0.1), seed=4)
+    assert {name: tuple(sorted(set(dealt[name]) - set(old))) for name in SPLITS} == alone
+
+
+def test_a_split_that_had_no_patients_gets_none():
+    dealt = deal_cases({"train": ("a",), "val": (), "test": ()}, {"a": "a"}, {"b": "b", "c": "c"}, seed=0)
+    assert dealt == {"train": ("a", "b", "c"), "val": (), "test": ()}
+
+
+@given(
+    have=st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any),
+    new=st.integers(0, 30),
+    cases_each=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient(have, new, cases_each, seed):
+    old, split = {}, {}
+    for name, count in zip(SPLITS, have):
+        split[name] = tuple(f"{name}{number}" for number in range(count))
+        old.update({case_id: case_id for case_id in split[name]})
+    more = {f"new{patient}-{number}": f"new{patient}" for patient in range(new) for number in range(cases_each)}
+    dealt = deal_cases(split, old, more, seed=seed)
+    assert all(set(split[name]) <= set(dealt[name]) for name in SPLITS)
+    assert sorted(sum(dealt.values(), ())) == sorted([*old, *more])
+    patients = {**old, **more}
+    assert max(Counter(p for name in SPLITS for p in {patients[c] for c in dealt[name]}).values()) == 1
+    total = sum(have) + new
+    for name, count in zip(SPLITS, have):
+        now = len({patients[case_id] for case_id in dealt[name]})
+        assert abs(now - count / sum(have) * total) < 1

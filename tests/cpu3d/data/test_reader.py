@@ -1,0 +1,410 @@
+import dataclasses
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cpu3d.data.reader
+from cpu3d.data import array_file
+from cpu3d.data.arrays import npy_header
+from cpu3d.data.reader import Reader
+from cpu3d.data.records import array_path
+from cpu3d.data.region import Region
+from cpu3d.errors import InputError
+
+MODES = ("mmap", "pread", "ram")
+SHAPE = (7, 6, 5)
+
+
+def voxels(shape=SHAPE, channels=2, dtype=np.int16, seed=0):
+    """An image of distinct values, as far as the dtype goes, and a label."""
+    values = np.random.default_rng(seed).permutation(np.prod((*shape, channels))).reshape(*shape, channels)
+    return values.astype(dtype), (values[..., 0] % 251).astype(np.uint8)
+
+
+def maps():
+    """What is mapped into this process."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def case(tmp_path, stored_case):
+    """A case in a store of its own: (folder, record, image, label)."""
+    image, label = voxels()
+    return tmp_path, stored_case(tmp_path, image, label), image, label
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["npy", "b2nd"])
+@pytest.mark.parametrize("dtype", [np.int16, np.float16])
+def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path, stored_case, mode, kind, dtype):
+    image, label = voxels(dtype=dtype)
+    record = stored_case(tmp_path, image, label, kind=kind)
+    reader = Reader(tmp_path, mode)
+    for part, stored in (("x", image), ("y", label)):
+        array = reader.array(record, part)
+        assert array.dtype == stored.dtype
+        assert array.flags.c_contiguous
+        assert array.ctypes.data % 64 == 0
+        np.testing.assert_array_equal(array, stored)
+    assert reader.reads.zero_copy_ratio == (1 if kind == "npy" and mode != "pread" else 0)
+    assert reader.reads.arrays == 2
+
+
+@st.composite
+def arrays_and_boxes(draw):
+    """(shape, channels, slices), boxes that are whole along some axes and empty ones among them."""
+    shape = tuple(draw(st.integers(1, 12)) for _ in range(3))
+    slices = tuple(slice(a, draw(st.integers(a, n))) for a, n in ((draw(st.integers(0, n)), n) for n in shape))
+    whole = draw(st.tuples(*[st.booleans()] * 3))
+    slices = tuple(slice(0, n) if all_ else part for all_, part, n in zip(whole, slices, shape))
+    return shape, draw(st.integers(1, 3)), slices
+
+
+@pytest.mark.parametrize("gap_bytes", [4, array_file.GAP_BYTES])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrays_and_boxes())
+def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, monkeypatch, gap_bytes, drawn):
+    shape, channels, slices = drawn
+    monkeypatch.setattr(array_file, "GAP_BYTES", gap_bytes)  # so that small arrays meet each way to read a box
+    image, label = voxels(shape, channels)
+    records = [stored_case(tmp_path, image, label, kind=kind) for kind in ("npy", "b2nd")]
+    for record in records:
+        for mode in MODES:
+            reader = Reader(tmp_path, mode)
+            for part, stored in (("x", image), ("y", label)):
+                box = reader.box(record, part, slices)
+                assert box.flags.c_contiguous
+                assert box.flags.writeable
+                assert box.ctypes.data % 64 == 0 or box.size == 0
+                assert box.dtype == stored.dtype
+                np.testing.assert_array_equal(box, stored[slices])
+
+
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_only_the_bytes_of_the_box_are_read(tmp_path, stored_case, mode):
+    image, _ = voxels((64, 64, 64), 4)
+    record = stored_case(tmp_path, image)
+    reader = Reader(tmp_path, mode)
+    reader.box(record, "x", (slice(3, 11), slice(20, 28), slice(40, 48)))
+    # 8 planes of 8 rows of 8 voxels of 8 bytes; pread takes the rows of a plane in one, with what lies between them.
+    assert reader.reads.bytes_read == (8 * 8 * 64 if mode == "mmap" else 8 * (7 * 512 + 64))
+
+
+def test_of_a_packed_file_only_the_chunks_of_the_box_are_read(tmp_path, stored_case):
+    image, _ = voxels((136, 130, 40), 1)  # 2 x 2 x 1 chunks of at most 128^3
+    record = stored_case(tmp_path, image, kind="b2nd")
+    read = {}
+    for name, slices in {
+        "corner": (slice(129, 131), slice(129, 130), slice(0, 1)),
+        "first": (slice(0, 2), slice(0, 1), slice(0, 1)),
+        "all": (slice(120, 131), slice(120, 130), slice(0, 40)),
+    }.items():
+        reader = Reader(tmp_path)
+        reader.box(record, "x", slices)
+        read[name] = reader.reads.bytes_read
+    assert read["corner"] < 0.01 * record.image_bytes
+    assert 0.8 * record.image_bytes < read["first"] < read["all"] <= record.image_bytes
+
+
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_a_patch_comes_out_of_a_file_larger_than_any_memory(tmp_path, make_record, mode):
+    shape = (8192, 8192, 4096)  # 550 GB, of which the disk holds a few pages
+    header = npy_header(np.int16, (*shape, 1))
+    size_bytes = len(header) + 2 * int(np.prod(shape))
+    record = make_record(shape=shape, stored=Region((0, 0, 0), shape), image_bytes=size_bytes)
+    (tmp_path / "cases").mkdir()
+    patch = np.arange(2, dtype=np.int16)
+    with open(array_path(tmp_path, record, "x"), "wb") as file:
+        file.write(header)
+        try:
+            file.truncate(size_bytes)
+        except OSError as error:
+            pytest.skip(f"no file of that length on this file system: {error}")
+        file.seek(len(header) + 2 * ((8000 * 8192 + 8000) * 4096 + 4000))
+        file.write(patch.tobytes())
+    box = Reader(tmp_path, mode).box(record, "x", (slice(7999, 8001), slice(7999, 8001), slice(4000, 4002)))
+    np.testing.assert_array_equal(box[1, 1, :, 0], patch)
+    assert not box[0].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["npy", "b2nd"])
+@pytest.mark.parametrize("length", [0, 50, -1, 1])
+def test_a_file_of_another_length_is_refused_before_it_is_mapped(
+    tmp_path, stored_case, monkeypatch, mode, kind, length
+):
+    image, label = voxels()
+    record = stored_case(tmp_path, image, label, kind=kind)
+    stored_case(tmp_path, image, label, stem="b", kind=kind)
+    path = array_path(tmp_path, record, "x")
+    os.truncate(path, length if length in (0, 50) else record.image_bytes + length)
+    monkeypatch.setattr(array_file, "map_file", lambda *_, **__: pytest.fail("mapped"))
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
+        found = path.stat().st_size
+        message = f"store file {path} must be {record.image_bytes} bytes long, got {found}; delete it and run"
+        with pytest.raises(InputError, match=re.escape(message)):
+            read(Reader(tmp_path, mode))
+    monkeypatch.undo()
+    np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
+    good = dataclasses.replace(record, stem="b")
+    np.testing.assert_array_equal(Reader(tmp_path, mode).array(good, "x"), image)
+
+
+def test_a_missing_file_is_told_by_name(case):
+    folder, record, _, _ = case
+    path = array_path(folder, record, "y")
+    path.unlink()
+    with pytest.raises(InputError, match=re.escape(f"store file {path} must exist, found none; run `prepare` again")):
+        Reader(folder).array(record, "y")
+
+
+def test_a_case_without_a_label_says_so(tmp_path, stored_case):
+    record = stored_case(tmp_path, voxels()[0])
+    with pytest.raises(InputError, match="case a must have a label"):
+        Reader(tmp_path).array(record, "y")
+
+
+@pytest.mark.parametrize(
+    "other", [np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")]
+)
+def test_a_file_of_another_array_is_refused(case, other):
+    folder, record, _, label = case
+    path = array_path(folder, record, "x")
+    np.save(path, other)
+    assert path.stat().st_size == record.image_bytes
+    for mode in MODES:
+        message = re.escape(f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete")
+        with pytest.raises(InputError, match=message):
+            Reader(folder, mode).array(record, "x")
+    np.testing.assert_array_equal(Reader(folder).array(record, "y"), label)
+
+
+def test_a_record_that_its_file_contradicts_is_never_read_past_the_end(case):
+    folder, record, _, _ = case
+    os.truncate(array_path(folder, record, "x"), record.image_bytes - 4096 % record.image_bytes)
+    cut = dataclasses.replace(record, image_bytes=array_path(folder, record, "x").stat().st_size)
+    with pytest.raises(InputError, match="got another header"):
+        Reader(folder).array(cut, "x")
+
+
+@pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
+def test_a_damaged_packed_file_is_told_by_name(tmp_path, stored_case, flipped):
+    image, label = voxels((40, 40, 40))
+    record = stored_case(tmp_path, image, label, kind="b2nd")
+    path = array_path(tmp_path, record, "x")
+    content = bytearray(path.read_bytes())
+    content[flipped] = bytes(byte ^ 1 for byte in content[flipped])
+    path.write_bytes(content)
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 40),) * 3)):
+        with pytest.raises(InputError, match=re.escape(f"store file {path} must be a .b2nd array of int16")):
+            read(Reader(tmp_path))
+    np.testing.assert_array_equal(Reader(tmp_path).array(record, "y"), label)
+
+
+def test_a_packed_file_of_another_array_is_refused(tmp_path, stored_case):
+    record = stored_case(tmp_path, voxels()[0], kind="b2nd")
+    other = dataclasses.replace(record, channel_mean=(0.0,))
+    for read in (lambda reader: reader.array(other, "x"), lambda reader: reader.box(other, "x", (slice(0, 1),) * 3)):
+        with pytest.raises(InputError, match=re.escape("(7, 6, 5, 1), got int16 (7, 6, 5, 2); delete")):
+            read(Reader(tmp_path))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_replaced_under_a_reader_is_told(case, mode):
+    folder, record, image, label = case
+    reader = Reader(folder, mode)
+    before = reader.array(record, "x")
+    path = array_path(folder, record, "x")
+    new = path.with_suffix(".new")
+    new.write_bytes(path.read_bytes())
+    os.replace(new, path)
+    for _ in range(2):
+        with pytest.raises(InputError, match=re.escape(f"store file {path} must stay as it was while it is read, got")):
+            reader.box(record, "x", (slice(0, 1),) * 3)
+    np.testing.assert_array_equal(before, image)  # what was given out before lives on
+    np.testing.assert_array_equal(reader.array(record, "y"), label)
+    np.testing.assert_array_equal(Reader(folder, mode).array(record, "x"), image)
+
+
+def test_a_file_written_to_under_a_reader_is_told(case):
+    folder, record, _, _ = case
+    reader = Reader(folder)
+    reader.array(record, "x")
+    path = array_path(folder, record, "x")
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(InputError, match="must stay as it was"):
+        reader.array(record, "x")
+
+
+def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
+    folder, record, _, label = case
+    path = array_path(folder, record, "x")
+    preadv = os.preadv
+
+    def cut_then_read(handle, buffers, offset):
+        if offset > 0:
+            os.truncate(path, 200)
+        return preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_then_read)
+    message = f"store file {path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
+    with pytest.raises(InputError, match=re.escape(message)):
+        Reader(folder, "pread").array(record, "x")
+    monkeypatch.undo()
+    np.testing.assert_array_equal(Reader(folder, "pread").array(record, "y"), label)
+
+
+def test_a_read_that_gives_less_than_it_was_asked_for_goes_on(case, monkeypatch):
+    folder, record, image, _ = case
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda handle, buffers, offset: preadv(handle, [buffers[0][:33]], offset))
+    reader = Reader(folder, "pread")
+    np.testing.assert_array_equal(reader.array(record, "x"), image)
+    box = (slice(1, 5), slice(2, 4), slice(1, 4))
+    np.testing.assert_array_equal(reader.box(record, "x", box), image[box])
+
+
+@pytest.mark.parametrize("mode", ["pread", "mmap"])
+def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode):
+    folder, record, _, _ = case
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        Reader(folder, mode).array(record, "x")
+    assert raised.value.filename == str(array_path(folder, record, "x"))
+
+
+def test_advice_that_fails_does_not_stop_a_read(case, monkeypatch):
+    folder, record, image, _ = case
+
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "no advice")
+
+    monkeypatch.setattr(array_file.page_cache, "resident", fail)
+    monkeypatch.setattr(array_file.page_cache, "bring_in", fail)
+    box = (slice(1, 5), slice(2, 4), slice(1, 4))
+    np.testing.assert_array_equal(Reader(folder).box(record, "x", box), image[box])
+
+
+def test_problems_names_every_bad_file_of_a_case_and_reads_no_voxel(case):
+    folder, record, _, _ = case
+    assert Reader(folder).problems(record) == []
+    assert Reader(folder).reads.bytes_read == 0
+    os.truncate(array_path(folder, record, "x"), 10)
+    array_path(folder, record, "y").unlink()
+    found = Reader(folder).problems(record)
+    assert [line.split(" must ")[0] for line in found] == [
+        f"store file {array_path(folder, record, part)}" for part in "xy"
+    ]
+
+
+def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
+    folder, record, image, _ = case
+    reader = Reader(folder)
+    part = reader.array(record, "x")[2:3]
+    assert str(array_path(folder, record, "x")) in maps()
+    np.testing.assert_array_equal(part, image[2:3])
+    with pytest.raises(ValueError, match="read-only"):
+        part[...] = 0
+    del part
+    assert str(array_path(folder, record, "x")) not in maps()
+    for mode in MODES:
+        before = len(os.listdir("/proc/self/fd"))
+        reader = Reader(folder, mode)
+        kept = [reader.array(record, "x"), reader.array(record, "y")]
+        assert len(os.listdir("/proc/self/fd")) == before
+        del kept
+
+
+def test_ram_maps_a_file_once_and_keeps_it(case):
+    folder, record, _, _ = case
+    reader = Reader(folder, "ram")
+    reader.load(record)
+    assert reader.array(record, "x").ctypes.data == reader.array(record, "x").ctypes.data
+    assert str(array_path(folder, record, "y")) in maps()
+    del reader
+    assert str(array_path(folder, record, "y")) not in maps()
+
+
+def test_ram_works_where_pages_may_not_be_locked(case, monkeypatch):
+    folder, record, image, _ = case
+    asked = []
+    monkeypatch.setattr(cpu3d.data.reader, "lock_pages", lambda array: asked.append(array.nbytes))
+    reader = Reader(folder, "ram")
+    np.testing.assert_array_equal(reader.array(record, "x"), image)
+    reader.load(record)
+    assert asked == [record.image_bytes]  # one refusal is enough
+
+
+def test_threads_may_share_a_reader(tmp_path, stored_case):
+    stored = {}
+    for n in range(6):
+        image, label = voxels(seed=n)
+        stored[str(n)] = stored_case(tmp_path, image, label, stem=str(n)), image
+    for mode in MODES:
+        reader, wrong = Reader(tmp_path, mode), []
+
+        def read(reader=reader, wrong=wrong):
+            for record, image in list(stored.values()) * 5:
+                if not np.array_equal(reader.array(record, "x"), image):
+                    wrong.append(record.stem)
+                if not np.array_equal(reader.box(record, "x", (slice(1, 3),) * 3), image[1:3, 1:3, 1:3]):
+                    wrong.append(record.stem)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert reader.reads.arrays == 4 * 6 * 5 * 2
+
+
+CHILD = """
+import sys
+from cpu3d.data.file_map import map_file
+import os
+handle = os.open(sys.argv[1], os.O_RDONLY)
+array = map_file(handle, os.fstat(handle).st_size)
+total = int(array.sum())
+print("ready", flush=True)
+sys.stdin.readline()
+pages = [line for line in open("/proc/self/smaps").read().split("\\n")]
+start = next(place for place, line in enumerate(pages) if line.endswith(sys.argv[1]))
+fields = dict(line.split(":") for line in pages[start + 1 : start + 20] if line.endswith("kB"))
+print(int(fields["Rss"].split()[0]), int(fields["Pss"].split()[0]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_share_one_set_of_pages(tmp_path, stored_case):
+    if not os.path.exists("/proc/self/smaps"):
+        pytest.skip("no /proc/self/smaps here")
+    record = stored_case(tmp_path, np.ones((128, 128, 64, 4), np.int16))
+    command = [sys.executable, "-c", CHILD, str(array_path(tmp_path, record, "x"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    try:
+        for child in children:
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            print(file=child.stdin, flush=True)
+            resident_kb, share_kb = map(int, child.stdout.readline().split())
+            assert resident_kb == pytest.approx(record.image_bytes / 1024, rel=0.02)
+            assert share_kb == pytest.approx(resident_kb / 2, rel=0.02)
+    finally:
+        for child in children:
+            child.communicate("\n")

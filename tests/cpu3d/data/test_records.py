@@ -1,0 +1,109 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu3d.data.records import (
+    CENTRES,
+    SCHEMA,
+    array_path,
+    case_from_json,
+    centres_of,
+    manifest_from_json,
+    record_path,
+    remake,
+    split_problems,
+    to_json,
+)
+from cpu3d.data.region import Region
+from cpu3d.errors import InputError
+
+
+def through_json(content):
+    return json.loads(json.dumps(content))
+
+
+def test_a_record_survives_json_unchanged(make_record):
+    record = make_record(stored=Region((1, 1, 1), (2, 2, 3)), max_abs_error=0.25)
+    assert case_from_json(through_json(to_json(record))) == record
+    unlabelled = make_record(label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
+    assert not unlabelled.has_label
+    assert case_from_json(through_json(to_json(unlabelled))) == unlabelled
+
+
+def test_a_manifest_survives_json_beside_its_cases(make_record, manifest_of):
+    manifest = manifest_of([make_record("b"), make_record("a", label_voxels={})], {"train": ["b"], "test": ["a"]})
+    content = through_json(to_json(manifest))
+    assert "cases" not in content
+    assert content["schema"] == SCHEMA
+    assert manifest_from_json(content, manifest.cases) == manifest
+
+
+def test_a_manifest_works_out_what_follows_from_its_cases(make_record, manifest_of):
+    small = make_record("b", shape=(9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
+    large = make_record("a", shape=(4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)), label_voxels={})
+    manifest = manifest_of([small, large])
+    assert [case.case_id for case in manifest.cases] == ["a", "b"]
+    assert manifest.split["train"] == ("a", "b")
+    assert manifest.largest_shape == (9, 8, 5)
+    assert manifest.largest_box == (9, 5, 5)
+    assert manifest.unlabelled == ("a",)
+
+
+def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
+    label = np.zeros((4, 4, 8), np.uint8)
+    label[:2] = 1  # flat voxels 0..63: two a step, the second of each is kept
+    label[3, 3] = 7  # eight voxels: all of them
+    centres = centres_of(label)
+    assert list(centres) == [1, 7]
+    assert centres[1][:5] == ((0, 0, 1), (0, 0, 3), (0, 0, 5), (0, 0, 7), (0, 1, 1))
+    assert centres[1][-1] == (1, 3, 7)
+    assert len(centres[1]) == CENTRES
+    assert centres[7] == tuple((3, 3, z) for z in range(8))
+    assert all(type(n) is int for place in centres[1] for n in place)
+
+
+def test_a_label_without_foreground_has_no_centres():
+    assert centres_of(np.zeros((2, 2, 2), np.uint8)) == {}
+
+
+@given(st.integers(0, 10_000), st.integers(0, 5))
+def test_centres_lie_in_their_code_are_different_and_as_many_as_there_may_be(seed, codes):
+    label = np.random.default_rng(seed).integers(0, codes + 1, (5, 4, 6)).astype(np.uint8)
+    centres = centres_of(label)
+    assert set(centres) == set(np.unique(label)) - {0}
+    for code, places in centres.items():
+        assert all(label[place] == code for place in places)
+        assert list(places) == sorted(set(places))
+        assert len(places) == min(CENTRES, np.count_nonzero(label == code))
+
+
+def test_a_patient_in_two_splits_is_told_and_refused(make_record, manifest_of):
+    records = [make_record(name, patient_id=patient) for name, patient in (("a", "p"), ("b", "p"), ("c", "q"))]
+    split = {"train": ["a", "c"], "val": ["b"], "test": []}
+    assert split_problems({**split, "train": ["a", "b", "c"], "val": []}, records) == []
+    (told,) = split_problems(split, records)
+    assert "patient p must be in one split, got train and val" in told
+    with pytest.raises(InputError, match="patient p"):
+        manifest_of(records, split)
+
+
+def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else(make_record, manifest_of):
+    cases = [make_record("a"), make_record("b")]
+    manifest = manifest_of(cases, {"train": ["a"], "val": ["b"]})
+    assert len(manifest.split_hash) == 12
+    assert manifest_of(cases[::-1], {"val": ["b"], "train": ["a"]}).split_hash == manifest.split_hash
+    repacked = make_record("a", format="b2nd", image_sha256="0", label_sha256="0", stored=cases[0].box, image_bytes=9)
+    assert remake(manifest, cases=[repacked, cases[1]]).split_hash == manifest.split_hash
+    assert remake(manifest, split={"train": ["b"], "val": ["a"], "test": []}).split_hash != manifest.split_hash
+    for changed in ("image_voxels_sha256", "label_voxels_sha256"):
+        other = make_record("a", **{changed: "0"})
+        assert remake(manifest, cases=[other, cases[1]]).split_hash != manifest.split_hash
+
+
+def test_files_are_named_by_stem_part_and_format(make_record, tmp_path):
+    record = make_record("a-007", stem="a", format="b2nd")
+    assert array_path(tmp_path, record, "y") == tmp_path / "cases/a.y.b2nd"
+    assert record_path(tmp_path, "a-007") == tmp_path / "cases/a-007.json"
