@@ -37,6 +37,7 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
         threads=threads,
         averaged=config.ema > 0,
         from_store=True,
+        resampled=config.augment.resamples,
         cases=cases,
     )
 

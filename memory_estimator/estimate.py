@@ -24,8 +24,8 @@ upper bound."""
 AROUND_SHARE = 0.1
 """Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
 
-PREPARED_BYTES = 13
-"""Bytes a value that normalising a volume takes at its most: three float32 copies and a mask (cpu3d.data.source)."""
+RESAMPLED_BYTES = 13
+"""Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
 
 
 @dataclass(frozen=True)
@@ -188,5 +188,7 @@ def _preparation_bytes(job: Job) -> int:
         return 0
     volume = job.voxels // job.micro
     values = volume * job.unet.channels
+    # Slabs, finished one by one, and the volume that they are put together into.
+    value_bytes = RESAMPLED_BYTES if job.resampled else 2 * DTYPE_BYTES[job.unet.dtype]
     ready = job.voxels * (job.unet.channels * DTYPE_BYTES[job.unet.dtype] + job.unet.outputs) if job.micro > 1 else 0
-    return values * PREPARED_BYTES + volume * (4 + job.unet.outputs) + ready
+    return values * value_bytes + volume * (4 + job.unet.outputs) + ready

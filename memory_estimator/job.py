@@ -33,6 +33,8 @@ class Job:
     from_store: bool = False
     """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too. False is
     `bench memory`, which gives the same batch again and again."""
+    resampled: bool = False
+    """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
     cases: int = 0
     """Training cases, which make an epoch; 0 is unknown."""
 

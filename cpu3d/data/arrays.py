@@ -1,7 +1,7 @@
 """How an array lies in its file: .npy, which maps into memory as it is, or .b2nd (Blosc2), a tenth of the size.
 
-A .npy file is for disks that are fast or data that stays in the page cache: nothing is unpacked, a part is a part of the
-file. A .b2nd file is for disks and networks that are slow: less is read, and what is read has to be unpacked.
+A .npy file is for fast disks or data that stays in the page cache: nothing is unpacked, a part is a part of the file.
+A .b2nd file is for slow disks and networks: less is read, and what is read has to be unpacked.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ ALIGNMENT_BYTES = 64
 BLOCK_VOXELS = (32, 32, 16)
 """Of a .b2nd block, what is unpacked at least: 128 KiB of four int16 channels, so it stays in a core's L2 cache."""
 CHUNK_VOXELS = (128, 128, 128)
-"""Of a .b2nd chunk, what is read at least. A chunk holds all channels: a patch needs them all, and one that did not took
-three times as long to read."""
+"""Of a .b2nd chunk, what is read at least. A chunk holds all channels: a patch needs them all, and takes three times as
+long from chunks of one channel."""
 
 Bytes = Union[bytes, memoryview]
 
@@ -43,7 +43,7 @@ def encode(array: np.ndarray, format_: str) -> List[Bytes]:
     import blosc2
 
     chunks, blocks = b2nd_layout(array.shape)
-    # Shuffling bytes and LZ4HC: of the codecs and filters tried on MRI and CT, the fastest to unpack; ZSTD is a tenth smaller.
+    # Of the codecs and filters tried on MRI and CT the fastest to unpack; ZSTD is a tenth smaller.
     parameters = {
         "codec": blosc2.Codec.LZ4HC,
         "clevel": 5,
@@ -84,7 +84,8 @@ def b2nd_layout(shape: Sequence[int]) -> Tuple[Tuple[int, ...], Tuple[int, ...]]
 def npy_header(dtype, shape: Sequence[int]) -> bytes:
     """What comes before the voxels in a .npy file of a C-ordered array; its length is a multiple of 64 bytes."""
     header = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": tuple(shape)}
+    dtype = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    description = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, description)
     return header.getvalue()
 

@@ -40,6 +40,10 @@ class Finish:
     resamples: bool = False
     """Whether to rotate and scale by raw["planes"]. It is costly, so it is not done where nothing was drawn."""
 
+    def __post_init__(self):
+        if not self.codes or not all(codes and 0 not in codes for codes in self.codes):
+            raise ValueError(f"codes must be labels of each region, 0 (background) not among them, got {self.codes}")
+
     def __call__(self, raw: Dict[str, tf.Tensor]) -> Tuple[tf.Tensor, tf.Tensor]:
         """One sample, or a batch, all at once: image (..., X, Y, Z, C) in `dtype`, target (..., X, Y, Z, R) uint8."""
         image = _normalise(raw["bits"], raw["is_half"], raw["scale"], raw["shift"])
@@ -49,7 +53,7 @@ class Finish:
             image = resample(image, plane_xy, plane_yz, linear=True)
             label = resample(label[..., None], plane_xy, plane_yz, linear=False)[..., 0]
         image = flip(tf.cast(image, self.dtype), raw["flips"])
-        label = flip(label, raw["flips"])
+        label = flip(tf.cast(label, tf.float32), raw["flips"])  # not every operation on uint8 has a GPU's kernel
         inside = [tf.reduce_any([tf.equal(label, code) for code in codes], 0) for codes in self.codes]
         return image, tf.cast(tf.stack(inside, -1), tf.uint8)
 

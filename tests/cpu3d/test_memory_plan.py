@@ -6,6 +6,7 @@ import math
 import pytest
 
 from cpu3d.config import RunConfig
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.memory_plan import check_fits, describe, for_log, foresee, job_of, pick_policy, under
 from memory_estimator.calibration import find_constants
@@ -32,6 +33,8 @@ def test_a_run_is_the_job_that_the_estimator_knows():
         RUN.unet, (240, 240, 160), batch=4, micro_batch=4, engine="itex", threads=2, averaged=True, from_store=True,
         cases=9,
     )  # fmt: skip
+    turned = dataclasses.replace(RUN, augment=AugmentConfig(rotation_deg=10))
+    assert job_of(turned, threads=2, cases=9).resampled
 
 
 def priced(monkeypatch):

@@ -68,10 +68,13 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation():
     fed, from_store = of(), of(from_store=True)
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
-    prepared = 96**3 * (4 * 13 + 4 + 3)
+    prepared = 96**3 * (4 * 2 * 2 + 4 + 3)
     assert fed.upper_bound_bytes == fed.accuracy.upper_bound(fed.process_peak_bytes)
     around = int(0.1 * from_store.process_peak_bytes)
     assert from_store.upper_bound_bytes - prepared - around == fed.accuracy.upper_bound(from_store.process_peak_bytes)
+    # To be rotated it is whole in float32, a few times over.
+    rotated = of(from_store=True, resampled=True).upper_bound_bytes
+    assert rotated - from_store.upper_bound_bytes == 96**3 * 4 * (13 - 2 * 2)
     # Several volumes lie side by side before they are copied into one batch.
     both, one = (of(from_store=True, batch=batch, micro_batch=batch) for batch in (2, 1))
     bound = lambda peak: of().accuracy.upper_bound(peak) + int(0.1 * peak)

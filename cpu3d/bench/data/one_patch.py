@@ -15,7 +15,9 @@ from cpu3d.bench.data.worker import in_fresh_process
 
 WHOLE_GZ, WHOLE_NII, S0_NII, STORE = ".nii.gz, all of it", ".nii, all of it", ".nii, dataobj[roi] (S0)", "store, mmap"
 
-SLOW = (WHOLE_GZ, ".nii.gz, dataobj[roi]", WHOLE_NII)
+FLOAT_GZ, FLOAT_NII = ".nii.gz, all of it as float32", ".nii, all of it as float32"
+
+SLOW = (WHOLE_GZ, WHOLE_NII, FLOAT_GZ, FLOAT_NII, ".nii.gz, dataobj[roi]")
 """Of these one patch a round is enough."""
 
 VOLUMES = 3
@@ -127,12 +129,16 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
         images = [path for path in array_files(store_folder) if ".x." in path.name]
         return lambda position: touched(load(position)), images
 
+    # The file's own dtype is the least that "all of it" can be; get_fdata, which most users call, makes float32 of it.
     whole = lambda proxy, slices: np.array(proxy)[slices]  # noqa: E731
+    as_float = lambda proxy, slices: proxy.get_scaled(np.float32)[slices]  # noqa: E731
     mapped = lambda proxy, slices: np.asanyarray(proxy)[slices]  # noqa: E731
     sliced = lambda proxy, slices: proxy[slices]  # noqa: E731
     ways = {
         WHOLE_GZ: by_nibabel(packed, whole),
         WHOLE_NII: by_nibabel(plain, whole),
+        FLOAT_GZ: by_nibabel(packed, as_float),
+        FLOAT_NII: by_nibabel(plain, as_float),
         ".nii.gz, dataobj[roi]": by_nibabel(packed, sliced),
         S0_NII: by_nibabel(plain, sliced),
         ".nii, mapped and sliced": by_nibabel(plain, mapped),

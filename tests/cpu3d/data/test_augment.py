@@ -75,6 +75,20 @@ def test_image_and_label_turn_together():
     assert overlap > 0.95
 
 
+def test_a_batch_is_mirrored_and_turned_sample_by_sample():
+    volumes = tf.constant(np.random.default_rng(0).normal(size=(8, 5, 6, 7, 2)).astype("f4"))
+    config = AugmentConfig(rotation_deg=20, scaling=0.2)
+    drawn = [sample_params(config, seed=1, position=p, channels=2) for p in range(8)]
+    flips = tf.constant([params.flips for params in drawn])
+    planes = [tf.constant([getattr(params, name) for params in drawn]) for name in ("plane_xy", "plane_yz")]
+    mirrored, turned = flip(volumes, flips), resample(volumes, *planes, linear=True)
+    for index in range(8):
+        np.testing.assert_array_equal(mirrored[index], flip(volumes[index], flips[index]))
+        alone = resample(volumes[index], *(plane[index] for plane in planes), linear=True)
+        np.testing.assert_array_equal(turned[index], alone)
+    assert not np.array_equal(mirrored, volumes)
+
+
 @pytest.mark.parametrize("wrong", [{"gain": 1.0}, {"offset": -1}, {"rotation_deg": 90}, {"scaling": 0.9}])
 def test_a_strength_out_of_range_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"augment {next(iter(wrong))} must be in"):

@@ -138,3 +138,9 @@ def test_rotation_turns_the_padded_sample_about_its_own_middle():
     still, turned = Finish(CODES).from_box(one), Finish(CODES, resamples=True).from_box(one)
     for before, after in zip(still, turned):
         np.testing.assert_allclose(after, before.numpy()[::-1, ::-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("codes", [(), ((),), ((0, 1),)])
+def test_a_region_of_background_or_of_nothing_is_refused(codes):
+    with pytest.raises(ValueError, match="codes must be labels of each region"):
+        Finish(codes)

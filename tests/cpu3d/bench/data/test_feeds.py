@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from cpu3d.bench.data import ladder_feeds, patch_feeds
 from cpu3d.bench.data.disk_cap import TokenBucket
@@ -13,13 +14,10 @@ from cpu3d.data.finish import Finish
 
 
 def patches(files, name):
-    folders = {key: path for key, path in files.cts().items()}
-    return list(patch_feeds.batches(name, folders, TINY.patch, 2, 3, "float32"))
+    return list(patch_feeds.batches(name, files.cts(), TINY.patch, 2, 3, "float32"))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in patch_feeds.FEEDS if name not in (patch_feeds.MMAP, patch_feeds.NOTHING)]
-)
+@pytest.mark.parametrize("name", sorted(set(patch_feeds.FEEDS) - {patch_feeds.MMAP, patch_feeds.NOTHING}))
 def test_every_feed_of_patches_gives_what_the_store_gives(bench_files, name):
     ours, theirs = patches(bench_files, patch_feeds.MMAP), patches(bench_files, name)
     assert len(ours) == len(theirs) == 3
@@ -119,7 +117,8 @@ def test_augmentation_by_numpy_is_the_graph_s(position, config, turns):
         "flips": np.array(params.flips),
         "planes": np.float32([params.plane_xy, params.plane_yz]),
     }
-    graph_image, graph_target = Finish(codes=((1,),), resamples=turns)(raw)
+    tensors = {name: tf.convert_to_tensor(part) for name, part in raw.items()}
+    graph_image, graph_target = Finish(codes=((1,),), resamples=turns)(tensors)
     inside = (slice(2, -2),) * 3 if turns else ...
     np.testing.assert_allclose(image[inside], graph_image.numpy()[inside], rtol=1e-3, atol=1e-2)
     np.testing.assert_array_equal(codes[inside], graph_target.numpy()[..., 0][inside])
