@@ -6,7 +6,7 @@
     ./run.sh bench data --workdir bench-data --clean
 
 Rows: s4 (a case), s0 (a patch), spleen (training on patches), ladder (S1's), volumes (training on whole volumes), many
-(48,884 entries), augment (its cost), monai (with --monai). All files are made up and lie in the work folder, 25 GB with
+(48,884 entries), augment (its cost), monai (with --monai). All files are made up and lie in the work folder, 20 GB with
 the CTs; a later run finds them there. Every way to do a thing takes its turn in every round; a line is the median over
 the rounds. "Cold" means that the files' pages were dropped from memory before.
 """

@@ -1,7 +1,8 @@
 """S0: one 96^3 patch of a CT to float32. Loading all of it, S0's own way and the store's, warm and cold.
 
 S0 reads `nibabel.load(path).dataobj[roi]`, which seeks and reads once a row of voxels. "Mapped" is what nibabel gives
-who asks for all of a plain file and slices it: the best that NIfTI can do, and seldom done.
+who asks for all of a plain file and slices it: the best that NIfTI can do, and seldom done. "All of it" is the file's
+own integers, which is less than most users ask for; "as float32" is `get_fdata`.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Callable, Dict, List, Tuple
 from cpu3d.bench.data.files import Files, array_files, ct_files
 from cpu3d.bench.data.measuring import drop_pages, in_turn, read_through, seconds
 from cpu3d.bench.data.options import Options
+from cpu3d.bench.data.patch_feeds import all_voxels
 from cpu3d.bench.data.results import COLD, WARM, Line, Outcome, find, times_slower
 from cpu3d.bench.data.worker import in_fresh_process
 
@@ -110,7 +112,7 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
     def by_nibabel(paths: List[Path], cut: Callable[[Any, Any], Any]) -> Tuple[Callable[[int], Any], List[Path]]:
         def load(position: int) -> float:
             index, slices = places(position)
-            patch = cut(nibabel.load(paths[index]).dataobj, slices)
+            patch = cut(nibabel.load(paths[index]), slices)
             return touched(tf.convert_to_tensor(np.ascontiguousarray(patch, np.float32)))
 
         return load, paths
@@ -129,11 +131,10 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
         images = [path for path in array_files(store_folder) if ".x." in path.name]
         return lambda position: touched(load(position)), images
 
-    # The file's own dtype is the least that "all of it" can be; get_fdata, which most users call, makes float32 of it.
-    whole = lambda proxy, slices: np.array(proxy)[slices]  # noqa: E731
-    as_float = lambda proxy, slices: proxy.get_scaled(np.float32)[slices]  # noqa: E731
-    mapped = lambda proxy, slices: np.asanyarray(proxy)[slices]  # noqa: E731
-    sliced = lambda proxy, slices: proxy[slices]  # noqa: E731
+    whole = lambda image, slices: all_voxels(image.dataobj)[slices]  # noqa: E731
+    as_float = lambda image, slices: image.get_fdata(caching="unchanged", dtype=np.float32)[slices]  # noqa: E731
+    mapped = lambda image, slices: np.asanyarray(image.dataobj)[slices]  # noqa: E731
+    sliced = lambda image, slices: image.dataobj[slices]  # noqa: E731
     ways = {
         WHOLE_GZ: by_nibabel(packed, whole),
         WHOLE_NII: by_nibabel(plain, whole),

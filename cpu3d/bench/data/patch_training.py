@@ -1,7 +1,8 @@
 """S0 end to end: a training run on random patches of 32 CTs, fed in eight ways. The same network and the same patches.
 
 Each run is a fresh process; all feeds take their turn in every round. "Held" keeps every CT in memory as NumPy arrays,
-which is the fastest that loading can be; "no loading" repeats one batch and tells what the step alone takes.
+which is the fastest that loading can be; "no loading" repeats one batch and tells what the step alone takes. The
+network is small, or on a host without a GPU every way to load would hide behind its step.
 """
 
 from pathlib import Path

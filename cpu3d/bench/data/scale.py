@@ -24,9 +24,10 @@ class Scale:
     """Patches of a round, where one alone would be over before the clock has moved."""
     batch: int = 2
     """Patches a training step."""
-    filters: int = 4
+    filters: int = 2
     depth: int = 4
-    """Of the network that is trained on patches."""
+    """Of the network that is trained on patches: a step of it takes two cores a quarter of a second, about what the
+    network of S0's kind takes a GPU. With a longer step loading would hide behind it, whichever way it is done."""
     warm_up: int = 4
     train_steps: int = 40
     """Training steps of a round, after those to warm up."""

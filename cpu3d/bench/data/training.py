@@ -30,13 +30,19 @@ def best_dtype() -> str:
     return read_host().best_dtype
 
 
-def learner(grid: Tuple[int, int, int], *, channels: int, outputs: int, filters: int, depth: int, batch: int) -> Any:
-    """The trainer's learner for a U-Net of a size, in the host's best dtype; a batch is computed at once."""
+def learner(
+    grid: Tuple[int, int, int], *, channels: int, outputs: int, filters: int, depth: int, batch: int, norm: str = "none"
+) -> Any:
+    """The trainer's learner for a U-Net of a size, in the host's best dtype; a batch is computed at once.
+
+    Without norm unless one is asked for: with as few filters as the small networks here have, norms take most of a
+    step, and the step is to be short.
+    """
     from cpu3d.config import RunConfig
     from cpu3d.learner import Learner
     from models.config import UNetConfig
 
-    unet = UNetConfig(channels=channels, outputs=outputs, filters=filters, depth=depth, dtype=best_dtype())
+    unet = UNetConfig(channels=channels, outputs=outputs, filters=filters, depth=depth, norm=norm, dtype=best_dtype())
     return Learner(RunConfig(grid=tuple(grid), unet=unet, batch=batch, micro_batch=batch))
 
 

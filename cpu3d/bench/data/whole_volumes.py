@@ -90,7 +90,7 @@ def _wait(request: Dict[str, Any]) -> Dict[str, Any]:
     from cpu3d.bench.data.training import Waiting
 
     steps, warm_up = request["steps"], 2
-    model, feed = _trained(request["store"], steps + warm_up, request["filters"], request["depth"])
+    model, feed = _trained(request["store"], steps + warm_up, request["filters"], request["depth"], norm="instance")
     parts = Waiting(feed)
     shares, total_s, waited_s = [], 0.0, 0.0
     for step in range(steps + warm_up):
@@ -177,7 +177,7 @@ def _pages(request: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _trained(store_folder: str, steps: int, filters: int, depth: int):
+def _trained(store_folder: str, steps: int, filters: int, depth: int, norm: str = "none"):
     """A learner and its data, as `train` has them by default."""
     from cpu3d.bench.data.training import best_dtype, learner
     from cpu3d.data.augment import AugmentConfig
@@ -188,7 +188,7 @@ def _trained(store_folder: str, steps: int, filters: int, depth: int):
     read_through(array_files(Path(store_folder)))
     channels, outputs = len(store.manifest.channels), len(store.manifest.regions)
     grid = grid_size(store, extent="brain", multiple=16)
-    model = learner(grid, channels=channels, outputs=outputs, filters=filters, depth=depth, batch=1)
+    model = learner(grid, channels=channels, outputs=outputs, filters=filters, depth=depth, batch=1, norm=norm)
     feed: Iterator[Any] = iter(volume_dataset(store, stop=steps, augment=AugmentConfig(), dtype=best_dtype()))
     return model, feed
 
