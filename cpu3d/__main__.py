@@ -14,7 +14,7 @@ COMMANDS = {
     "demo": "cpu3d.demo",
     "phantom": "cpu3d.data.phantom",
     "prepare": "cpu3d.data.prepare",
-    "store": "cpu3d.data.store_command",
+    "store": "cpu3d.data.upkeep.command",
     "train": "cpu3d.train",
     "evaluate": "cpu3d.evaluate",
     "predict": "cpu3d.predict",

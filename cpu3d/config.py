@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.atomic import write_json
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
-from cpu3d.data.read_mode import READ_MODES
+from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import EXTENTS
-from cpu3d.data.read_mode import READ_MODES
+from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES
 from cpu3d.schedule import SCHEDULES

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data import nifti
-from cpu3d.data.arrays import file_sha256, voxels_sha256
+from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
 from cpu3d.data.region import bounding_box, whole

@@ -8,7 +8,7 @@ from typing import Callable, Dict, Optional, Tuple
 import numpy as np
 
 from cpu3d.data.augment import AugmentConfig, sample_params
-from cpu3d.data.look_ahead import LookAhead
+from cpu3d.data.files.look_ahead import LookAhead
 from cpu3d.data.reading import Reading
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region

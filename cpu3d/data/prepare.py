@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.atomic import atomic_write
-from cpu3d.data.convert import FORMATS, USUAL, Job, Settings, outcomes
 from cpu3d.data.label_map import parse_label_map, with_label_map
 from cpu3d.data.layouts import Dataset, Problem, read_dataset
 from cpu3d.data.records import CaseRecord, Manifest, make_manifest, remake
@@ -21,6 +20,7 @@ from cpu3d.data.resume import claimed, content_differences, finished_cases, old_
 from cpu3d.data.splits import split_cases
 from cpu3d.data.store import write_store
 from cpu3d.data.summary import announce, count, split_sizes, summarise, tell_quarantine
+from cpu3d.data.write_cases import FORMATS, USUAL, Job, Settings, outcomes
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.versions import versions

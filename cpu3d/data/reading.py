@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Dict, Iterator, Optional, Sequence
 
-from cpu3d.data.read_mode import ReadPlan, choose_read_mode, file_system
-from cpu3d.data.reader import Reader
+from cpu3d.data.files.read_mode import ReadPlan, choose_read_mode, file_system
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 from cpu3d.atomic import writable_folder, write_json
-from cpu3d.data.arrays import file_sha256
 from cpu3d.data.case import source_name
-from cpu3d.data.convert import Settings
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.layouts import CaseFiles, Dataset
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path
 from cpu3d.data.store import open_store
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from cpu3d.atomic import atomic_write, write_json
 from cpu3d.data.case_index import CaseIndex, Selection, line_of, split_entries
-from cpu3d.data.reader import Reader
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
     SCHEMA,
     SPLITS,

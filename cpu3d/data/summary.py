@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Sequence, Sized
 
-from cpu3d.data.convert import Settings
 from cpu3d.data.layouts import Dataset, describe_labels
 from cpu3d.data.records import SPLITS, Manifest
 from cpu3d.data.resume import quarantined
+from cpu3d.data.write_cases import Settings
 
 
 def announce(dataset: Dataset, settings: Settings) -> None:

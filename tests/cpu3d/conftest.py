@@ -10,11 +10,11 @@ import pytest
 
 from cpu3d.config import RunConfig, save_config
 from cpu3d.data.case import load_case
-from cpu3d.data.convert import write_arrays
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.write_cases import write_arrays
 
 CHANNELS = ("FLAIR", "T1gd")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}

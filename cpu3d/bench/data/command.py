@@ -29,7 +29,7 @@ from cpu3d.bench.data.scale import FULL, TINY, Scale
 from cpu3d.bench.data.tables import outcome_table, targets_table
 from cpu3d.bench.record import append_record, read_records
 from cpu3d.bench.step import ProcessFailedError
-from cpu3d.data.read_mode import file_system
+from cpu3d.data.files.read_mode import file_system
 from cpu3d.errors import InputError
 from cpu3d.versions import versions
 from memory_estimator.host import read_host

@@ -20,14 +20,14 @@ import numpy as np
 from cpu3d.atomic import atomic_write, writable_folder, write_json
 from cpu3d.bench.data.ct_phantom import ct_case
 from cpu3d.bench.data.scale import Scale
-from cpu3d.data.arrays import encode
-from cpu3d.data.convert import Settings
+from cpu3d.data.files.arrays import encode
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.phantom import write_phantom
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import Geometry, array_path, remake
-from cpu3d.data.repeat import repeat_entries
 from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.upkeep.repeat import repeat_entries
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.workers import run_jobs, worker_count

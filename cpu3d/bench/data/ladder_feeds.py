@@ -14,9 +14,9 @@ import numpy as np
 from cpu3d.bench.data.disk_cap import TokenBucket
 from cpu3d.bench.data.files import array_files, ladder_array
 from cpu3d.bench.data.numpy_augment import WITH_TURNS, augmented
-from cpu3d.data.arrays import decode_b2nd
 from cpu3d.data.augment import sample_params
 from cpu3d.data.extent import case_region
+from cpu3d.data.files.arrays import decode_b2nd
 from cpu3d.data.region import crop
 from cpu3d.data.sampling import sample_at
 

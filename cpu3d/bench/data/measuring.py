@@ -8,8 +8,8 @@ from typing import Callable, Dict, Iterable, List, Mapping, Sequence
 
 import numpy as np
 
-from cpu3d.data import page_cache
-from cpu3d.data.file_map import map_file
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.file_map import map_file
 
 Work = Callable[[int], float]
 """Does a thing once, the round's own way, and says how many seconds of it count."""

@@ -125,7 +125,7 @@ def _nibabel_bare(path: Path) -> Callable[[], float]:
 def _reader(tf: Any, store_folder: Path) -> Callable[[], float]:
     """The store's file opened anew every time, as nibabel's are."""
     from cpu3d.bench.data.tensors import to_float32, touched
-    from cpu3d.data.reader import Reader
+    from cpu3d.data.files.reader import Reader
     from cpu3d.data.store import open_store
 
     record = open_store(store_folder).cases("train")[0]

@@ -103,7 +103,7 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
     import numpy as np
 
     from cpu3d.bench.data.tensors import tensorflow, to_float32, touched
-    from cpu3d.data.reader import Reader
+    from cpu3d.data.files.reader import Reader
     from cpu3d.data.store import open_store
 
     tf = tensorflow()

@@ -9,7 +9,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from cpu3d.data.arrays import encode
+from cpu3d.data.files.arrays import encode
 from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest
 from cpu3d.data.region import Region, whole
 

@@ -5,10 +5,10 @@ import pytest
 
 from cpu3d.data import case as case_module
 from cpu3d.data.case import float16_image, load_case
-from cpu3d.data.convert import write_arrays
 from cpu3d.data.layouts import CaseFiles, read_dataset
 from cpu3d.data.records import array_path
 from cpu3d.data.region import Region
+from cpu3d.data.write_cases import write_arrays
 from cpu3d.errors import InputError
 
 LABELS = {0: "background", 1: "core", 2: "oedema", 3: "enhancing"}

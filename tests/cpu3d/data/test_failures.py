@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data import convert
-from cpu3d.data.array_file import ArrayFile
+from cpu3d.data import write_cases
+from cpu3d.data.files.array_file import ArrayFile
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.prepare import prepare
-from cpu3d.data.reader import Reader
 from cpu3d.data.records import array_path, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 
 GOOD = ("BRATS_000", "BRATS_001", "BRATS_003")
 BAD = "BRATS_002"
-SETTINGS = {"npy": convert.Settings(), "b2nd": convert.Settings(format="b2nd")}
+SETTINGS = {"npy": write_cases.Settings(), "b2nd": write_cases.Settings(format="b2nd")}
 
 
 class Work:
@@ -219,9 +219,9 @@ def test_a_full_disk_or_quota_keeps_what_is_finished_and_the_same_command_contin
         if len(calls) > 5:  # two arrays a case: the third case's second one
             raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(convert.os, "posix_fallocate", full)
+    monkeypatch.setattr(write_cases.os, "posix_fallocate", full)
     if at == "writing":
-        monkeypatch.setattr(convert, "_claim_space", full)
+        monkeypatch.setattr(write_cases, "_claim_space", full)
     code, (told,) = work.prepare()
     assert code == 1
     assert f"{os.strerror(error)}; 2 finished cases kept, make room or mend access and run the same command" in told

@@ -10,11 +10,11 @@ import tempfile
 import numpy as np
 import pytest
 
-from cpu3d.data import convert, resume
 from cpu3d.data import prepare as prepare_module
-from cpu3d.data.convert import Settings
+from cpu3d.data import resume, write_cases
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import open_store
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED
 
@@ -34,13 +34,13 @@ def dataset(tmp_path, decathlon):
 def counted(monkeypatch):
     """The ids of the cases that are converted, in order."""
     done = []
-    real = convert.convert
+    real = write_cases.convert
 
     def spy(job):
         done.append(job.files.case_id)
         return real(job)
 
-    monkeypatch.setattr(convert, "convert", spy)
+    monkeypatch.setattr(write_cases, "convert", spy)
     return done
 
 
@@ -262,14 +262,14 @@ def test_too_few_cases_are_told_before_any_work_together_with_the_bad_ones(tmp_p
 
 
 def test_an_error_nobody_thought_of_is_its_cases_own_problem(tmp_path, dataset, monkeypatch):
-    real = convert.load_case
+    real = write_cases.load_case
 
     def surprise(files, **options):
         if files.case_id == "BRATS_001":
             raise ZeroDivisionError("of something")
         return real(files, **options)
 
-    monkeypatch.setattr(convert, "load_case", surprise)
+    monkeypatch.setattr(write_cases, "load_case", surprise)
     (dataset / "labelsTr/BRATS_002.nii.gz").write_bytes(b"damaged")
     with pytest.raises(InputError) as error:
         prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1)
@@ -283,13 +283,13 @@ def test_a_file_system_that_cannot_reserve_space_is_no_obstacle(tmp_path, datase
     def unsupported(*_):
         raise OSError(errno.EOPNOTSUPP, "unsupported")
 
-    monkeypatch.setattr(convert.os, "posix_fallocate", unsupported)
+    monkeypatch.setattr(write_cases.os, "posix_fallocate", unsupported)
     prepare(dataset, tmp_path / "store", **THIRDS)
     assert open_store(tmp_path / "store").image("BRATS_000").shape == (6, 5, 4, 4)
 
 
 def test_a_disk_that_gives_back_other_bytes_is_told(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr(convert, "file_sha256", lambda path: "0" * 64)
+    monkeypatch.setattr(write_cases, "file_sha256", lambda path: "0" * 64)
     with pytest.raises(OSError, match="read back"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
@@ -300,7 +300,7 @@ def test_a_case_that_kills_its_process_is_told_by_name(tmp_path, dataset, monkey
         for job in jobs:
             yield job, KILLED if job.files.case_id == "BRATS_001" else function(job)
 
-    monkeypatch.setattr(convert, "run_jobs", killer)
+    monkeypatch.setattr(write_cases, "run_jobs", killer)
     with pytest.raises(InputError, match="case BRATS_001 must fit into memory, but its process was killed"):
         prepare(dataset, tmp_path / "store", **THIRDS)
 
@@ -354,7 +354,7 @@ def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_ca
 
 
 @pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("format_", convert.FORMATS)
+@pytest.mark.parametrize("format_", write_cases.FORMATS)
 def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
     prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(format_, crop))
     store = open_store(tmp_path / "store")
@@ -425,12 +425,12 @@ def test_the_settings_of_a_store_can_be_read_back(tmp_path, dataset):
 def test_a_case_of_a_finished_store_that_is_packed_differently_again_is_the_same_case(tmp_path, dataset, monkeypatch):
     first = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
     (tmp_path / "store/cases/BRATS_001.x.b2nd").unlink()
-    real = convert.encode
+    real = write_cases.encode
 
     def longer(array, format_):  # as another version of blosc2 might
         return [*real(array, format_), *([b"\0"] if array.ndim == 4 else [])]
 
-    monkeypatch.setattr(convert, "encode", longer)
+    monkeypatch.setattr(write_cases, "encode", longer)
     again = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
     assert again.split_hash == first.split_hash
     assert again.cases[1].image_bytes == first.cases[1].image_bytes + 1
@@ -444,20 +444,20 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused(tmp_path
     prepare(dataset, tmp_path / "store", **THIRDS)
     manifest = (tmp_path / "store/manifest.json").read_bytes()
     (tmp_path / "store/cases/BRATS_001.x.npy").unlink()
-    real = convert.load_case
+    real = write_cases.load_case
 
     def other(files, **options):
         case = real(files, **options)
         return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
 
-    monkeypatch.setattr(convert, "load_case", other)
+    monkeypatch.setattr(write_cases, "load_case", other)
     with pytest.raises(InputError, match=r"case BRATS_001 of .* must get back the voxels that it had, got others"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert (tmp_path / "store/manifest.json").read_bytes() == manifest
 
 
 def test_packed_voxels_that_do_not_unpack_are_never_stored(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr(convert, "decode_b2nd", lambda content: np.zeros(3))
+    monkeypatch.setattr(write_cases, "decode_b2nd", lambda content: np.zeros(3))
     with pytest.raises(OSError, match="blosc2 does not unpack what it has packed"):
         prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
     assert not list((tmp_path / "store/cases").iterdir())

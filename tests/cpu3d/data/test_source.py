@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.case import facts_of, float16_image
-from cpu3d.data.convert import write_arrays
-from cpu3d.data.reader import Reader
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Geometry, array_path, make_manifest, remake
 from cpu3d.data.region import crop, whole
 from cpu3d.data.source import (
@@ -37,6 +36,7 @@ from cpu3d.data.source import (
     volume_dataset,
 )
 from cpu3d.data.store import write_store
+from cpu3d.data.write_cases import write_arrays
 from cpu3d.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from cpu3d.data.case import load_case
-from cpu3d.data.convert import write_arrays
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import array_path, remake
 from cpu3d.data.store import check_names, open_store, write_store
+from cpu3d.data.write_cases import write_arrays
 from cpu3d.errors import InputError
 
 FORMATS = [("npy", False), ("npy", True), ("b2nd", False), ("b2nd", True)]

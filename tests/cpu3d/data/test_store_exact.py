@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.arrays import voxels_sha256
-from cpu3d.data.convert import FORMATS, Job, Settings, convert
+from cpu3d.data.files.arrays import voxels_sha256
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import from_ras
-from cpu3d.data.reader import Reader
 from cpu3d.data.records import make_manifest
 from cpu3d.data.region import Region, whole
 from cpu3d.data.store import open_store, write_store
+from cpu3d.data.write_cases import FORMATS, Job, Settings, convert
 
 AXES = [
     "".join(axis[side] for axis, side in zip(order, sides))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpu3d.bench.data.measuring import drop_pages, in_turn, read_through, resident_bytes, touch
-from cpu3d.data.read_mode import MEMORY, file_system
+from cpu3d.data.files.read_mode import MEMORY, file_system
 
 
 def test_variants_take_turns_and_a_first_round_is_not_counted():

@@ -11,10 +11,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.atomic import atomic_write, writable_folder, write_json
-from cpu3d.data.arrays import voxels_sha256
 from cpu3d.data.case import facts_of, float16_image
-from cpu3d.data.convert import Settings, write_arrays
-from cpu3d.data.reader import Reader
+from cpu3d.data.files.arrays import voxels_sha256
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
     SCHEMA,
     CaseRecord,
@@ -28,7 +27,8 @@ from cpu3d.data.records import (
 from cpu3d.data.resume import identity, settings_of, sweep
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.summary import count
-from cpu3d.data.verify import ADVICE, OF_ENTRY, on_grid
+from cpu3d.data.upkeep.verify import ADVICE, OF_ENTRY, on_grid
+from cpu3d.data.write_cases import Settings, write_arrays
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar

@@ -4,10 +4,10 @@ import re
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.convert import Settings
 from cpu3d.data.prepare import prepare
-from cpu3d.data.repeat import repeat_entries
 from cpu3d.data.store import open_store
+from cpu3d.data.upkeep.repeat import repeat_entries
+from cpu3d.data.write_cases import Settings
 
 
 @pytest.fixture

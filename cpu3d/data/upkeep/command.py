@@ -18,14 +18,14 @@ from typing import Any, Dict
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.data.append import append
-from cpu3d.data.change_format import change_format
-from cpu3d.data.convert import FORMATS
 from cpu3d.data.records import to_json
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.store_info import lines_of, store_info
 from cpu3d.data.summary import count, split_sizes, summarise
-from cpu3d.data.verify import verify
+from cpu3d.data.upkeep.append import append
+from cpu3d.data.upkeep.change_format import change_format
+from cpu3d.data.upkeep.info import lines_of, store_info
+from cpu3d.data.upkeep.verify import verify
+from cpu3d.data.write_cases import FORMATS
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 

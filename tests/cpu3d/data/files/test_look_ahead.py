@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from cpu3d.data import page_cache
-from cpu3d.data.file_map import map_file
-from cpu3d.data.look_ahead import LookAhead
-from cpu3d.data.reader import Reader
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.file_map import map_file
+from cpu3d.data.files.look_ahead import LookAhead
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
 from cpu3d.data.sampling import sample_at
 

@@ -4,15 +4,15 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data import change_format as module
-from cpu3d.data.change_format import change_format
-from cpu3d.data.convert import FORMATS, Settings
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path
-from cpu3d.data.repeat import repeat_entries
 from cpu3d.data.resume import settings_of
 from cpu3d.data.store import open_store
-from cpu3d.data.verify import verify
+from cpu3d.data.upkeep import change_format as module
+from cpu3d.data.upkeep.change_format import change_format
+from cpu3d.data.upkeep.repeat import repeat_entries
+from cpu3d.data.upkeep.verify import verify
+from cpu3d.data.write_cases import FORMATS, Settings
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED
 

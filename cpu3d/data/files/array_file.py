@@ -12,10 +12,10 @@ from typing import Iterator, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data import page_cache
-from cpu3d.data.arrays import aligned_empty, decode_b2nd, npy_header, unpack
-from cpu3d.data.byte_runs import GAP_BYTES, byte_runs
-from cpu3d.data.file_map import map_file
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.arrays import aligned_empty, decode_b2nd, npy_header, unpack
+from cpu3d.data.files.byte_runs import GAP_BYTES, byte_runs
+from cpu3d.data.files.file_map import map_file
 from cpu3d.data.records import CaseRecord
 from cpu3d.errors import InputError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.atomic import writable_folder
-from cpu3d.data.arrays import file_sha256
-from cpu3d.data.convert import Job
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.label_map import with_label_map
 from cpu3d.data.layouts import CaseFiles, Dataset, Problem, read_dataset
 from cpu3d.data.prepare import convert_all, write_quarantine
@@ -17,6 +16,7 @@ from cpu3d.data.records import SPLITS, Manifest, SourceFile, remake
 from cpu3d.data.resume import finished_cases, settings_of, sweep
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.summary import count
+from cpu3d.data.write_cases import Job
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar

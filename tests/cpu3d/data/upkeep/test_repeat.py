@@ -11,11 +11,11 @@ import pytest
 
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import remake
-from cpu3d.data.repeat import repeat_entries
 from cpu3d.data.store import open_store, write_store
+from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 CASES, TIMES = 484, 101
 
 OPEN = """

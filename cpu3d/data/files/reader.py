@@ -15,10 +15,10 @@ from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data import page_cache
-from cpu3d.data.array_file import ArrayFile, array_file
-from cpu3d.data.arrays import ALIGNMENT_BYTES, aligned_empty
-from cpu3d.data.file_map import lock_pages
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.array_file import ArrayFile, array_file
+from cpu3d.data.files.arrays import ALIGNMENT_BYTES, aligned_empty
+from cpu3d.data.files.file_map import lock_pages
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.page_plan import PagePlan, Use
+from cpu3d.data.files.page_plan import PagePlan, Use
 from cpu3d.data.sampling import sample_at
 
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data import prepare as prepare_module
-from cpu3d.data.append import append, deal_cases
-from cpu3d.data.convert import Settings
 from cpu3d.data.prepare import prepare
 from cpu3d.data.resume import settings_of
 from cpu3d.data.splits import split_cases
 from cpu3d.data.store import open_store
-from cpu3d.data.verify import verify
+from cpu3d.data.upkeep.append import append, deal_cases
+from cpu3d.data.upkeep.verify import verify
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 
 SPLITS = ("train", "val", "test")

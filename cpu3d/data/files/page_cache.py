@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 
-from cpu3d.data.file_map import libc
+from cpu3d.data.files.file_map import libc
 
 PIECE_BYTES = 1 << 20
 """Asked for at once. Linux reads no more of one request than the device's largest transfer, and forgets the rest."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.arrays import (
+from cpu3d.data.files.arrays import (
     BLOCK_VOXELS,
     CHUNK_VOXELS,
     FORMATS,

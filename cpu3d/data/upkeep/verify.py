@@ -9,9 +9,9 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.arrays import file_sha256, voxels_sha256
 from cpu3d.data.case import facts_of
-from cpu3d.data.reader import Reader
+from cpu3d.data.files.arrays import file_sha256, voxels_sha256
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path
 from cpu3d.data.region import paste, whole
 from cpu3d.data.store import Store, open_store

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.byte_runs import GAP_BYTES, byte_runs
+from cpu3d.data.files.byte_runs import GAP_BYTES, byte_runs
 
 
 @st.composite

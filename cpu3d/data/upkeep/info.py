@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from typing import Any, Dict, List, Mapping, Sequence
 
 from cpu3d.data.extent import EXTENTS, grid_size
-from cpu3d.data.read_mode import choose_read_mode, file_system
+from cpu3d.data.files.read_mode import choose_read_mode, file_system
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError

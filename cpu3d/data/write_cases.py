@@ -11,8 +11,8 @@ from typing import Dict, Iterator, Mapping, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.atomic import atomic_write, write_json
-from cpu3d.data.arrays import Bytes, content_sha256, decode_b2nd, encode, file_sha256
 from cpu3d.data.case import load_case
+from cpu3d.data.files.arrays import Bytes, content_sha256, decode_b2nd, encode, file_sha256
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import CaseRecord, array_path, record_path, to_json
 from cpu3d.data.region import crop, whole

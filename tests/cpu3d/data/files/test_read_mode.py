@@ -1,6 +1,6 @@
 import pytest
 
-from cpu3d.data.read_mode import READ_MODES, choose_read_mode, file_system
+from cpu3d.data.files.read_mode import READ_MODES, choose_read_mode, file_system
 from cpu3d.errors import InputError
 
 GIB = 2**30

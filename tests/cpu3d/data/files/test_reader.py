@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cpu3d.data.reader
-from cpu3d.data import array_file
-from cpu3d.data.arrays import npy_header
-from cpu3d.data.reader import Reader
+import cpu3d.data.files.reader
+from cpu3d.data.files import array_file
+from cpu3d.data.files.arrays import npy_header
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
 from cpu3d.data.region import Region
 from cpu3d.errors import InputError
@@ -342,7 +342,7 @@ def test_ram_maps_a_file_once_and_keeps_it(case):
 def test_ram_works_where_pages_may_not_be_locked(case, monkeypatch):
     folder, record, image, _ = case
     asked = []
-    monkeypatch.setattr(cpu3d.data.reader, "lock_pages", lambda array: asked.append(array.nbytes))
+    monkeypatch.setattr(cpu3d.data.files.reader, "lock_pages", lambda array: asked.append(array.nbytes))
     reader = Reader(folder, "ram")
     np.testing.assert_array_equal(reader.array(record, "x"), image)
     reader.load(record)
@@ -375,7 +375,7 @@ def test_threads_may_share_a_reader(tmp_path, stored_case):
 
 CHILD = """
 import sys
-from cpu3d.data.file_map import map_file
+from cpu3d.data.files.file_map import map_file
 import os
 handle = os.open(sys.argv[1], os.O_RDONLY)
 array = map_file(handle, os.fstat(handle).st_size)

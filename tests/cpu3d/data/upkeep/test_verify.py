@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
-from cpu3d.data import verify as verify_module
-from cpu3d.data.convert import Settings
 from cpu3d.data.prepare import prepare
-from cpu3d.data.repeat import repeat_entries
-from cpu3d.data.verify import verify
+from cpu3d.data.upkeep import verify as verify_module
+from cpu3d.data.upkeep.repeat import repeat_entries
+from cpu3d.data.upkeep.verify import verify
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED
 

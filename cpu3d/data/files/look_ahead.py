@@ -11,9 +11,9 @@ import weakref
 from collections import deque
 from typing import Callable, Deque, Hashable, Optional, Tuple
 
-from cpu3d.data import page_cache
-from cpu3d.data.page_plan import PagePlan, Use
-from cpu3d.data.reader import Reader, Slices, parts_of
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.page_plan import PagePlan, Use
+from cpu3d.data.files.reader import Reader, Slices, parts_of
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 
