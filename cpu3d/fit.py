@@ -25,7 +25,7 @@ from cpu3d.run_log import append_event, forget_after
 from cpu3d.schedule import learning_rate
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
-from memory_estimator.host import Host
+from memory_estimator.host import Host, read_host
 from memory_estimator.job import statistics_note
 from models.layer_plan import training_flops
 
@@ -40,7 +40,10 @@ class Fit:
         self.steps_per_epoch = len(self.train_cases) // config.batch
         self.steps = config.epochs * self.steps_per_epoch
         self.reading = open_reading(
-            store, ("train", "val") if self.val_cases else ("train",), read_mode=config.read_mode
+            store,
+            ("train", "val") if self.val_cases else ("train",),
+            free_bytes=read_host().free_bytes,
+            read_mode=config.read_mode,
         )
         self.learner = Learner(config)
         self.step = 0

@@ -9,9 +9,9 @@ import tensorflow as tf
 from cpu3d.checkpoint import load_checkpoint
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import case_region
+from cpu3d.data.loader import normalise
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3, paste, round_up
-from cpu3d.data.source import normalise
 from cpu3d.errors import InputError
 from cpu3d.learner import finest, weight_names
 from models.unet3d import build_unet3d

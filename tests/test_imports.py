@@ -21,6 +21,7 @@ NEED_TENSORFLOW = {
     "cpu3d.bench.plain",
     "cpu3d.data.failures",
     "cpu3d.data.finish",
+    "cpu3d.data.python_op",
     "cpu3d.data.source",
     "cpu3d.fit",
     "cpu3d.inference",

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from cpu3d.__main__ import COMMANDS
-from cpu3d.bench.tables import tables
+from cpu3d.bench.tables import data_page, tables
 from memory_estimator.paper import paper_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,6 +14,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_every_line_of_the_generated_tables_stands_in_the_readme():
     lines = README.splitlines()
     assert [line for line in tables(ROOT / "records") if line not in lines] == []
+
+
+def test_the_data_page_s_tables_are_those_of_the_record():
+    lines = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in data_page(ROOT / "records") if line not in lines] == []
 
 
 def test_every_subcommand_that_the_readme_names_exists():

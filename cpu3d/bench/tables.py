@@ -1,10 +1,11 @@
 """Print the README's tables from benchmark records, as Markdown, and write what else is made from them.
 
     ./run.sh bench tables --records records
-    ./run.sh bench tables --records records --page docs/validation.md
+    ./run.sh bench tables --records records --page docs/validation.md --data-page docs/data.md
 
-The page holds every measured configuration beside what the estimator says of it now. Its upper bounds follow from
-accuracy.json, which `python -m memory_estimator.digest` makes of the same record; run that first.
+The data page keeps its text and gets its tables. The validation page holds every measured configuration beside what the
+estimator says of it now. Its upper bounds follow from accuracy.json, which `python -m memory_estimator.digest` makes of
+the same record; run that first.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from cpu3d.atomic import atomic_write
+from cpu3d.bench.data import markdown
 from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import read_records
@@ -32,16 +34,24 @@ VALIDATION = "memory.jsonl"
 POLICIES = "policies.jsonl"
 """In the folder of records: what `bench memory --policies` measured."""
 
+DATA = "data.jsonl"
+"""In the folder of records: what `bench data` measured."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, required=True, metavar="DIR", help="folder of .jsonl records")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the validation page")
+    parser.add_argument("--data-page", type=Path, metavar="FILE", help="write the tables of the data page anew")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.page:
         with atomic_write(args.page, "w") as file:
             file.write("\n".join(page(*validation(args.records), load_accuracy())) + "\n")
+    if args.data_page:
+        text = args.data_page.read_text(encoding="utf-8").partition(markdown.MARK)[0]
+        with atomic_write(args.data_page, "w") as file:
+            file.write("\n".join([text + markdown.MARK, "", *data_page(args.records)]).rstrip() + "\n")
     print("\n".join(tables(args.records)))
     return 0
 
@@ -55,7 +65,14 @@ def tables(folder: Path) -> List[str]:
             lines += ["", *policies_table(record)]
     if (folder / VALIDATION).is_file():
         lines += ["", *summary_table([row for row in validation(folder)[1] if row.measured.held_out])]
+    if (folder / DATA).is_file():
+        lines += ["", *markdown.targets_lines(read_records(folder / DATA, "data"))]
     return lines
+
+
+def data_page(folder: Path) -> List[str]:
+    """The lines of all rows of `bench data`."""
+    return markdown.page_lines(read_records(folder / DATA, "data"))
 
 
 def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:

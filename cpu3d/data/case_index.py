@@ -3,12 +3,14 @@
 Half a million records would fill the memory that volumes need; their places in the file fill four megabytes.
 """
 
+import contextlib
 import functools
 import json
 import os
+import re
 import weakref
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -18,30 +20,22 @@ from cpu3d.errors import InputError
 KEPT = 2048
 """Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
 
+STEM = re.compile(rb'"stem":("(?:[^"\\]|\\.)*")')
+"""In a line of `line_of`. A string cannot contain it, for in a string every quote follows a backslash."""
+
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
+"""What a line that is JSON and no record can raise."""
+
 
 class CaseIndex(Sequence[CaseRecord]):
     """The records in a file of JSON lines, in the order of `case_ids`. Raises InputError where the file is not that."""
 
     def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
-        self._path, self._case_ids = Path(path), tuple(case_ids)
-        try:
-            found = self._path.stat().st_size
-        except FileNotFoundError:
-            found = None
-        if found != size_bytes:
-            got = "none" if found is None else f"{found}"
-            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {got}; run `prepare` again")
-        self._ends = _line_ends(self._path)
-        if len(self._ends) != len(self._case_ids):
-            raise InputError(
-                f"store file {path} must hold {len(self._case_ids)} cases, got {len(self._ends)}; run `prepare` again"
-            )
-        self._handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._handle)
-        self._parsed = functools.lru_cache(KEPT)(self._parse)
+        self._lines = _Lines(Path(path), tuple(case_ids), size_bytes)
+        self._parsed = functools.lru_cache(KEPT)(self._lines.record)
 
     def __len__(self) -> int:
-        return len(self._case_ids)
+        return len(self._lines.case_ids)
 
     def __getitem__(self, place: Union[int, slice]):
         if isinstance(place, slice):
@@ -57,38 +51,15 @@ class CaseIndex(Sequence[CaseRecord]):
     __hash__ = None
 
     def raw(self, place: int) -> Dict[str, Any]:
-        """A record's JSON content, for looking at a field of every case: a third of the time of a record."""
-        start = int(self._ends[place - 1]) if place else 0
-        line = os.pread(self._handle, int(self._ends[place]) - start, start)
-        try:
-            content = json.loads(line)
-            if content["case_id"] == self._case_ids[place]:
-                return content
-            reason = f"case {content['case_id']}"
-        except (ValueError, KeyError, TypeError) as error:
-            reason = repr(error)
-        raise InputError(
-            f"store file {self._path} must hold case {self._case_ids[place]} in line {place + 1}, got {reason};"
-            " run `prepare` again"
-        )
+        """A record's JSON content, unchecked but for its case: a third of the time of a record."""
+        return self._lines.content(place)
 
     def split_entry(self, place: int) -> "SplitEntry":
-        content = self.raw(place)
-        try:
-            return SplitEntry(*(content[name] for name in SplitEntry._fields))
-        except KeyError as error:
-            raise self._incomplete(place, error) from None
+        return self._lines.split_entry(place)
 
-    def _parse(self, place: int) -> CaseRecord:
-        try:
-            return case_from_json(self.raw(place))
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._incomplete(place, error) from None
-
-    def _incomplete(self, place: int, error: Exception) -> InputError:
-        return InputError(
-            f"store file {self._path} must be complete in line {place + 1}, got {error!r}; run `prepare` again"
-        )
+    def stem(self, place: int) -> str:
+        """A record's stem, without parsing the record: a hundredth of the time."""
+        return self._lines.stem(place)
 
 
 class SplitEntry(NamedTuple):
@@ -127,6 +98,16 @@ class Selection(Sequence[CaseRecord]):
     __hash__ = None
 
 
+def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
+    """The first record of every stem; those that share its arrays are not parsed."""
+    seen = set()
+    for place in range(len(cases)):
+        stem = _stem(cases, place)
+        if stem not in seen:
+            seen.add(stem)
+            yield cases[place]
+
+
 def line_of(record: CaseRecord) -> bytes:
     """The record as it stands in the file."""
     return json.dumps(to_json(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
@@ -135,10 +116,86 @@ def line_of(record: CaseRecord) -> bytes:
 # --- Private helpers ---
 
 
-def _line_ends(path: Path) -> np.ndarray:
+class _Lines:
+    """The file of a `CaseIndex`, open as long as this lives.
+
+    Of its own, because a cache of the index's own methods would be a cycle: the file would wait for the collector.
+    """
+
+    def __init__(self, path: Path, case_ids: Tuple[str, ...], size_bytes: int):
+        self.path, self.case_ids = path, case_ids
+        rule = f"store file {path} must be {size_bytes}"
+        try:
+            self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise InputError(f"{rule} bytes long, got none; run `prepare` again") from None
+        weakref.finalize(self, os.close, self.handle)
+        found = os.fstat(self.handle).st_size
+        if found != size_bytes:
+            raise InputError(f"{rule} bytes long, got {found}; run `prepare` again")
+        self.ends = _line_ends(self.handle)
+        if len(self.ends) != len(case_ids):
+            raise InputError(
+                f"store file {path} must hold {len(case_ids)} cases, got {len(self.ends)}; run `prepare` again"
+            )
+
+    def line(self, place: int) -> bytes:
+        start = int(self.ends[place - 1]) if place else 0
+        return os.pread(self.handle, int(self.ends[place]) - start, start)
+
+    def stem(self, place: int) -> str:
+        found = STEM.search(self.line(place))
+        with contextlib.suppress(ValueError):
+            if found:
+                return json.loads(found[1])
+        return self.record(place).stem
+
+    def content(self, place: int) -> Dict[str, Any]:
+        line = self.line(place)
+        try:
+            content = json.loads(line)
+            if content["case_id"] == self.case_ids[place]:
+                return content
+            reason = f"case {content['case_id']}"
+        except (ValueError, KeyError, TypeError) as error:
+            reason = repr(error)
+        raise InputError(
+            f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}, got {reason};"
+            " run `prepare` again"
+        )
+
+    def record(self, place: int) -> CaseRecord:
+        try:
+            return case_from_json(self.content(place))
+        except DAMAGE as error:
+            raise self._incomplete(place, error) from None
+
+    def split_entry(self, place: int) -> "SplitEntry":
+        content = self.content(place)
+        try:
+            entry = SplitEntry(*(content[name] for name in SplitEntry._fields))
+            if set(map(type, entry)) != {str}:
+                raise TypeError(f"{', '.join(SplitEntry._fields)} must be text")
+            return entry
+        except (KeyError, TypeError) as error:
+            raise self._incomplete(place, error) from None
+
+    def _incomplete(self, place: int, error: Exception) -> InputError:
+        return InputError(
+            f"store file {self.path} must be complete in line {place + 1}, got {error!r}; run `prepare` again"
+        )
+
+
+def _stem(cases: Sequence[CaseRecord], place: int) -> str:
+    if isinstance(cases, Selection):
+        return _stem(cases._cases, cases._places[place])
+    return cases.stem(place) if isinstance(cases, CaseIndex) else cases[place].stem
+
+
+def _line_ends(handle: int) -> np.ndarray:
     """Where each line ends, one past its newline, in bytes from the start."""
     ends, start = [], 0
-    with open(path, "rb") as file:
+    with open(handle, "rb", closefd=False) as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
             ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
             start += len(piece)

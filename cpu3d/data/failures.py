@@ -2,9 +2,8 @@
 
 import contextlib
 import itertools
-import weakref
 from collections import OrderedDict
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Iterable, Iterator
 
 import tensorflow as tf
 
@@ -14,26 +13,17 @@ KEPT = 64
 """Failures remembered: those of the elements that a pipeline prepares ahead, of every pipeline of the process."""
 
 
-@tf.autograph.experimental.do_not_convert
-def told(function: Callable) -> Callable:
-    """`function` for a `tf.numpy_function`: its InputError or OSError is remembered for `own_errors`.
-
-    It is held weakly, so the dataset must hold it: TensorFlow keeps what it is given here until the process ends, and
-    with each dataset of a run its files and threads would stay.
-    """
-    held = weakref.ref(function)
-
-    def call(*args: Any) -> Any:
-        try:
-            return held()(*args)
-        except (InputError, OSError) as error:
-            mark = f"loader failure {next(_numbers)}:"
-            _failures[mark] = error
-            while len(_failures) > KEPT:
-                _failures.popitem(last=False)
-            raise RuntimeError(f"{mark} {error}") from None
-
-    return call
+@contextlib.contextmanager
+def remembered() -> Iterator[None]:
+    """Run code that a pipeline calls in here: its InputError or OSError is remembered for `own_errors`."""
+    try:
+        yield
+    except (InputError, OSError) as error:
+        mark = f"loader failure {next(_numbers)}:"
+        _failures[mark] = error
+        while len(_failures) > KEPT:
+            _failures.popitem(last=False)
+        raise RuntimeError(f"{mark} {error}") from None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,10 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import flip, resample
+from cpu3d.errors import InputError
+
+DTYPES = ("float32", "bfloat16")
+"""Of an image."""
 
 SLAB_VALUES = 1 << 19
 """Values that are computed at a time on the way: 2 MiB of float32. A whole volume at once took twice as long."""
@@ -36,13 +40,14 @@ class Finish:
     codes: Tuple[Tuple[int, ...], ...]
     """Label codes of each region, in the order of the target's last axis."""
     dtype: str = "float32"
-    """Of the image, "float32" or "bfloat16". Everything before is computed in float32."""
+    """Of the image, one of DTYPES. Everything before is computed in float32."""
     resamples: bool = False
     """Whether to rotate and scale by raw["planes"]. It is costly, so it is not done where nothing was drawn."""
 
     def __post_init__(self):
         if not self.codes or not all(codes and 0 not in codes for codes in self.codes):
             raise ValueError(f"codes must be labels of each region, 0 (background) not among them, got {self.codes}")
+        check_dtype(self.dtype)
 
     def __call__(self, raw: Dict[str, tf.Tensor]) -> Tuple[tf.Tensor, tf.Tensor]:
         """One sample, or a batch, all at once: image (..., X, Y, Z, C) in `dtype`, target (..., X, Y, Z, R) uint8."""
@@ -111,6 +116,12 @@ class Finish:
         depth = shape[2] * len(self.codes)
         target = tf.scatter_nd(labelled, tf.reshape(found, (-1, depth)), tf.stack([shape[0] * shape[1], depth]))
         return tf.reshape(target, tf.concat([shape, [len(self.codes)]], 0))
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise InputError unless an image can be of this dtype."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; pick one")
 
 
 def padded(box: Dict[str, Any]) -> Dict[str, tf.Tensor]:

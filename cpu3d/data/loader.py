@@ -3,15 +3,16 @@
 The half of the data path that needs files. The other half, `finish`, needs none and may run elsewhere.
 """
 
+import math
 from typing import Callable, Dict, Optional, Tuple
 
 import numpy as np
 
 from cpu3d.data.augment import AugmentConfig, sample_params
 from cpu3d.data.files.look_ahead import LookAhead
-from cpu3d.data.reading import Reading
+from cpu3d.data.files.reader import Reader, Slices, parts_of
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region
+from cpu3d.data.region import Region, crop
 
 BOX = {
     "bits": ("int16", (None, None, None, None)),
@@ -27,7 +28,8 @@ BOX = {
 }
 """Name -> dtype and shape of what a Loader gives: `finish` says what each is."""
 
-Slices = Tuple[slice, slice, slice]
+SMALL = 8
+"""A box below this part of its array is copied out of the file rather than left in a map."""
 
 
 class Loader:
@@ -35,25 +37,26 @@ class Loader:
 
     def __init__(
         self,
-        reading: Reading,
+        reader: Reader,
         place_at: Callable[[int], Tuple[CaseRecord, Region]],
         *,
         augment: AugmentConfig,
         seed: int,
         start: int,
         stop: int,
+        page_budget_bytes: int,
         horizon: int,
         threads: int = 1,
     ):
-        """`place_at` says which part of which case comes at a position; `horizon` is as LookAhead's."""
-        self._reader, self._place_at = reading.reader, place_at
+        """`place_at` says which part of which case comes at a position; the budget and `horizon` are LookAhead's."""
+        self._reader, self._place_at = reader, place_at
         self._augment, self._seed = augment, seed
         self._ahead = LookAhead(
-            reading.reader,
+            reader,
             lambda position: place_at(position)[0],
             start=start,
             stop=stop,
-            page_budget_bytes=reading.plan.page_budget_bytes,
+            page_budget_bytes=page_budget_bytes,
             horizon=horizon,
             in_flight=threads + 1,  # TensorFlow lets go of an array when it asks for the next
             box_at=lambda position: _slices_at(place_at(position)),  # not a method: the look-ahead must not keep this
@@ -82,12 +85,12 @@ class Loader:
             # Nothing but background: one voxel of it, and zeros around.
             bits, label = np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8)
             inside, at = Region(region.start, (1, 1, 1)), (0, 0, 0)
-        elif record.format == "npy" and self._reader.mode != "pread":
-            bits, label = (self._reader.array(record, part) for part in "xy")
+        elif self._maps(record, inside):
+            bits, label = (self._reader.array(record, part) for part in parts_of(record))
             at = tuple(a - b for a, b in zip(inside.start, record.stored.start))
         else:
             slices = _slices(record, inside)
-            bits, label = (self._reader.box(record, part, slices) for part in "xy")
+            bits, label = (self._reader.box(record, part, slices) for part in parts_of(record))
             at = (0, 0, 0)
         around = [(a - b, d - c) for a, b, c, d in zip(inside.start, region.start, inside.stop, region.stop)]
         # float16 goes as its bits: a dataset has one dtype, and a view costs nothing.
@@ -99,6 +102,12 @@ class Loader:
             "size": np.int64(inside.size),
             "padding": np.int64(around),
         }
+
+    def _maps(self, record: CaseRecord, inside: Region) -> bool:
+        """Whether to take the mapped arrays: no copy, but a new map costs its page faults, more than a small copy."""
+        if record.format != "npy" or self._reader.mode == "pread":
+            return False
+        return self._reader.mode == "ram" or SMALL * math.prod(inside.size) >= math.prod(record.stored.size)
 
 
 def occupied(record: CaseRecord, region: Region) -> Optional[Region]:
@@ -113,6 +122,13 @@ def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
     """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
     scale = 1 / np.array(record.channel_std)
     return scale, -np.array(record.channel_mean) * scale
+
+
+def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarray:
+    """What the graph does to an image, in NumPy: `region` of (X, Y, Z, C) as float32, for prediction and for tests."""
+    scale, shift = normalisation(record)
+    part = crop(image, region)
+    return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
 
 
 # --- Private helpers ---

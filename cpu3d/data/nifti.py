@@ -6,6 +6,7 @@ and so never sees the CRC that gzip puts after it: a flipped bit then gives wron
 
 import gzip
 import io
+import math
 import os
 import zlib
 from pathlib import Path
@@ -35,10 +36,10 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     content = _read_bytes(path)
     header = _parse_header(path, content)
     shape, dtype, offset, (slope, inter) = _layout(path, header)
-    needed = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    needed = offset + math.prod(shape) * dtype.itemsize
     if len(content) < needed:
         raise InputError(f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again")
-    voxels = np.frombuffer(content, dtype, count=int(np.prod(shape, dtype=np.int64)), offset=offset)
+    voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
     if not dtype.isnative or dtype.itemsize > 8:
         voxels = voxels.astype(np.float64 if dtype.itemsize > 8 else dtype.newbyteorder("="))
     if (slope, inter) != (1.0, 0.0):

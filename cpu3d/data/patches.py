@@ -1,4 +1,4 @@
-"""Which patch of which case comes at a position: random, centred on foreground, or the places of a grid. No TensorFlow.
+"""Which patch of which case comes at a position: random, around foreground, of a grid, in the middle. No TensorFlow.
 
 Like the order of whole volumes it is a pure function of (seed, position), so a patch run restarts anywhere, and whoever
 uses a patch dataset, to blend a sliding window say, knows the case and the place of everything that comes.
@@ -6,7 +6,9 @@ uses a patch dataset, to blend a sliding window say, knows the case and the plac
 
 import itertools
 import math
+import numbers
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Sequence, Tuple
 
 from cpu3d.data.extent import EXTENTS, case_region
@@ -15,7 +17,7 @@ from cpu3d.data.region import Region, Shape3, centred, whole
 from cpu3d.data.sampling import random_units, sample_at
 from cpu3d.errors import InputError
 
-SAMPLINGS = ("random", "foreground", "grid")
+SAMPLINGS = ("random", "foreground", "grid", "centre")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class PatchSampling:
     """Voxels X, Y, Z of a patch."""
     sampling: str = "random"
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
-    random. "grid": one after another until the extent is covered."""
+    random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
     """Share of patches around labelled voxels with "foreground", 0 to 1. A third is what nnU-Net and MONAI's examples
     come to."""
@@ -47,8 +49,8 @@ class PatchSampling:
         for name, allowed in (("sampling", SAMPLINGS), ("extent", EXTENTS)):
             if getattr(self, name) not in allowed:
                 problems.append(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
-        if len(self.shape) != 3 or min(self.shape) < 1:
-            problems.append(f"patch_shape must be three positive numbers, got {self.shape}; give voxels X, Y, Z")
+        if len(self.shape) != 3 or not all(isinstance(n, numbers.Integral) and n >= 1 for n in self.shape):
+            problems.append(f"patch_shape must be three positive integers, got {self.shape}; give voxels X, Y, Z")
         if not 0 <= self.foreground <= 1:
             problems.append(f"foreground must be in [0, 1], got {self.foreground}; it is a share of the patches")
         if not 0 <= self.overlap < 1:
@@ -56,7 +58,7 @@ class PatchSampling:
         if problems:
             raise InputError(*problems)
 
-    @property
+    @cached_property
     def per_case(self) -> int:
         """Patches of a case in one epoch: 1, or as many as cover the grid."""
         if self.sampling != "grid":
@@ -91,6 +93,8 @@ def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecor
     record = records[drawn.index]
     if sampling.sampling == "grid":
         region = _grid_region(place, sampling, record)
+    elif sampling.sampling == "centre":
+        region = case_region(record, tuple(sampling.shape), sampling.extent)
     elif sampling.sampling == "foreground" and wants_foreground(position, sampling.foreground):
         region = _foreground_region(position, sampling, record)
     else:

@@ -16,11 +16,12 @@ from cpu3d.atomic import atomic_write
 from cpu3d.data.label_map import parse_label_map, with_label_map
 from cpu3d.data.layouts import Dataset, Problem, read_dataset
 from cpu3d.data.records import CaseRecord, Manifest, make_manifest, remake
-from cpu3d.data.resume import claimed, content_differences, finished_cases, old_manifest, sweep
+from cpu3d.data.resume import claimed, content_differences, finished_cases, kept, old_manifest
 from cpu3d.data.splits import split_cases
 from cpu3d.data.store import write_store
-from cpu3d.data.summary import announce, count, split_sizes, summarise, tell_quarantine
-from cpu3d.data.write_cases import FORMATS, USUAL, Job, Settings, outcomes
+from cpu3d.data.summary import announce, split_sizes, summarise, tell_quarantine
+from cpu3d.data.words import count
+from cpu3d.data.write_cases import FORMAT_CHOICES, USUAL, Job, Settings, outcomes
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.versions import versions
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=FORMAT_CHOICES,
         default="npy",
         help="npy: int16 where exact, else float16 z-scores, read without unpacking (default); float16: always those;"
         " b2nd: as npy, packed to a tenth, for slow disks and networks",
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    label_map = parse_label_map(args.label_map)
     prepare(
         args.dataset,
         args.store,
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         skip_bad=args.skip_bad,
         verify=args.verify,
-        settings=Settings(args.format, args.crop, args.zero_nan, parse_label_map(args.label_map)),
+        settings=Settings(**FORMAT_CHOICES[args.format], crop=args.crop, zero_nan=args.zero_nan, label_map=label_map),
     )
     return 0
 
@@ -147,25 +149,15 @@ def convert_all(
 ) -> Tuple[Dict[str, CaseRecord], List[Problem]]:
     """Records of all good cases, the finished ones among them, and the problems of those that are bad."""
     records, problems = dict(finished), []
-    results = outcomes(jobs, workers)
-    try:
-        with contextlib.closing(results), bar("prepare", total=len(jobs) + len(finished)) as advance:
-            advance(len(finished))
-            for job, outcome in results:
-                if isinstance(outcome, CaseRecord):
-                    records[job.files.case_id] = outcome
-                else:
-                    problems += [Problem(job.files.case_id, reason) for reason in outcome]
-                advance()
-    except OSError as error:
-        told = f"writing stopped, {error.strerror}; {count(records, 'finished case')} kept"
-        advice = "make room or mend access and run the same command again"
-        raise OSError(error.errno, f"{told}, {advice}", str(store_dir)) from error
-    except KeyboardInterrupt:
-        told = f"{count(records, 'finished case')} kept in {store_dir}"
-        raise KeyboardInterrupt(f"{told}; run the same command again to continue") from None
-    finally:
-        sweep(store_dir)
+    results, total = outcomes(jobs, workers), len(jobs) + len(finished)
+    with kept(records, "finished case", store_dir), contextlib.closing(results), bar("prepare", total=total) as advance:
+        advance(len(finished))
+        for job, outcome in results:
+            if isinstance(outcome, CaseRecord):
+                records[job.files.case_id] = outcome
+            else:
+                problems += [Problem(job.files.case_id, reason) for reason in outcome]
+            advance()
     return records, problems
 
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Dict, Iterator, Optional, Sequence
+from typing import Iterable, Iterator, List, Mapping, Optional, Sequence
 
+from cpu3d.data.case_index import distinct
 from cpu3d.data.files.read_mode import ReadPlan, choose_read_mode, file_system
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from memory_estimator.host import read_host
 
 
 @dataclass(frozen=True)
@@ -18,35 +18,46 @@ class Reading:
 
     reader: Reader
     plan: ReadPlan
+    split_bytes: Mapping[str, int]
+    """Bytes of the files of each split that it was opened for."""
+
+    def budget_of(self, split: str) -> int:
+        """The part of the plan's page budget that a dataset of this split may use: each has its own pages there."""
+        total = sum(self.split_bytes.values())
+        return self.plan.page_budget_bytes * self.split_bytes[split] // total
 
 
 def open_reading(
     store: Store,
     splits: Sequence[str] = ("train",),
     *,
+    free_bytes: int,
     read_mode: str = "auto",
     page_budget_bytes: Optional[int] = None,
     patches: bool = False,
 ) -> Reading:
     """Look at every array of these splits once, at no voxel, and choose how to read them.
 
-    `read_mode` is one of READ_MODES; `page_budget_bytes` says how many pages to leave in memory, None leaves it to the
-    plan; `patches` tells that parts will be read and not whole volumes. Raises InputError for an unknown or empty
-    split, for cases without labels, for all arrays that are damaged, and for "ram" when they do not fit.
+    `free_bytes` is the memory that a run may use here; `read_mode` is one of READ_MODES; `page_budget_bytes` says how
+    many pages to leave in memory, None leaves it to the plan; `patches` tells that parts will be read and not whole
+    volumes. Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are damaged,
+    and for "ram" when they do not fit.
     """
-    sizes: Dict[str, int] = {}
+    split_bytes = {}
     for split in splits:
-        store.check(_counted(labelled(store, split), sizes))
+        sizes: List[int] = []
+        store.check(_counted(distinct(labelled(store, split)), sizes))
+        split_bytes[split] = sum(sizes)
     plan = choose_read_mode(
         read_mode,
         file_system=file_system(store.folder),
-        needed_bytes=sum(sizes.values()),
-        free_bytes=read_host().free_bytes,
+        needed_bytes=sum(split_bytes.values()),
+        free_bytes=free_bytes,
         patches=patches,
     )
     if page_budget_bytes is not None:
         plan = dataclasses.replace(plan, page_budget_bytes=page_budget_bytes)
-    return Reading(Reader(store.folder, plan.mode), plan)
+    return Reading(Reader(store.folder, plan.mode), plan, split_bytes)
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
@@ -67,8 +78,8 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
 # --- Private helpers ---
 
 
-def _counted(records: Sequence[CaseRecord], sizes: Dict[str, int]) -> Iterator[CaseRecord]:
+def _counted(records: Iterable[CaseRecord], sizes: List[int]) -> Iterator[CaseRecord]:
     """`records`, their files' bytes noted on the way: one pass over a large store is enough."""
     for record in records:
-        sizes[record.stem] = record.image_bytes + record.label_bytes
+        sizes.append(record.image_bytes + record.label_bytes)
         yield record

@@ -6,10 +6,11 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
+from cpu3d.data.record_check import check_record
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import InputError
 
@@ -138,17 +139,17 @@ class Manifest:
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
     """The manifest of `cases`, with what follows from them worked out; there must be at least one.
 
-    Raises InputError where a patient's cases are in more than one split.
+    Raises InputError where a patient's cases are in more than one split, and for records that contradict themselves.
     """
     cases = tuple(sorted(cases, key=lambda case: case.case_id))
-    problems = split_problems(split, cases)
+    problems = [*_record_problems(cases), *split_problems(split, cases)]
     if problems:
         raise InputError(*problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),
-        largest_shape=_largest([case.shape for case in cases]),
-        largest_box=_largest([case.box.size for case in cases]),
+        largest_shape=largest(case.shape for case in cases),
+        largest_box=largest(case.box.size for case in cases),
         unlabelled=tuple(case.case_id for case in cases if not case.has_label),
         cases=cases,
         **fields,
@@ -159,6 +160,11 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
     """The manifest with other cases or another split, and what follows from them worked out anew."""
     kept = ("name", "layout", "channels", "labels", "regions", "split", "split_seed", "cases", "versions")
     return make_manifest(**{name: changes.get(name, getattr(manifest, name)) for name in kept})
+
+
+def largest(sizes: Iterable[Shape3]) -> Shape3:
+    """Axis by axis, of at least one."""
+    return tuple(max(axis) for axis in zip(*sizes))
 
 
 def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> str:
@@ -231,6 +237,8 @@ def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) 
 
 
 def case_from_json(content: Mapping[str, Any]) -> CaseRecord:
+    """The record that `content` is. Raises KeyError, TypeError, AttributeError or ValueError where it is none."""
+    check_record(content)
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     for name in ("box", "stored"):
         fields[name] = Region(tuple(content[name]["start"]), tuple(content[name]["size"]))
@@ -247,5 +255,11 @@ def case_from_json(content: Mapping[str, Any]) -> CaseRecord:
 # --- Private helpers ---
 
 
-def _largest(sizes: Sequence[Shape3]) -> Shape3:
-    return tuple(max(axis) for axis in zip(*sizes))
+def _record_problems(cases: Sequence[CaseRecord]) -> List[str]:
+    problems = []
+    for case in cases:
+        try:
+            check_record(to_json(case))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            problems.append(f"record of case {case.case_id} must be one, got {error!r}; make the case anew")
+    return problems

@@ -4,16 +4,18 @@ import contextlib
 import dataclasses
 import json
 import os
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
 
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import source_name
-from cpu3d.data.files.arrays import file_sha256
-from cpu3d.data.layouts import CaseFiles, Dataset
+from cpu3d.data.files.arrays import FORMATS, file_sha256
+from cpu3d.data.layouts import CaseFiles, Dataset, Problem
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path
 from cpu3d.data.store import open_store
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.words import count
+from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 
@@ -47,15 +49,15 @@ def settings_of(store_dir: Path) -> Settings:
     """
     path = store_dir / "source.json"
     content = {**_identity_of_settings(Settings()), **_owner(path)}
-    try:
-        return Settings(
-            format=content["format"],
-            crop=bool(content["crop"]),
-            zero_nan=bool(content["zero_nan"]),
-            label_map={int(old): int(new) for old, new in content["label_map"].items()},
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} must be as `prepare` wrote it, got {error!r}; restore it") from None
+    problems = [
+        f"{name} in {path} must be {rule}, as `prepare` wrote it, got {content[name]!r}; restore it"
+        for name, (rule, is_good) in _RULES.items()
+        if not is_good(content[name])
+    ]
+    if problems:
+        raise InputError(*problems)
+    label_map = {int(old): new for old, new in content["label_map"].items()}
+    return Settings(**{**{name: content[name] for name in _RULES}, "label_map": label_map})
 
 
 def old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -98,10 +100,8 @@ def finished_cases(
     """
     finished = {}
     for files in cases:
-        try:
-            content = json.loads(record_path(store_dir, files.case_id).read_text(encoding="utf-8"))
-            record = case_from_json(content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        record = own_record(store_dir, files.case_id)
+        if record is None:
             continue
         arrays = [(array_path(store_dir, record, "x"), record.image_bytes, record.image_sha256)]
         if record.has_label:
@@ -112,16 +112,65 @@ def finished_cases(
     return finished
 
 
-def quarantined(store_dir: Path) -> List[str]:
-    """The ids of the cases that were left out of the store."""
-    path = store_dir / "quarantine.jsonl"
+def own_record(store_dir: Path, name: str) -> Optional[CaseRecord]:
+    """The record that was written after the arrays called `name`; None where it is not there, or no whole record."""
+    try:
+        return case_from_json(json.loads(record_path(store_dir, name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def left_out(store_dir: Path) -> List[Problem]:
+    """The cases that were left out of the store, each reason by itself. Raises InputError where the list is damaged."""
+    path, problems = store_dir / "quarantine.jsonl", []
     if not path.is_file():
         return []
-    return [json.loads(line)["case_id"] for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            content = json.loads(line)
+            case_id, reasons = content["case_id"], content["reasons"]
+            if not isinstance(reasons, list) or not all(isinstance(one, str) for one in (case_id, *reasons)):
+                raise TypeError("no case_id with a list of reasons")
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} must be JSON with a case_id and its reasons in line {number}, got {error!r}; restore it, or"
+                " delete the file, which only tells what was left out"
+            ) from None
+        problems += [Problem(case_id, reason) for reason in reasons]
+    return problems
+
+
+def quarantined(store_dir: Path) -> List[str]:
+    """The ids of the cases that were left out of the store, each once."""
+    return list(dict.fromkeys(problem.case_id for problem in left_out(store_dir)))
+
+
+@contextlib.contextmanager
+def kept(records: Sized, what: str, store_dir: Path) -> Iterator[None]:
+    """Write cases in here: where that is cut, the error tells how many of `records` are kept, and how it goes on.
+
+    What is half written then is removed. `what` is what one of the records is, such as "finished case".
+    """
+    try:
+        yield
+    except OSError as error:
+        told = f"writing stopped, {error.strerror}; {count(records, what)} kept"
+        advice = "make room or mend access and run the same command again"
+        raise OSError(error.errno, f"{told}, {advice}", str(store_dir)) from error
+    except KeyboardInterrupt:
+        told = f"{count(records, what)} kept in {store_dir}"
+        raise KeyboardInterrupt(f"{told}; run the same command again to continue") from None
+    finally:
+        sweep(store_dir)
+
+
+def is_untouched(folder: Path, claim: str) -> bool:
+    """Whether a folder holds nothing, but for what a process left that was killed while it wrote the file `claim`."""
+    return all(fnmatch(name, f".{claim}.*.partial") for name in os.listdir(folder))
 
 
 def sweep(store_dir: Path) -> None:
-    """Remove what killed processes left half written."""
+    """Remove what killed processes left half written. Only in a store that is known to be one: it may be a user's."""
     for folder in (store_dir, store_dir / "cases"):
         for partial in folder.glob(".*.partial"):
             partial.unlink(missing_ok=True)
@@ -142,7 +191,7 @@ def _identity_of_data(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
 
 
 def _identity_of_settings(settings: Settings) -> Dict[str, Any]:
-    """The settings under the names of their flags, as JSON content."""
+    """The settings as JSON content."""
     content = dataclasses.asdict(settings)
     content["label_map"] = {str(old): new for old, new in sorted(settings.label_map.items())}
     return content
@@ -151,27 +200,29 @@ def _identity_of_settings(settings: Settings) -> Dict[str, Any]:
 def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
     """Take an empty folder; raise unless another one holds a store of the same data set, version and settings."""
     path = store_dir / "source.json"
-    wanted = identity(dataset, settings)
     old = old_manifest(store_dir)
     owner = _owner(path)
     if old is not None:
         owner.update(_identity_of_data(old))
-    elif not owner and any(not name.endswith(".partial") for name in os.listdir(store_dir)):
+    elif not owner and not is_untouched(store_dir, path.name):
         raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
-    given = _identity_of_settings(settings)
-    problems = []
-    for key, value in wanted.items():
-        if key in given and key in owner and owner[key] != value:
-            flag = "--" + key.replace("_", "-")
-            problems.append(f"{flag} must be as store {store_dir} was begun: {_told(owner[key])}, got {_told(value)}")
-        elif key not in given and owner and owner.get(key) != value:
-            rule = f"store {store_dir} must belong to this data set and version"
-            problems.append(f"{rule}: {key} {value!r}, got {owner.get(key)!r}")
+    problems = [
+        f"store {store_dir} must belong to this data set and version: {key} {value!r}, got {owner.get(key)!r}"
+        for key, value in _identity_of_data(dataset).items()
+        if owner and owner.get(key) != value
+    ]
+    if path.is_file():
+        begun = _flags(settings_of(store_dir))
+        problems += [
+            f"{flag} must be as store {store_dir} was begun: {begun[flag]}, got {told}"
+            for flag, told in _flags(settings).items()
+            if told != begun[flag]
+        ]
     if problems:
         raise InputError(*problems, "choose another --store; nothing was touched")
-    (store_dir / "cases").mkdir(exist_ok=True)
     if not path.is_file():
-        write_json(path, wanted)
+        write_json(path, identity(dataset, settings))
+    (store_dir / "cases").mkdir(exist_ok=True)
 
 
 def _owner(path: Path) -> Dict[str, Any]:
@@ -179,16 +230,45 @@ def _owner(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise InputError(f"{path} must be as `prepare` wrote it, got no JSON object; choose a new store") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} must be as `prepare` wrote it, got no JSON object; choose a new store")
+    return content
 
 
-def _told(setting: Any) -> str:
-    """A setting as it is typed."""
-    if isinstance(setting, dict):
-        return " ".join(f"{old}={new}" for old, new in setting.items()) or "none"
-    return ("given" if setting else "left out") if isinstance(setting, bool) else str(setting)
+def _flags(settings: Settings) -> Dict[str, str]:
+    """The settings as they are typed."""
+    meaning = {"format": settings.format, "scores": settings.scores}
+    choices = [choice for choice, fields in FORMAT_CHOICES.items() if fields == meaning]
+    pairs = (f"{old}={new}" for old, new in sorted(settings.label_map.items()))
+    return {
+        "--format": choices[0] if choices else f"{settings.format} of float16",
+        "--crop": "given" if settings.crop else "left out",
+        "--zero-nan": "given" if settings.zero_nan else "left out",
+        "--label-map": " ".join(pairs) or "none",
+    }
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_label_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        old.isdecimal() and isinstance(new, int) and not _is_bool(new) for old, new in value.items()
+    )
+
+
+_RULES = {
+    "format": (" or ".join(FORMATS), lambda value: value in FORMATS),
+    "crop": ("true or false", _is_bool),
+    "zero_nan": ("true or false", _is_bool),
+    "label_map": ("code to code", _is_label_map),
+    "scores": ("true or false", _is_bool),
+}
+"""Each setting in source.json -> what it must be, in words, and whether a value is that."""
 
 
 def _is_whole(path: Path, size_bytes: int, sha256: str, verify: bool) -> bool:

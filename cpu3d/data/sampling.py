@@ -51,7 +51,7 @@ def random_words(*key: int) -> Iterator[int]:
     """An endless stream of 64-bit words that depends on every integer of `key` and nothing else."""
     state = 0
     for part in key:
-        state = _mix((state ^ (part & MASK)) + 0x9E3779B97F4A7C15 & MASK)
+        state = _mix((state ^ (int(part) & MASK)) + 0x9E3779B97F4A7C15 & MASK)
     while True:
         state = state + 0x9E3779B97F4A7C15 & MASK
         yield _mix(state)

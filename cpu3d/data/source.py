@@ -16,22 +16,27 @@ in the endless stream of epochs: `start=k` gives exactly what an uninterrupted r
 threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
+from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.arguments import Checks, check_stream, volume_size
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import case_region, grid_size
-from cpu3d.data.failures import Batches, own_errors, told
-from cpu3d.data.finish import Finish, padded
-from cpu3d.data.loader import BOX, Loader, normalisation
+from cpu3d.data.failures import Batches, own_errors
+from cpu3d.data.finish import Finish, check_dtype, padded
+from cpu3d.data.loader import BOX, Loader, normalise
 from cpu3d.data.patches import PatchSample, PatchSampling, patch_at
+from cpu3d.data.python_op import python_op
 from cpu3d.data.reading import Reading, labelled, open_reading
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, Shape3, crop
+from cpu3d.data.region import Region, Shape3
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import Store, check_names, open_store
+from cpu3d.errors import InputError
+from memory_estimator.host import read_host
 
 __all__ = [
     "Batches",
@@ -88,17 +93,19 @@ def volume_dataset(
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or
     labelled voxel of any case of the store; "full" keeps the whole grid. Both are padded with zeros to a multiple of
-    `multiple`; `grid` asks for a size (X, Y, Z) of your own.
+    `multiple`; `grid` asks for a size (X, Y, Z) of your own, which must hold that much.
 
     `read_mode` is one of READ_MODES, or a Reading that several datasets share; `page_budget_bytes` is how many pages of
     the store's files to leave in memory, half of what is free by default. `threads` prepare as many samples at a time.
     With `finished=False` the batches are raw, for `finish_of` to be applied where the model runs.
 
     In memory, besides mapped pages: the batch in use, one batch ahead, and a volume per thread in preparation.
-    Raises InputError for an unknown split, channel, region or extent, an empty split, cases without labels or damaged.
+    Raises InputError for all arguments out of range and unknown names at once, for a grid that would lose voxels, an
+    empty split, cases without labels, and files that are damaged.
     """
-    records = labelled(store, split)
-    size = grid_size(store, extent=extent, multiple=multiple) if grid is None else tuple(grid)
+    checks = Checks()
+    records = checks.of(labelled, store, split)
+    size = checks.of(volume_size, store, grid, extent=extent, multiple=multiple)
 
     def place_at(position: int) -> Tuple[CaseRecord, Region]:
         record = records[sample_at(position, cases=len(records), seed=seed, shuffle=shuffle).index]
@@ -106,17 +113,22 @@ def volume_dataset(
 
     return _dataset(
         store,
+        checks,
         place_at,
         size,
-        epoch=len(records),
+        split=split,
+        epoch=len(records or ()),
         start=start,
         stop=stop,
         seed=seed,
         batch=batch,
         channels=channels,
+        regions=regions,
         augment=augment,
-        finish=finish_of(store, regions=regions, augment=augment, dtype=dtype),
-        reading=_reading(store, split, read_mode, page_budget_bytes, patches=False),
+        dtype=dtype,
+        read_mode=read_mode,
+        page_budget_bytes=page_budget_bytes,
+        patches=False,
         threads=threads,
         finished=finished,
     )
@@ -152,13 +164,15 @@ def patch_dataset(
     the volume, and what reaches outside is 0. Rotation and scaling turn a patch about its own centre, and what comes
     into its corners then is 0 as well.
 
-    An epoch is one patch of each case with `sampling` "random" and "foreground"; `PatchSampling` says what `sampling`,
-    `foreground` and `overlap` mean. With "grid" it is all the patches that cover the common grid of the extent, rounded
-    up to `multiple`, one case after another. `patch_at(position, patch_sampling(store, ...), records)` tells which
-    patch of which case comes at a position. All else is as for `volume_dataset`.
+    An epoch is one patch of each case, whether `sampling` is "random", "foreground" or "centre"; `PatchSampling` says
+    what `sampling`, `foreground` and `overlap` mean. With "grid" it is all the patches that cover the common grid of
+    the extent, rounded up to `multiple`, one case after another. `patch_at(position, patch_sampling(store, ...),
+    records)` tells which patch of which case comes at a position. All else is as for `volume_dataset`.
     """
-    records = labelled(store, split)
-    drawn = patch_sampling(
+    checks = Checks()
+    records = checks.of(labelled, store, split)
+    drawn = checks.of(
+        patch_sampling,
         store,
         patch_shape,
         sampling=sampling,
@@ -177,17 +191,22 @@ def patch_dataset(
 
     return _dataset(
         store,
+        checks,
         place_at,
-        drawn.shape,
-        epoch=len(records) * drawn.per_case,
+        drawn.shape if drawn else None,
+        split=split,
+        epoch=len(records) * drawn.per_case if records and drawn else 0,
         start=start,
         stop=stop,
         seed=seed,
         batch=batch,
         channels=channels,
+        regions=regions,
         augment=augment,
-        finish=finish_of(store, regions=regions, augment=augment, dtype=dtype),
-        reading=_reading(store, split, read_mode, page_budget_bytes, patches=True),
+        dtype=dtype,
+        read_mode=read_mode,
+        page_budget_bytes=page_budget_bytes,
+        patches=True,
         threads=threads,
         finished=finished,
     )
@@ -206,15 +225,13 @@ def patch_sampling(
 
     Raises InputError for values out of range and unknown names, all at once.
     """
-    names = tuple(store.manifest.regions)
-    wanted = [names[index] for index in _pick("regions", regions, names)]
-    return PatchSampling(
-        tuple(patch_shape),
-        codes=tuple(store.manifest.regions[name] for name in wanted),
-        extent=extent,
-        grid=grid_size(store, extent=extent, multiple=multiple),
-        **drawn,
-    )
+    checks = Checks()
+    codes = checks.of(_codes, store, regions)
+    grid = checks.of(grid_size, store, extent=extent, multiple=multiple)
+    drawn.update(codes=codes or (), grid=grid or PatchSampling.grid, extent=extent)
+    sampling = checks.of(PatchSampling, tuple(patch_shape), **drawn)
+    checks.done()
+    return sampling
 
 
 def finish_of(
@@ -225,9 +242,11 @@ def finish_of(
     dtype: str = "float32",
 ) -> Finish:
     """What turns raw batches of this store (`finished=False`) into `(image, target)`, given the dataset's arguments."""
-    names = tuple(store.manifest.regions)
-    picked = _pick("regions", regions, names)
-    return Finish(tuple(store.manifest.regions[names[i]] for i in picked), dtype, augment.resamples)
+    checks = Checks()
+    checks.of(check_dtype, dtype)
+    codes = checks.of(_codes, store, regions)
+    checks.done()
+    return Finish(codes, dtype, augment.resamples)
 
 
 def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, Reading] = "auto") -> tf.data.Dataset:
@@ -239,22 +258,15 @@ def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, 
     """
     records = labelled(store, split)
     reader = _reading(store, split, read_mode, None, patches=False).reader
-    names = ("bits", "is_half", "label")
 
     def stored(index):
         record = records[int(index)]
         half = np.bool_(record.image_dtype == "float16")
         return reader.array(record, "x").view(np.int16), half, reader.array(record, "y")
 
-    dataset = tf.data.Dataset.range(len(records)).map(lambda index: tuple(_numpy(stored, index, names).values()))
+    op = python_op(stored, {name: BOX[name] for name in ("bits", "is_half", "label")})
+    dataset = tf.data.Dataset.range(len(records)).map(lambda index: tuple(op(index).values()))
     return dataset.with_options(_bounded(1))
-
-
-def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarray:
-    """What the graph does to an image, in NumPy: `region` of (X, Y, Z, C) as float32, for prediction and for tests."""
-    scale, shift = normalisation(record)
-    part = crop(image, region)
-    return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
 
 
 # --- Private helpers ---
@@ -262,38 +274,57 @@ def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarr
 
 def _dataset(
     store: Store,
+    checks: Checks,
     place_at: Callable[[int], Tuple[CaseRecord, Region]],
-    size: Shape3,
+    size: Optional[Shape3],
     *,
+    split: str,
     epoch: int,
     start: int,
     stop: Optional[int],
     seed: int,
     batch: int,
     channels: Optional[Sequence[str]],
+    regions: Optional[Sequence[str]],
     augment: AugmentConfig,
-    finish: Finish,
-    reading: Reading,
+    dtype: str,
+    read_mode: Union[str, Reading],
+    page_budget_bytes: Optional[int],
+    patches: bool,
     threads: int,
     finished: bool,
 ) -> tf.data.Dataset:
-    """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says."""
-    picked = _pick("channels", channels, store.manifest.channels)
+    """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says, if `checks` are met."""
+    numbers = {"start": start, "stop": stop, "seed": seed, "batch": batch, "threads": threads}
+    checks.of(check_stream, page_budget_bytes=page_budget_bytes, **numbers)
+    picked = checks.of(_pick, "channels", channels, store.manifest.channels)
+    finish = checks.of(finish_of, store, regions=regions, augment=augment, dtype=dtype)
+    checks.done()
+    reading = _reading(store, split, read_mode, page_budget_bytes, patches=patches)
     end = max(epoch if stop is None else stop, start)
     horizon = min(2 * epoch, HORIZON)
     load = Loader(
-        reading, place_at, augment=augment, seed=seed, start=start, stop=end, horizon=horizon, threads=threads
+        reading.reader,
+        place_at,
+        augment=augment,
+        seed=seed,
+        start=start,
+        stop=end,
+        page_budget_bytes=reading.budget_of(split),
+        horizon=horizon,
+        threads=threads,
     )
+    box_of = python_op(load, BOX)
 
     def sample(position):
-        box = {**_numpy(load, position, tuple(BOX)), "channels": picked}
+        box = {**box_of(position), "channels": picked}
         if not finished:
             return _sized(padded(box), size, len(picked))
         image, target = finish.from_box(box)
         return tf.ensure_shape(image, (*size, len(picked))), tf.ensure_shape(target, (*size, len(finish.codes)))
 
     dataset = tf.data.Dataset.range(start, end)
-    dataset = dataset.map(sample, num_parallel_calls=threads if threads > 1 else None)
+    dataset = dataset.map(sample, num_parallel_calls=int(threads) if threads > 1 else None)
     if batch == 1:  # batching copies; a batch of one needs only another axis
         dataset = dataset.map(lambda *parts: tf.nest.map_structure(lambda part: part[None], _one(parts)))
     else:
@@ -316,8 +347,26 @@ def _reading(
     store: Store, split: str, read_mode: Union[str, Reading], page_budget_bytes: Optional[int], *, patches: bool
 ) -> Reading:
     if isinstance(read_mode, Reading):
+        if Path(read_mode.reader.folder) != store.folder or split not in read_mode.split_bytes:
+            raise InputError(
+                f"read_mode must be a Reading opened for split {split} of {store.folder}, got one for"
+                f" {', '.join(read_mode.split_bytes)} of {read_mode.reader.folder}; name all splits to open_reading"
+            )
         return read_mode
-    return open_reading(store, (split,), read_mode=read_mode, page_budget_bytes=page_budget_bytes, patches=patches)
+    return open_reading(
+        store,
+        (split,),
+        free_bytes=read_host().free_bytes,
+        read_mode=read_mode,
+        page_budget_bytes=page_budget_bytes,
+        patches=patches,
+    )
+
+
+def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
+    """Label codes of each wanted region."""
+    names = tuple(store.manifest.regions)
+    return tuple(store.manifest.regions[names[index]] for index in _pick("regions", regions, names))
 
 
 def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> Tuple[int, ...]:
@@ -328,19 +377,12 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
     return tuple(there.index(name) for name in wanted)
 
 
-def _numpy(function: Callable, position: tf.Tensor, names: Sequence[str]) -> Dict[str, tf.Tensor]:
-    """Call NumPy code from the graph. Stateless: a stateful op would make a deterministic pipeline serial."""
-    kinds = [BOX[name][0] for name in names]
-    outputs = tf.numpy_function(told(function), [position], kinds, stateful=False)
-    return {name: tf.ensure_shape(output, BOX[name][1]) for name, output in zip(names, outputs)}
-
-
 def _bounded(threads: int) -> tf.data.Options:
     """One batch ahead, no autotuning: its memory budget is half of the host's RAM by default."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.deterministic = True
     options.experimental_optimization.inject_prefetch = False
-    options.threading.private_threadpool_size = threads
+    options.threading.private_threadpool_size = int(threads)
     options.threading.max_intra_op_parallelism = 1
     return options

@@ -1,6 +1,6 @@
 """The store: arrays that are read as they lie, beside records that say everything else.
 
-store/manifest.json         what this file describes; written last
+store/manifest.json         what the store is, with a SHA-256 of its own content; written last
 store/cases-<hash>.jsonl    the records of its cases, one a line
 store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian, axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
@@ -10,8 +10,9 @@ store/quarantine.jsonl      cases left out, each with its reasons
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import List, Sequence, Union
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Union
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from cpu3d.data.records import (
 )
 from cpu3d.data.region import paste, whole
 from cpu3d.errors import InputError
+
+TRIES = 5
+"""Manifests that may follow each other while a store is opened."""
 
 
 class Store:
@@ -65,7 +69,7 @@ class Store:
             raise InputError(f"case {case_id} must have a label, the store has none; choose a labelled case")
         return self._whole(record, "y")
 
-    def check(self, records: Sequence[CaseRecord]) -> None:
+    def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
         problems: List[str] = []
         seen = set()
@@ -90,20 +94,36 @@ class Store:
             raise InputError(*problems)
 
     def _whole(self, record: CaseRecord, part: str) -> np.ndarray:
-        array = self._reader.array(record, part)
-        if record.stored != whole(record.shape):
-            array = paste(array, record.stored, record.shape)
+        array = on_grid(self._reader.array(record, part), record)
         array.flags.writeable = False
         return array
 
 
-def open_store(folder: Union[str, Path]) -> Store:
-    """Open the store in `folder` for reading.
+def on_grid(array: np.ndarray, record: CaseRecord) -> np.ndarray:
+    """A stored array on its case's whole grid: itself, or a copy where only a box is stored."""
+    return array if record.stored == whole(record.shape) else paste(array, record.stored, record.shape)
 
-    Raises InputError when there is no manifest, when it or the records beside it are damaged, when it is of another
-    schema, or when a case is in two splits.
+
+def open_store(folder: Union[str, Path]) -> Store:
+    """Open the store in `folder` for reading, also while another process puts a new manifest in its place.
+
+    Raises InputError when there is no manifest, when it was edited or the records beside it are damaged, when it is of
+    another schema, or when a case is in two splits.
     """
     folder = Path(folder)
+    content = read_manifest(folder)
+    for _ in range(TRIES):
+        try:
+            return _opened(folder, content)
+        except InputError:
+            before, content = content, read_manifest(folder)
+            if content == before:
+                raise
+    return _opened(folder, content)
+
+
+def read_manifest(folder: Path) -> Dict[str, Any]:
+    """What manifest.json holds, as it was written, with its `records`: file, bytes and sha256. Raises InputError."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise InputError(f"store {folder} must hold a finished manifest.json, found none; run `prepare` (again)")
@@ -118,21 +138,26 @@ def open_store(folder: Union[str, Path]) -> Store:
         raise InputError(
             f"store {folder} must have schema {SCHEMA}, got {schema}; run `prepare` again with this version"
         )
+    if content != sealed(content):
+        raise InputError(
+            f"store manifest {path} must be as it was written, got an edited one; restore it or run `prepare` again"
+        )
     try:
-        records = content.pop("records")
-        ids = sorted(case_id for name in SPLITS for case_id in content["split"][name])
-        twice = sorted({case_id for case_id, following in zip(ids, ids[1:]) if case_id == following})
-        if twice:
+        file = content["records"]["file"]
+        if not re.fullmatch(r"cases-[0-9a-f]+\.jsonl", file):
             raise InputError(
-                *(
-                    f"case {case_id} of store {folder} must be in one split, got two; restore {path}"
-                    for case_id in twice
-                )
+                f"records file of store {folder} must be named cases-*.jsonl, got {file!r}; restore {path}"
             )
-        file = folder / Path(records["file"]).name  # never a path outside the store
-        return Store(folder, manifest_from_json(content, CaseIndex(file, ids, records["bytes"])))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+    return content
+
+
+def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """The content of a manifest.json with the SHA-256 of all else in it, in the order in which it stands there."""
+    bare = {name: value for name, value in content.items() if name != "sha256"}
+    text = json.dumps(bare, separators=(",", ":"))
+    return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
@@ -152,7 +177,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     name = f"cases-{digest.hexdigest()[:12]}.jsonl"
     unnamed.replace(folder / name)
     records = {"file": name, "bytes": size_bytes, "sha256": digest.hexdigest()}
-    write_json(folder / "manifest.json", {**to_json(manifest), "records": records})
+    write_json(folder / "manifest.json", sealed({**to_json(manifest), "records": records}))
     for path in folder.glob("cases-*.jsonl"):
         if path.name != name:
             path.unlink()
@@ -162,3 +187,25 @@ def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
     """Raise InputError unless `wanted` names some of `there`, each once."""
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
         raise InputError(f"{what} must be among {', '.join(there)}, each once, got {', '.join(wanted) or 'none'}")
+
+
+# --- Private helpers ---
+
+
+def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
+    path = folder / "manifest.json"
+    fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
+    try:
+        ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
+        twice = sorted({case_id for case_id, following in zip(ids, ids[1:]) if case_id == following})
+        if twice:
+            raise InputError(
+                *(
+                    f"case {case_id} of store {folder} must be in one split, got two; restore {path}"
+                    for case_id in twice
+                )
+            )
+        records = content["records"]
+        return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None

@@ -3,11 +3,11 @@
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Sequence, Sized
 
 from cpu3d.data.layouts import Dataset, describe_labels
 from cpu3d.data.records import SPLITS, Manifest
 from cpu3d.data.resume import quarantined
+from cpu3d.data.words import by, count
 from cpu3d.data.write_cases import Settings
 
 
@@ -34,16 +34,16 @@ def summarise(manifest: Manifest, store_dir: Path) -> None:
     shapes = sorted({case.shape for case in manifest.cases})
     print(f"Store {store_dir}: {count(manifest.cases, 'case')}, {size_bytes / 1e6:.0f} MB")
     print(f"  images   {images}; {f'rounded by up to {error:.1g} std' if error else 'exact'}")
-    print(f"  shapes   {', '.join(map(_by, shapes[:4]))}{', ...' if len(shapes) > 4 else ''}")
+    print(f"  shapes   {', '.join(map(by, shapes[:4]))}{', ...' if len(shapes) > 4 else ''}")
     zeroed = [case for case in manifest.cases if case.zeroed_voxels]
     if zeroed:
         voxels = sum(case.zeroed_voxels for case in zeroed)
-        print(f"  zeroed   {voxels} NaN or infinite voxels in {count(zeroed, 'case')} are background now")
+        print(f"  zeroed   {count(voxels, 'NaN or infinite voxel')} in {count(zeroed, 'case')} made background")
     if any(case.stored.size != case.shape for case in manifest.cases):
         kept = sum(math.prod(case.stored.size) for case in manifest.cases)
         share = kept / sum(math.prod(case.shape) for case in manifest.cases)
         print(f"  crop     brains' boxes only, {share:.0%} of the voxels; all outside is 0 and comes back so")
-    print(f"  brains   fit a box of {_by(manifest.largest_box)}")
+    print(f"  brains   fit a box of {by(manifest.largest_box)}")
     print(f"  split    {split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}")
     tell_quarantine(store_dir)
 
@@ -57,15 +57,3 @@ def tell_quarantine(store_dir: Path) -> None:
 
 def split_sizes(manifest: Manifest) -> str:
     return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
-
-
-def count(items: Sized, what: str) -> str:
-    """Such as "3 cases" or "1 case"."""
-    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
-
-
-# --- Private helpers ---
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))

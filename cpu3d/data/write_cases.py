@@ -12,15 +12,20 @@ import numpy as np
 
 from cpu3d.atomic import atomic_write, write_json
 from cpu3d.data.case import load_case
-from cpu3d.data.files.arrays import Bytes, content_sha256, decode_b2nd, encode, file_sha256
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.arrays import FORMATS, Bytes, content_sha256, decode_b2nd, encode, file_sha256
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import CaseRecord, array_path, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED, run_jobs
 
-FORMATS = ("npy", "float16", "b2nd")
-"""What a store's images can be: as they are in .npy files, always float16 z-scores in .npy files, or packed."""
+FORMAT_CHOICES = {
+    "npy": {"format": "npy", "scores": False},
+    "float16": {"format": "npy", "scores": True},
+    "b2nd": {"format": "b2nd", "scores": False},
+}
+"""What --format takes -> the two fields of `Settings` that it stands for."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +33,19 @@ class Settings:
     """How cases become arrays. They are part of what a store is: it is never continued with others."""
 
     format: str = "npy"
-    """One of `FORMATS`."""
+    """Of the files, "npy" or "b2nd"."""
     crop: bool = False
     """Store each brain's box and not the whole grid."""
     zero_nan: bool = False
     """NaN and infinite voxels become background; without it they are an error."""
     label_map: Mapping[int, int] = field(default_factory=dict)
     """Label codes to change while reading, old -> new."""
+    scores: bool = False
+    """Every image is float16 z-scores, also where int16 would be exact. Packing does not change it back."""
 
     def __post_init__(self):
         if self.format not in FORMATS:
-            raise InputError(f"--format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-
-    @property
-    def file_format(self) -> str:
-        """That of the files: "npy" or "b2nd"."""
-        return "b2nd" if self.format == "b2nd" else "npy"
-
-    @property
-    def scores(self) -> bool:
-        """Whether every image is float16, also where int16 would be exact."""
-        return self.format == "float16"
+            raise InputError(f"format of a store's files must be one of {', '.join(FORMATS)}, got {self.format!r}")
 
 
 USUAL = Settings()
@@ -90,7 +87,7 @@ def convert(job: Job) -> Outcome:
     except Exception as error:  # whatever is odd about one case, the others are still told
         return (f"case {case_id} must be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
     record = write_arrays(
-        job.store, case.record, case.image, case.label, format_=settings.file_format, cropped=settings.crop
+        job.store, case.record, case.image, case.label, format_=settings.format, cropped=settings.crop
     )
     write_json(record_path(job.store, case_id), to_json(record))
     return record
@@ -133,11 +130,16 @@ def outcomes(jobs: Sequence[Job], workers: int) -> Iterator[Tuple[Job, Outcome]]
 
 
 def _write_file(path: Path, pieces: Sequence[Bytes], size_bytes: int, sha256: str) -> None:
-    """Write a file whose space is claimed first, so that a full disk shows before the work; then read it back."""
+    """Write a file whose space is claimed first, so that a full disk shows before the work; then read it back.
+
+    From the disk, where the kernel lets go of its copies: those are right whatever the disk has made of them.
+    """
     with atomic_write(path) as file:
         _claim_space(file.fileno(), size_bytes)
         for piece in pieces:
             file.write(piece)
+    with open(path, "rb") as file:
+        page_cache.give_back(file.fileno())
     if file_sha256(path) != sha256:
         path.unlink()
         raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))

@@ -27,7 +27,7 @@ from cpu3d.data.prepare import prepare
 from cpu3d.data.records import Geometry, array_path, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.workers import run_jobs, worker_count
@@ -204,7 +204,7 @@ def _quietly(function, *args: Any, **more: Any) -> Any:
 
 
 def _store(dataset: Path, store: Path, format_: str) -> None:
-    _quietly(prepare, dataset, store, fractions=(1, 0, 0), settings=Settings(format=format_))
+    _quietly(prepare, dataset, store, fractions=(1, 0, 0), settings=Settings(**FORMAT_CHOICES[format_]))
 
 
 def _grid(shape: Sequence[int]) -> Geometry:

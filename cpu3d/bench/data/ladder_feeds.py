@@ -19,6 +19,7 @@ from cpu3d.data.extent import case_region
 from cpu3d.data.files.arrays import decode_b2nd
 from cpu3d.data.region import crop
 from cpu3d.data.sampling import sample_at
+from memory_estimator.host import read_host
 
 FLOAT, PACKED, HALF, GRAPH, OURS, OURS_NPY = (
     "float32 .npy", "+ blosc2", "+ 16 bit", "+ augmentation in the graph", "+ zero-copy and look-ahead (the store)",
@@ -48,13 +49,13 @@ def make_feed(
     """A function from first and last position to batches of one, (image, target); set up, so that time can begin."""
     import tensorflow as tf
 
-    from cpu3d.data.source import open_reading, open_store, volume_dataset
+    from cpu3d.data.source import open_reading, open_store, patch_dataset
 
     store = open_store(paths["b2nd" if rung == OURS else "npy"])
     if rung in (OURS, OURS_NPY):
-        reading = open_reading(store, read_mode="pread" if bucket else "auto")
-        more = {"grid": grid, "augment": WITH_TURNS, "seed": SEED, "dtype": dtype, "read_mode": reading}
-        return lambda start, stop: _counted(volume_dataset(store, start=start, stop=stop, **more), reading, bucket)
+        reading = open_reading(store, free_bytes=read_host().free_bytes, read_mode="pread" if bucket else "auto")
+        more = {"sampling": "centre", "augment": WITH_TURNS, "seed": SEED, "dtype": dtype, "read_mode": reading}
+        return lambda start, stop: _counted(patch_dataset(store, grid, start=start, stop=stop, **more), reading, bucket)
     records = list(store.cases("train"))
     codes = tuple(tuple(members) for members in store.manifest.regions.values())
     load = _loader(rung, paths["ladder"], records, tuple(grid), codes, bucket)

@@ -4,22 +4,20 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import mmap
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence, Tuple
+from typing import Callable, Iterator, Sequence, Tuple, Union
 
 import numpy as np
 
 from cpu3d.data.files import page_cache
-from cpu3d.data.files.arrays import aligned_empty, decode_b2nd, npy_header, unpack
+from cpu3d.data.files.arrays import aligned_empty, decode_b2nd, npy_header, open_b2nd, unpack
 from cpu3d.data.files.byte_runs import GAP_BYTES, byte_runs
 from cpu3d.data.files.file_map import map_file
 from cpu3d.data.records import CaseRecord
 from cpu3d.errors import InputError
-
-PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class ArrayFile:
         if found.tobytes() != _header(self.dtype, self.shape) or self.size_bytes != self.offset + voxels_bytes:
             raise self._damaged("another header")
 
-    def check_content(self) -> None:
-        """Raise InputError for a file of other bytes than were written.
+    def check_content(self) -> int:
+        """Raise InputError for a file of other bytes than were written; returns how many were read for it, all.
 
         For .b2nd files: one flipped bit makes wrong voxels more often than an error, or ends the process.
         """
@@ -56,8 +54,8 @@ class ArrayFile:
             part = piece[: self.size_bytes - start]
             self._fill(part, start)
             digest.update(part)
-        if digest.hexdigest() != self.sha256:
-            raise self._damaged("other bytes than were written")
+        self._as_written(digest)
+        return self.size_bytes
 
     def content(self, *, populate: bool = False) -> np.ndarray:
         """The file's bytes as a map, read from front to back at once if `populate`."""
@@ -71,24 +69,10 @@ class ArrayFile:
     def ask_for(self, slices: Sequence[slice]) -> None:
         """Have the kernel begin to read what is missing of a box of a .npy file, all of it at once. Raises OSError.
 
-        A cold map that is touched without this reads piece after piece, and around each: of a 96^3 patch of a CT, 5
-        times as long and 7 times the bytes.
+        Reads that wait one after another take longer: of a 96^3 patch of a CT, 5 times as long.
         """
-        content = self.content()
-        strides = self.view(content).strides
-        corner = self.offset + sum(one.start * stride for one, stride in zip(slices, strides))
-        planes, rows = (one.stop - one.start - 1 for one in slices[:2])
-        places = [corner + i * strides[0] + j * strides[1] for i in (0, planes // 2, planes) for j in (0, rows)]
-
-        def there(start: int, stop: int) -> bool:
-            return bool(page_cache.resident(content[start // PAGE * PAGE : stop]).all())
-
-        known = page_cache.tells(self.handle)
-        if known and all(there(place, place + 1) for place in places):
-            return  # to look at every page of a box takes longer than to copy it
         for start, length in byte_runs(self.shape, self.dtype.itemsize, slices, self.offset):
-            if not (known and there(start, start + length)):
-                page_cache.bring_in(self.handle, start, length)
+            page_cache.bring_in(self.handle, start, length)
 
     def read(self) -> np.ndarray:
         """The whole array of a .npy file, aligned."""
@@ -97,34 +81,40 @@ class ArrayFile:
         return array
 
     def read_box(self, slices: Sequence[slice]) -> Tuple[np.ndarray, int]:
-        """(box, bytes read) of a .npy file, in as few reads as have no gap of `GAP_BYTES` within a plane of X."""
+        """(box, bytes read) of a .npy file, in as few reads as have no gap of `GAP_BYTES` within a plane of X.
+
+        Not through a map: one made for a box costs a page fault for every few pages of it, more than to copy the gaps.
+        """
         (x, y, z), shape = slices[:3], self.shape
         out = aligned_empty([one.stop - one.start for one in slices], self.dtype)
         rows, voxels = out.shape[1:3]
-        voxel_bytes = self.dtype.itemsize * int(np.prod(shape[3:], dtype=np.int64))
+        voxel_bytes = self.dtype.itemsize * math.prod(shape[3:])
         row_bytes = shape[2] * voxel_bytes
-
-        def place(i: int, j: int) -> int:
-            return self.offset + (i * shape[1] + j) * row_bytes + z.start * voxel_bytes
+        plane_bytes = shape[1] * row_bytes
+        corner = self.offset + x.start * plane_bytes + y.start * row_bytes + z.start * voxel_bytes
+        planes = range(corner, corner + len(out) * plane_bytes, plane_bytes)
+        fill = self._filler(slices)
 
         if out.shape[1:3] == shape[1:3]:
-            return out, self._fill(out, place(x.start, 0))
+            return out, fill(_bytes(out), corner)
         if voxels == shape[2]:
-            return out, sum(self._fill(plane, place(i, y.start)) for i, plane in enumerate(out, x.start))
+            return out, sum(fill(_bytes(plane), place) for plane, place in zip(out, planes))
         if row_bytes - voxels * voxel_bytes >= GAP_BYTES:
-            lines = itertools.product(range(len(out)), range(rows))
-            return out, sum(self._fill(out[i, j], place(x.start + i, y.start + j)) for i, j in lines)
-        plane = np.empty((rows, *shape[2:]), self.dtype)
-        span = plane.reshape(-1).view(np.uint8)[: (rows - 1) * row_bytes + voxels * voxel_bytes]
-        for i, target in enumerate(out, x.start):
-            self._fill(span, place(i, y.start))
-            target[...] = plane[:, :voxels]
+            lines = ((line, place + j * row_bytes) for plane, place in zip(out, planes) for j, line in enumerate(plane))
+            return out, sum(fill(_bytes(line), place) for line, place in lines)
+        buffer = np.empty((rows, *shape[2:]), self.dtype)
+        span, part = _bytes(buffer)[: (rows - 1) * row_bytes + voxels * voxel_bytes], buffer[:, :voxels]
+        for plane, place in zip(out, planes):
+            fill(span, place)
+            plane[...] = part
         return out, len(out) * len(span)
 
-    def unpack(self) -> np.ndarray:
-        """The whole array of a .b2nd file, aligned."""
+    def unpack(self, *, check: bool) -> np.ndarray:
+        """The whole array of a .b2nd file, aligned, its bytes compared with those written if `check`."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
+        if check:
+            self._as_written(hashlib.sha256(content))
         try:
             return self._as_recorded(decode_b2nd(memoryview(content)))
         except ValueError as error:
@@ -132,19 +122,39 @@ class ArrayFile:
 
     def unpack_box(self, slices: Sequence[slice]) -> Tuple[np.ndarray, int]:
         """(box, bytes of the chunks that it lies in) of a .b2nd file."""
-        import blosc2
-
         try:
-            packed = self._as_recorded(blosc2.open(str(self.path), mode="r"))
+            # The open file, and not whatever the path leads to by now.
+            packed = self._as_recorded(open_b2nd(f"/dev/fd/{self.handle}"))
             return unpack(packed, tuple(slices)), _chunk_bytes(packed, slices)
         except (RuntimeError, ValueError) as error:
             raise self._damaged(error) from None
 
     # --- Private helpers ---
 
-    def _fill(self, into: np.ndarray, offset: int) -> int:
+    def _filler(self, slices: Sequence[slice]) -> Callable[[memoryview, int], int]:
+        """A function that does as `_fill`, and at the first byte that is not in memory asks for the whole box.
+
+        To find out costs nothing where all is there; looking at a box's pages takes as long as copying them.
+        """
+        flags = getattr(os, "RWF_NOWAIT", 0)  # Linux: what is in memory, or an error; no waiting for a disk
+        asked = False
+
+        def fill(into: memoryview, place: int) -> int:
+            nonlocal asked
+            if not asked:
+                with contextlib.suppress(OSError):
+                    if flags and os.preadv(self.handle, [into], place, flags) == len(into):
+                        return len(into)
+                asked = True
+                with contextlib.suppress(OSError):  # advice; what fails for good fails below
+                    self.ask_for(slices)
+            return self._fill(into, place)
+
+        return fill
+
+    def _fill(self, into: Union[np.ndarray, memoryview], offset: int) -> int:
         """Fill a C-ordered array from `offset` of the file on; returns its length in bytes."""
-        view = memoryview(into.reshape(-1).view(np.uint8))
+        view = _bytes(into) if isinstance(into, np.ndarray) else into
         done = 0
         with self._named():
             while done < len(view):  # one call reads 2 GiB at most, and a network may give less than was asked for
@@ -165,6 +175,10 @@ class ArrayFile:
         except OSError as error:
             error.filename = error.filename or str(self.path)
             raise
+
+    def _as_written(self, digest) -> None:
+        if digest.hexdigest() != self.sha256:
+            raise self._damaged("other bytes than were written")
 
     def _as_recorded(self, array):
         if tuple(array.shape) != self.shape or array.dtype != self.dtype:
@@ -187,6 +201,11 @@ def array_file(record: CaseRecord, part: str, path: Path, handle: int) -> ArrayF
         size_bytes, sha256 = record.image_bytes, record.image_sha256
     offset = len(_header(dtype, shape)) if record.format == "npy" else 0
     return ArrayFile(path, handle, size_bytes, offset, shape, dtype, sha256)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The memory of a C-ordered array."""
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 @functools.lru_cache(256)

@@ -61,10 +61,21 @@ def decode_b2nd(content: Bytes) -> np.ndarray:
 
     content = bytes(content)  # the packed array reads from it and does not keep it
     try:
-        packed = blosc2.ndarray_from_cframe(content)
+        packed = _plain(blosc2.ndarray_from_cframe(content))
         return unpack(packed, tuple(slice(0, n) for n in packed.shape))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"no whole Blosc2 array ({error})") from None
+
+
+def open_b2nd(path: str):
+    """A .b2nd file as a `blosc2.NDArray` that reads its chunks when they are needed. Raises RuntimeError, ValueError.
+
+    Not `blosc2.open`: from version 3 on that follows what a file's metadata name, other files and addresses in the
+    network, before its caller sees any of it.
+    """
+    import blosc2
+
+    return _plain(blosc2.blosc2_ext.open(path, "r", 0))
 
 
 def unpack(packed, slices: Tuple[slice, ...]) -> np.ndarray:
@@ -112,3 +123,14 @@ def file_sha256(path: Path) -> str:
         for piece in iter(lambda: file.read(1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()
+
+
+# --- Private helpers ---
+
+
+def _plain(packed):
+    """Refuse what is no array of its own: a proxy of another, an expression, a list of chunks."""
+    meta = sorted(getattr(packed, "schunk", packed).meta)
+    if meta != ["b2nd"]:
+        raise ValueError(f"metadata {', '.join(meta) or 'of no array'}")
+    return packed

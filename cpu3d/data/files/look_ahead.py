@@ -31,7 +31,8 @@ class LookAhead:
     box_at: position -> the box (three slices in the stored array's voxels) that is read of it; None for whole arrays.
     start, stop: positions of the pass; it may be passed through again and again.
     page_budget_bytes, horizon, ahead: see `PagePlan`. Workers that share a host's memory should all be given the
-      positions of all of them, so that none gives back what another needs next.
+      positions of all of them, so that none gives back what another needs next. Look-aheads of one reader leave each
+      other's files alone; a budget that they share is to be divided between them.
     in_flight: samples that may be in use at once.
 
     In mode "ram" the files are loaded ahead; they stay mapped, and so nothing of them can be given back.
@@ -104,6 +105,7 @@ class _Adviser:
         self._newest: Optional[int] = None
         self._planned = start - 1
         self._given: Deque[Tuple[int, Hashable]] = deque()  # (position to give it back again at, file)
+        reader.plans.add(plan)
 
     def at(self, position: int) -> None:
         """All advice that is due as `position` is about to be read."""
@@ -123,7 +125,7 @@ class _Adviser:
         while self._given and not place < self._given[0][0] <= place + LINGER:  # a new pass makes all of them due
             again.append(self._given.popleft()[1])
         for file in (*step.give_back, *again):
-            if not self._plan.keeps(file):
+            if not self._reader.plans.keep(file):
                 self._give_back(file)
         self._given.extend((place + LINGER, file) for file in step.give_back)
         for ahead in step.ahead:

@@ -5,6 +5,10 @@ so with more data than memory every read would go to the disk. Giving back what 
 1966) keeps as much from one pass to the next as fits. Pure: this says what to do, `look_ahead` does it.
 """
 
+import heapq
+import itertools
+import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Callable, Deque, Dict, Hashable, List, Optional, Tuple
@@ -33,6 +37,23 @@ class Step:
     """Files to drop from memory."""
 
 
+class PagePlans:
+    """The plans of those who read the same files in one process, for as long as they live. Threads may share it."""
+
+    def __init__(self):
+        self._plans: weakref.WeakSet[PagePlan] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, plan: "PagePlan") -> None:
+        with self._lock:
+            self._plans.add(plan)
+
+    def keep(self, file: Hashable) -> bool:
+        """Whether one of the plans keeps `file`: another must not drop it from memory."""
+        with self._lock:
+            return any(plan.keeps(file) for plan in self._plans)
+
+
 class PagePlan:
     """The steps of a run, one position after another. Its memory depends on the horizon and the budget alone.
 
@@ -57,12 +78,17 @@ class PagePlan:
         self._use_at, self._budget_bytes, self._stop = use_at, budget_bytes, stop
         self._ahead, self._horizon = ahead, max(horizon, ahead + 1)
         self._kept: Dict[Hashable, int] = {}
+        self._kept_bytes = 0
+        # The kept files, the one needed last on top: (-next use, -number of the entry, file). A file whose next use
+        # changes gets one more entry; the old ones are dropped as they come to the top.
+        self._needed: List[Tuple[int, int, Hashable]] = []
+        self._numbers = itertools.count()
         self._seek(0)
 
     @property
     def kept_bytes(self) -> int:
         """Of the files that were brought in and not given back."""
-        return sum(self._kept.values())
+        return self._kept_bytes
 
     def keeps(self, file: Hashable) -> bool:
         """Whether `file` was brought in and not given back."""
@@ -76,16 +102,18 @@ class PagePlan:
         self._look()
         ahead: List[int] = []
         give_back: List[Hashable] = []
-        for place, use in list(self._uses)[: 1 + self._ahead]:
+        for place, use in itertools.islice(self._uses, 1 + self._ahead):
             if use.file not in self._kept:
                 found = self._victims(use.size_bytes, place)
                 if found is None:
                     break
                 for file in found:
-                    del self._kept[file]
+                    self._kept_bytes -= self._kept.pop(file)
                     self._last_use.pop(file, None)
                 give_back += found
                 self._kept[use.file] = use.size_bytes
+                self._kept_bytes += use.size_bytes
+                self._rank(use.file)
             if place > self._brought:
                 self._brought = place
                 ahead.append(place)
@@ -100,6 +128,7 @@ class PagePlan:
         self._uses: Deque[Tuple[int, Use]] = deque()  # from the current position up to the horizon
         self._coming: Dict[Hashable, Deque[int]] = {}  # file -> its positions among them
         self._last_use: Dict[Hashable, int] = {}
+        self._rank_all()
 
     def _look(self) -> None:
         """Forget the uses before the current position, and see those up to the horizon."""
@@ -110,28 +139,45 @@ class PagePlan:
                 del self._coming[use.file]
             if use.file in self._kept:
                 self._last_use[use.file] = place
+                self._rank(use.file)
         end = self._position + self._horizon
         for place in range(self._seen, end if self._stop is None else min(end, self._stop)):
             use = self._use_at(place)
             self._uses.append((place, use))
-            self._coming.setdefault(use.file, deque()).append(place)
+            coming = self._coming.setdefault(use.file, deque())
+            coming.append(place)
             self._seen = place + 1
+            if len(coming) == 1 and use.file in self._kept:
+                self._rank(use.file)
 
     def _next_use(self, file: Hashable) -> int:
         coming = self._coming.get(file)
         return coming[0] if coming else NOT_IN_SIGHT + self._last_use.get(file, 0)
+
+    def _rank(self, file: Hashable) -> None:
+        """Note when a kept file is needed next."""
+        heapq.heappush(self._needed, (-self._next_use(file), -next(self._numbers), file))
+        if len(self._needed) > 2 * len(self._kept) + 64:
+            self._rank_all()
+
+    def _rank_all(self) -> None:
+        self._needed = [(-self._next_use(file), -next(self._numbers), file) for file in self._kept]
+        heapq.heapify(self._needed)
 
     def _victims(self, size_bytes: int, place: int) -> Optional[List[Hashable]]:
         """Files to give back so that `size_bytes` more fit, none of them needed before `place`.
 
         None where they cannot fit so; the file in use is brought in all the same.
         """
-        over = self.kept_bytes + size_bytes - self._budget_bytes
+        over = self._kept_bytes + size_bytes - self._budget_bytes
         victims: List[Hashable] = []
-        if over > 0:
-            later = [file for file in self._kept if self._next_use(file) > place]
-            later.sort(key=self._next_use)
-            while over > 0 and later:
-                victims.append(later.pop())
-                over -= self._kept[victims[-1]]
-        return victims if over <= 0 or place == self._position else None
+        while over > 0 and self._needed and -self._needed[0][0] > place:
+            next_use, _, file = heapq.heappop(self._needed)
+            if file in self._kept and file not in victims and -next_use == self._next_use(file):
+                victims.append(file)
+                over -= self._kept[file]
+        if over <= 0 or place == self._position:
+            return victims
+        for file in victims:
+            self._rank(file)
+        return None

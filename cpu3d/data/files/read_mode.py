@@ -2,7 +2,8 @@
 
 mmap   Pages of the file are the array: no copy, nothing read that is not touched. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, and whatever fails is an error that names the file.
+pread  Reads into memory: one copy more, and whatever fails is an error that names the file. Boxes are read so in
+       mode mmap too.
 ram    Every file is read once from front to back and stays mapped, locked where the limits permit: no read waits for a
        disk again, and all workers of a host share the pages.
 """

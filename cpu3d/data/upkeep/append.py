@@ -1,21 +1,20 @@
 """New cases for a finished store: made as the old ones were, and none of the old ones moves."""
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.atomic import writable_folder
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.label_map import with_label_map
-from cpu3d.data.layouts import CaseFiles, Dataset, Problem, read_dataset
+from cpu3d.data.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.prepare import convert_all, write_quarantine
 from cpu3d.data.records import SPLITS, Manifest, SourceFile, remake
-from cpu3d.data.resume import finished_cases, settings_of, sweep
+from cpu3d.data.resume import finished_cases, left_out, settings_of, sweep
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.summary import count
+from cpu3d.data.words import count
 from cpu3d.data.write_cases import Job
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
@@ -54,7 +53,8 @@ def append(
     same call continues where one was cut.
 
     Raises InputError, and leaves the store as it was, when channels or labels differ, when a case of the same id was
-    made from other files, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    made from other files, when a new id is the name of arrays that the store has under other ids, and for bad cases
+    unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = settings_of(store_dir), open_store(store_dir).manifest  # finished and whole, or told here
@@ -70,6 +70,8 @@ def append(
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
         _refuse_changed(store, known)
+        _refuse_stems(store, new)
+        out = left_out(store_dir)
         finished = finished_cases(store_dir, new, dataset.folder, verify=True)
         left = [files for files in new if files.case_id not in finished]
         jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings) for files in left]
@@ -92,8 +94,8 @@ def append(
             )
             manifest = remake(old, cases=[*old.cases, *records.values()], split=split, versions=versions())
             write_store(store_dir, manifest)
-        left_out = [problem for problem in _left_out(store_dir) if problem.case_id not in {*there, *records, *bad}]
-        write_quarantine(store_dir, sorted([*left_out, *problems], key=lambda problem: problem.case_id))
+        still_out = [problem for problem in out if problem.case_id not in {*there, *records, *bad}]
+        write_quarantine(store_dir, sorted([*still_out, *problems], key=lambda problem: problem.case_id))
     return Appended(manifest, tuple(sorted(records)), tuple(sorted(files.case_id for files in known)), bad)
 
 
@@ -153,15 +155,19 @@ def _refuse_changed(store: Store, known: Sequence[CaseFiles]) -> None:
         raise InputError(*problems)
 
 
+def _refuse_stems(store: Store, new: Sequence[CaseFiles]) -> None:
+    """Raise, naming every one, where a new case's files would replace arrays that entries of other ids share."""
+    entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
+    problems = [
+        f"case {files.case_id} must have an id that names no arrays of store {store.folder}, got that of the arrays of"
+        f" case {entry_of[files.case_id]}; give it another id, or prepare a new store"
+        for files in new
+        if files.case_id in entry_of
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
 def _is_same(path: Path, source: SourceFile) -> bool:
     """By content: the data set may be another folder than the one the store was made from."""
     return path.stat().st_size == source.size_bytes and file_sha256(path) == source.sha256
-
-
-def _left_out(store_dir: Path) -> List[Problem]:
-    """What earlier runs left out of the store."""
-    path = store_dir / "quarantine.jsonl"
-    if not path.is_file():
-        return []
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [Problem(line["case_id"], reason) for line in lines for reason in line["reasons"]]

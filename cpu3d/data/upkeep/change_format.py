@@ -6,29 +6,29 @@ import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import atomic_write, writable_folder, write_json
+from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import facts_of, float16_image
 from cpu3d.data.files.arrays import voxels_sha256
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.prepare import write_quarantine
 from cpu3d.data.records import (
     SCHEMA,
     CaseRecord,
     Manifest,
     array_path,
-    case_from_json,
     record_path,
     remake,
     to_json,
 )
-from cpu3d.data.resume import identity, settings_of, sweep
-from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.summary import count
-from cpu3d.data.upkeep.verify import ADVICE, OF_ENTRY, on_grid
-from cpu3d.data.write_cases import Settings, write_arrays
+from cpu3d.data.resume import identity, is_untouched, kept, left_out, own_record, settings_of, sweep
+from cpu3d.data.store import Store, on_grid, open_store, write_store
+from cpu3d.data.upkeep.verify import ADVICE, OF_ENTRY
+from cpu3d.data.words import count
+from cpu3d.data.write_cases import FORMAT_CHOICES, Settings, write_arrays
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar
@@ -57,15 +57,16 @@ def change_format(
 ) -> Manifest:
     """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
 
-    None leaves a setting as it is. Every case is written whole or not at all, read back and compared voxel by voxel; a
-    conversion that was cut is continued by the same call. The split stays, and so does its hash, unless int16 images
-    become float16: those are other voxels, rounded by up to the recorded error.
+    `format_` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. Every case
+    is written whole or not at all, read back and compared voxel by voxel; a conversion that was cut is continued by the
+    same call. The split stays, and so does its hash, unless int16 images become float16: those are other voxels,
+    rounded by up to the recorded error.
 
     Raises InputError for a way back from float16, for damaged cases of the old store (the good ones are kept), and
     where `new_dir` holds anything but this conversion. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    settings = _settings(store, format_, crop)
+    settings, out = _settings(store, format_, crop), left_out(store.folder)
     store.check_split()
     writable_folder(new_dir, "new store")
     with locked(new_dir, "store"):
@@ -82,9 +83,7 @@ def change_format(
         ]
         done = _convert_all(left, workers, done, new_dir)
         manifest = _manifest(store, done)
-        if (store.folder / "quarantine.jsonl").is_file():
-            with atomic_write(new_dir / "quarantine.jsonl") as file:
-                file.write((store.folder / "quarantine.jsonl").read_bytes())
+        write_quarantine(new_dir, out)
         write_json(new_dir / "source.json", identity(manifest, settings))
         write_store(new_dir, manifest)
     return manifest
@@ -113,7 +112,7 @@ def convert_case(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
         except InputError as problem:
             return problem.problems
         record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
-    new = write_arrays(job.new, record, image, label, format_=job.settings.file_format, cropped=job.settings.crop)
+    new = write_arrays(job.new, record, image, label, format_=job.settings.format, cropped=job.settings.crop)
     again = Reader(job.new, "pread")
     for part, array in (("x", image), ("y", label)):
         if array is not None and not np.array_equal(on_grid(again.array(new, part), new), array):
@@ -128,15 +127,20 @@ def convert_case(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
 
 
 def _settings(store: Store, format_: Optional[str], crop: Optional[bool]) -> Settings:
-    """Those of the new store. Raises InputError where int16 is asked of what was rounded."""
+    """Those of the new store. Raises InputError for an unknown format and where int16 is asked of what was rounded."""
+    if format_ not in (None, *FORMAT_CHOICES):
+        raise InputError(f"--format must be one of {', '.join(FORMAT_CHOICES)}, got {format_!r}")
     old = settings_of(store.folder)
     if old.scores and format_ == "npy":
         raise InputError(
             f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores:"
-            " the source's values are gone; run `prepare` on the data set instead"
+            " the source's values are gone; unpack them with --format float16, or run `prepare` on the data set"
         )
-    changes: Dict[str, Any] = {"format": format_, "crop": crop}
-    return dataclasses.replace(old, **{name: value for name, value in changes.items() if value is not None})
+    changes: Dict[str, Any] = {} if crop is None else {"crop": crop}
+    if format_ is not None:
+        changes.update(FORMAT_CHOICES[format_])
+        changes["scores"] |= old.scores
+    return dataclasses.replace(old, **changes)
 
 
 def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
@@ -147,9 +151,9 @@ def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
         "name": store.manifest.name,
         "split_hash": store.manifest.split_hash,
         "format": settings.format,
+        "scores": settings.scores,
         "crop": settings.crop,
     }
-    sweep(new_dir)
     if path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -159,22 +163,21 @@ def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
             raise InputError(
                 f"new store {new_dir} must be empty or this very conversion, {made_of}, got {found}; choose another"
             )
-    elif any(new_dir.iterdir()):
+    elif not is_untouched(new_dir, path.name):
         raise InputError(
             f"new store {new_dir} must be empty or a conversion cut short, got other files; choose another"
         )
-    (new_dir / "cases").mkdir(exist_ok=True)
+    sweep(new_dir)
     write_json(path, made_of)
+    (new_dir / "cases").mkdir(exist_ok=True)
 
 
 def _finished(new_dir: Path, records: Sequence[CaseRecord]) -> Dict[str, CaseRecord]:
     """What an earlier conversion has finished: records by stem whose files are there, of the recorded lengths."""
     reader, done = Reader(new_dir, "pread"), {}
     for old in records:
-        try:
-            content = json.loads(record_path(new_dir, old.stem).read_text(encoding="utf-8"))
-            record = case_from_json(content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        record = own_record(new_dir, old.stem)
+        if record is None:
             continue
         same = record.image_dtype != old.image_dtype or record.image_voxels_sha256 == old.image_voxels_sha256
         if same and record.label_voxels_sha256 == old.label_voxels_sha256 and not reader.problems(record):
@@ -189,7 +192,7 @@ def _convert_all(
     records, problems = dict(done), []
     total = len(jobs) + len(done)
     results = run_jobs(convert_case, jobs, workers)
-    with _kept(records, new_dir), contextlib.closing(results), bar("convert", total=total) as advance:
+    with kept(records, "converted case", new_dir), contextlib.closing(results), bar("convert", total=total) as advance:
         advance(len(done))
         for job, outcome in results:
             if isinstance(outcome, CaseRecord):
@@ -201,25 +204,9 @@ def _convert_all(
                 problems += outcome
             advance()
     if problems:
-        kept = count(records, "converted case")
-        raise InputError(*problems, f"{kept} kept in {new_dir}: mend the old store and run the same command again")
-    return records
-
-
-@contextlib.contextmanager
-def _kept(records: Dict[str, CaseRecord], new_dir: Path) -> Iterator[None]:
-    """Tell, where the work is cut, what is kept and how it goes on."""
-    try:
-        yield
-    except OSError as error:
-        told = f"writing stopped, {error.strerror}; {count(records, 'converted case')} kept"
-        advice = "make room or mend access and run the same command again"
-        raise OSError(error.errno, f"{told}, {advice}", str(new_dir)) from error
-    except KeyboardInterrupt:
         told = f"{count(records, 'converted case')} kept in {new_dir}"
-        raise KeyboardInterrupt(f"{told}; run the same command again to continue") from None
-    finally:
-        sweep(new_dir)
+        raise InputError(*problems, f"{told}: mend the old store and run the same command again")
+    return records
 
 
 def _manifest(store: Store, done: Dict[str, CaseRecord]) -> Manifest:

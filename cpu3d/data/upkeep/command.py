@@ -20,12 +20,13 @@ from rich.table import Table
 
 from cpu3d.data.records import to_json
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.summary import count, split_sizes, summarise
+from cpu3d.data.summary import split_sizes, summarise
 from cpu3d.data.upkeep.append import append
 from cpu3d.data.upkeep.change_format import change_format
 from cpu3d.data.upkeep.info import lines_of, store_info
 from cpu3d.data.upkeep.verify import verify
-from cpu3d.data.write_cases import FORMATS
+from cpu3d.data.words import count
+from cpu3d.data.write_cases import FORMAT_CHOICES
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert = actions.add_parser("convert", help="write the same cases as another store, in another format")
     convert.add_argument("store", type=Path, help="folder made by `prepare`; left as it is")
     convert.add_argument("new", type=Path, help="folder to write; made if absent, continued if unfinished")
-    convert.add_argument("--format", choices=FORMATS, help="of the new store (default: as it is)")
+    convert.add_argument(
+        "--format", choices=FORMAT_CHOICES, help="of the new store (default: as it is); what is float16 stays so"
+    )
     crop = convert.add_mutually_exclusive_group()
     crop.add_argument("--crop", action="store_const", const=True, help="store only each brain's box")
     crop.add_argument("--no-crop", action="store_const", const=False, dest="crop", help="store whole grids")
@@ -123,7 +126,7 @@ def _verify(args: argparse.Namespace) -> int:
     if found.problems:
         raise InputError(*found.problems)
     print(
-        f"Store {args.store} is whole: {found.cases} cases, {found.arrays} with arrays of their own,"
+        f"Store {args.store} is whole: {count(found.cases, 'case')}, {found.arrays} with arrays of their own,"
         f" {found.bytes_read / 1e6:,.1f} MB read"
     )
     return 0

@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter, defaultdict
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping
 
 from cpu3d.data.extent import EXTENTS, grid_size
 from cpu3d.data.files.read_mode import choose_read_mode, file_system
+from cpu3d.data.record_check import check_record
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
+from cpu3d.data.words import by, count
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 
@@ -54,7 +56,7 @@ def store_info(store: Store, *, free_bytes: int) -> Dict[str, Any]:
         "cropped_cases": totals.cropped_cases,
         "bytes_on_disk": sum(totals.bytes_on_disk.values()),
         "bytes_unpacked": sum(totals.bytes_unpacked.values()),
-        "shapes": {_by(shape): n for shape, n in totals.shapes.most_common()},
+        "shapes": {by(shape): n for shape, n in totals.shapes.most_common()},
         "largest_shape": list(manifest.largest_shape),
         "largest_box": list(manifest.largest_box),
         "grid": {extent: list(grid_size(store, extent=extent, multiple=MULTIPLE)) for extent in EXTENTS},
@@ -77,7 +79,8 @@ def lines_of(info: Mapping[str, Any]) -> List[str]:
     error = info["max_abs_error_std"]
     lines = [
         f"Store {info['store']}: {info['name']}, layout {info['layout']}",
-        f"  cases    {info['cases']} of {info['patients']} patients{shared}, {info['unlabelled']} without a label",
+        f"  cases    {info['cases']} of {count(info['patients'], 'patient')}{shared},"
+        f" {info['unlabelled']} without a label",
         f"  split    {', '.join(f'{n} {name}' for name, n in info['split'].items())},"
         f" seed {info['split_seed']}, hash {info['split_hash']}",
         f"  channels {', '.join(info['channels'])}",
@@ -85,11 +88,11 @@ def lines_of(info: Mapping[str, Any]) -> List[str]:
         f" {f'rounded by up to {error:.1g} std' if error else 'exact'}",
         f"  size     {info['bytes_on_disk'] / 1e6:,.1f} MB on disk, {info['bytes_unpacked'] / 1e6:,.1f} MB unpacked",
         f"  shapes   {', '.join(shapes[:SHAPES_TOLD])}{f' and {more} more' if more > 0 else ''}",
-        f"  largest  grid {_by(info['largest_shape'])}, brain's box {_by(info['largest_box'])}",
-        f"  network  sees {_by(info['grid']['brain'])} of a case in extent brain, {_by(info['grid']['full'])} in full",
+        f"  largest  grid {by(info['largest_shape'])}, brain's box {by(info['largest_box'])}",
+        f"  network  sees {by(info['grid']['brain'])} of a case in extent brain, {by(info['grid']['full'])} in full",
     ]
     if info["zeroed_voxels"]:
-        lines.append(f"  zeroed   {info['zeroed_voxels']} NaN or infinite voxels are background")
+        lines.append(f"  zeroed   {count(info['zeroed_voxels'], 'NaN or infinite voxel')} made background")
     return lines + [f"  {work:<8} read with {plan['reason']}" for work, plan in info["read"].items()]
 
 
@@ -110,7 +113,8 @@ class _Totals:
         self.max_abs_error = 0.0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count in a record as its JSON content."""
+        """Count in a record as its JSON content. Raises what `check_record` does."""
+        check_record(record)
         stem, shape = record["stem"], tuple(record["shape"])
         self.patients.add(record["patient_id"])
         self.stem_of[record["case_id"]] = stem
@@ -133,7 +137,7 @@ def _totals(store: Store) -> _Totals:
         for place in range(len(cases)):
             try:
                 totals.add(cases.raw(place))
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise InputError(
                     f"records of store {store.folder} must be complete, got {error!r} in line {place + 1};"
                     " see `store verify`"
@@ -142,7 +146,3 @@ def _totals(store: Store) -> _Totals:
                 advance(STEP)
         advance(len(cases) % STEP)
     return totals
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))

@@ -12,23 +12,25 @@ from typing import Union
 from cpu3d.data.records import Manifest, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
+from cpu3d.lock import locked
 
 
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
     """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
 
     The entries of a case share its arrays, its patient and its split. Written in place of the store's manifest, whole
-    or not at all; the arrays are left as they are. Raises InputError for fewer than one entry a case.
+    or not at all; the arrays are left as they are. Raises InputError for fewer than one entry a case, and while another
+    process writes the store.
     """
     if times < 1:
         raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
-    old = open_store(store_dir).manifest
-    manifest = remake(
-        old,
-        cases=[dataclasses.replace(case, case_id=name) for case in old.cases for name in _names(case.case_id, times)],
-        split={split: [name for one in ids for name in _names(one, times)] for split, ids in old.split.items()},
-    )
-    write_store(store_dir, manifest)
+    store_dir = open_store(store_dir).folder  # finished, or told here
+    with locked(store_dir, "store"):
+        old = open_store(store_dir).manifest
+        cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in _names(case.case_id, times)]
+        split = {name: [new for one in ids for new in _names(one, times)] for name, ids in old.split.items()}
+        manifest = remake(old, cases=cases, split=split)
+        write_store(store_dir, manifest)
     return manifest
 
 

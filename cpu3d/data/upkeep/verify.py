@@ -5,16 +5,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
 from cpu3d.data.case import facts_of
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path
-from cpu3d.data.region import paste, whole
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.records import CaseRecord, array_path, case_from_json, largest, record_path
+from cpu3d.data.region import Shape3
+from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.workers import KILLED, run_jobs, worker_count
@@ -55,19 +55,23 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Fin
     """Compare a store with its records, case by case in processes, and return all that is wrong.
 
     Of each file: length and SHA-256. Of the voxels, unpacked and on their whole grid: SHA-256, statistics, box, label
-    counts and centres. Of the records: their file's SHA-256, the split, and that entries with the same arrays say the
-    same of them. Raises InputError where there is no store to look at: no manifest, another version.
+    counts and centres. Of the records: their file's SHA-256, the split, that entries with the same arrays say the same
+    of them, and that the manifest says what follows from them. Raises InputError where there is no store to look at:
+    no manifest, an edited one, another version.
     """
     workers, store = worker_count(workers), open_store(store_dir)
     problems = _record_problems(store)
     records: Dict[str, CaseRecord] = {}
+    found = _Found()
     for place in range(len(store.manifest.cases)):
         try:
             record = store.manifest.cases[place]
         except InputError as error:
             problems += error.problems
             continue
+        found.add(record)
         problems += _entry_problems(store, record, records.setdefault(record.stem, record))
+    problems += _manifest_problems(store, found)
     jobs = [Job(store.folder, record) for record in records.values()]
     with bar("verify", total=len(jobs)) as advance:
         for job, found in run_jobs(array_problems, jobs, workers):
@@ -102,9 +106,11 @@ def array_problems(job: Job) -> Tuple[str, ...]:
                 problems.append(f"store file {path} must be as it was written, got other content; {ADVICE}")
                 continue
             voxels[part] = on_grid(reader.array(record, part), record)
-        except (InputError, OSError) as error:
-            told = error.problems if isinstance(error, InputError) else [f"store file {path} must be readable: {error}"]
-            problems += told
+        except InputError as error:
+            problems += error.problems
+            continue
+        except (OSError, ValueError, OverflowError, MemoryError) as error:  # the latter of impossible sizes
+            problems.append(f"store file {path} must be readable: {error}")
             continue
         if voxels_sha256(voxels[part]) != voxels_sha:
             problems.append(f"voxels in {path} must be those of case {record.case_id}, got others; {ADVICE}")
@@ -113,18 +119,13 @@ def array_problems(job: Job) -> Tuple[str, ...]:
     return tuple(problems)
 
 
-def on_grid(array: np.ndarray, record: CaseRecord) -> np.ndarray:
-    """A stored array on its case's whole grid: itself, or a copy where only a box is stored."""
-    return array if record.stored == whole(record.shape) else paste(array, record.stored, record.shape)
-
-
 # --- Private helpers ---
 
 
 def _record_problems(store: Store) -> List[str]:
     """What is wrong with the records' file and the split."""
-    content = json.loads((store.folder / "manifest.json").read_text(encoding="utf-8"))["records"]
-    path = store.folder / Path(content["file"]).name
+    content = read_manifest(store.folder)["records"]
+    path = store.folder / content["file"]
     problems = []
     if file_sha256(path) != content["sha256"]:
         problems.append(f"store file {path} must be as it was written, got other content; run `prepare` again")
@@ -152,10 +153,50 @@ def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List
                 f"{rule} must say of its arrays what case {first.case_id} says of the same, got another"
                 f" {', '.join(other)}; {ADVICE}"
             )
-    if (record.case_id in manifest.unlabelled) == record.has_label:
-        told = "no label" if record.has_label else "a label"
-        problems.append(f"{rule} must have {told}, as the manifest says, got another; {ADVICE}")
     return problems
+
+
+class _Found:
+    """What the manifest must say, gathered from the records."""
+
+    def __init__(self):
+        self.cases = 0
+        self.unlabelled: List[str] = []
+        self.shapes: Set[Shape3] = set()
+        self.boxes: Set[Shape3] = set()
+
+    def add(self, record: CaseRecord) -> None:
+        self.cases += 1
+        self.shapes.add(record.shape)
+        self.boxes.add(record.box.size)
+        if not record.has_label:
+            self.unlabelled.append(record.case_id)
+
+
+def _manifest_problems(store: Store, found: _Found) -> List[str]:
+    """Where the manifest differs from what follows from its records, and in itself."""
+    manifest, problems = store.manifest, []
+    rule = f"manifest of store {store.folder}"
+    for region, codes in manifest.regions.items():
+        unknown = sorted(set(codes) - set(manifest.labels))
+        if unknown:
+            problems.append(
+                f"region {region} in the {rule} must be of the store's labels, got {', '.join(map(str, unknown))};"
+                " restore it"
+            )
+    if not found.cases or found.cases < len(manifest.cases):
+        return problems  # what follows from damaged records is not known
+    follows = {
+        "largest_shape": largest(found.shapes),
+        "largest_box": largest(found.boxes),
+        "unlabelled": tuple(found.unlabelled),
+    }
+    return problems + [
+        f"{name} in the {rule} must follow from its records, {_short(value)}, got"
+        f" {_short(getattr(manifest, name))}; restore it"
+        for name, value in follows.items()
+        if value != getattr(manifest, name)
+    ]
 
 
 def _own_record_problems(job: Job) -> List[str]:
@@ -172,6 +213,8 @@ def _own_record_problems(job: Job) -> List[str]:
 
 def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray]) -> List[str]:
     """Where a record differs from what follows from its voxels."""
+    if not image.any(axis=(0, 1, 2)).all():
+        return [f"image of case {record.case_id} must have voxels in every channel, got an empty one; {ADVICE}"]
     return [
         f"{name} in the record of case {record.case_id} must follow from its voxels, {_short(value)}, got"
         f" {_short(getattr(record, name))}; {ADVICE}"
@@ -197,8 +240,8 @@ def _array_fields() -> List[str]:
 
 def _strays(store: Store, records: Dict[str, CaseRecord]) -> List[str]:
     """Files in the store's folder that nothing in it names."""
-    manifest = json.loads((store.folder / "manifest.json").read_text(encoding="utf-8"))
-    known = {"manifest.json", "source.json", "conversion.json", "quarantine.jsonl", manifest["records"]["file"]}
+    records_file = read_manifest(store.folder)["records"]["file"]
+    known = {"manifest.json", "source.json", "conversion.json", "quarantine.jsonl", records_file}
     for record in records.values():
         known |= {array_path("", record, part).as_posix() for part in "xy"[: 1 + record.has_label]}
         known.add(record_path("", record.stem).as_posix())

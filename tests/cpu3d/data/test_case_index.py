@@ -1,9 +1,11 @@
+import gc
+import os
 import random
 
 import pytest
 
 from cpu3d.data import case_index
-from cpu3d.data.case_index import CaseIndex, Selection, line_of, split_entries
+from cpu3d.data.case_index import CaseIndex, Selection, distinct, line_of, split_entries
 from cpu3d.data.records import split_hash
 from cpu3d.errors import InputError
 
@@ -55,6 +57,23 @@ def test_only_what_is_asked_for_is_parsed_and_only_so_much_is_kept(written, monk
     assert parsed == ["a", "b", "c", "b"]
 
 
+def test_of_records_that_share_their_arrays_the_first_is_parsed_and_no_other(tmp_path, make_record, monkeypatch):
+    quoted = 'a"stem":"b\\'
+    stems = ["one", quoted, "one", "\u00fc", quoted, "\u00fc"]
+    records = [make_record(str(n), stem=stem, patient_id='"stem":"x"') for n, stem in enumerate(stems)]
+    path = tmp_path / "cases.jsonl"
+    path.write_bytes(b"".join(map(line_of, records)))
+    index = opened(path, [record.case_id for record in records])
+    parsed = []
+    real = case_index.case_from_json
+    monkeypatch.setattr(
+        case_index, "case_from_json", lambda content: parsed.append(content["case_id"]) or real(content)
+    )
+    assert [record.case_id for record in distinct(index)] == parsed == ["0", "1", "3"]
+    assert [record.case_id for record in distinct(Selection(index, (5, 4, 3, 2)))] == ["5", "4", "2"]
+    assert list(distinct(records)) == [records[0], records[1], records[3]]
+
+
 def test_lines_are_found_across_the_pieces_in_which_the_file_is_read(tmp_path, make_record):
     records = [make_record(f"{number:04d}") for number in range(1500)]
     path = tmp_path / "cases.jsonl"
@@ -85,6 +104,8 @@ def test_a_file_of_another_length_or_number_of_lines_is_refused(written):
         (b'{"case_id":"b"', b'{"case_id":"x"', "must hold case b in line 2, got case x"),
         (b'{"case_id":"b"', b'{"case_ID":"b"', "must hold case b in line 2, got KeyError"),
         (b'patient_id":"patient b"', b'patient_ID":"patient b"', "must be complete in line 2"),
+        (b'patient_id":"patient b"', b'patient_id":null', "must be complete in line 2"),
+        (b'patient_id":"patient b"', b'patient_id":["patient b"]', "must be complete in line 2"),
     ],
 )
 def test_a_damaged_line_is_told_when_it_is_asked_for_and_the_others_are_good(written, old, new, told):
@@ -99,6 +120,58 @@ def test_a_damaged_line_is_told_when_it_is_asked_for_and_the_others_are_good(wri
         index[1]
     with pytest.raises(InputError, match=told):
         split_entries(index)
+
+
+def test_a_record_that_cannot_be_is_told_with_its_file_and_line(written):
+    _, path = written
+    for old, new in (
+        (b'"stem":"b"', b'"stem":"../b"'),
+        (b'"shape":[4,4,4]', b'"shape":[4,4,3]'),
+        (b'"centres":{', b'"centres":[],"more":{'),
+        (b'"label_voxels":{', b'"label_voxels":7,"more":{'),
+    ):
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert old in lines[1]
+        lines[1] = lines[1].replace(old, new, 1)
+        other = path.with_name("other.jsonl")
+        other.write_bytes(b"".join(lines))
+        with pytest.raises(InputError, match=r"other\.jsonl must be complete in line 2, got"):
+            opened(other)[1]
+
+
+def test_an_index_that_nobody_needs_closes_its_file_at_once(written):
+    _, path = written
+
+    def is_open():
+        return str(path) in {os.path.realpath(handle.path) for handle in os.scandir("/proc/self/fd")}
+
+    gc.disable()
+    try:
+        index = opened(path)
+        assert list(index)
+        assert is_open()
+        del index
+        assert not is_open()
+        with pytest.raises(InputError):
+            opened(path, IDS[:1])
+    finally:
+        gc.enable()
+
+
+def test_a_file_replaced_while_it_is_opened_is_read_as_the_one_that_was_opened(written, monkeypatch):
+    records, path = written
+    real = case_index._line_ends
+
+    def replaced(file):
+        ends = real(file)
+        path.with_name("new").write_bytes(path.read_bytes()[::-1])
+        path.with_name("new").replace(path)
+        return ends
+
+    monkeypatch.setattr(case_index, "_line_ends", replaced)
+    index = opened(path)
+    monkeypatch.undo()
+    assert list(index) == records
 
 
 def test_a_selection_is_a_sequence_of_its_own_that_makes_no_record_by_itself(written, monkeypatch):

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,9 +19,11 @@ import nibabel
 import numpy as np
 import pytest
 
+from cpu3d import train as train_module
 from cpu3d.__main__ import main
 from cpu3d.data import write_cases
 from cpu3d.data.files.array_file import ArrayFile
+from cpu3d.data.files.arrays import voxels_sha256
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path, remake
@@ -209,9 +212,75 @@ def test_a_file_cut_while_pread_reads_it_is_an_error(work, monkeypatch):
 # --- Disk full ---
 
 
+FULL = """
+    import errno, json, os, resource, subprocess, sys
+    from pathlib import Path
+    from cpu3d.__main__ import main
+    from cpu3d.data.store import open_store
+    from cpu3d.data.upkeep.verify import verify
+
+    kind, claims, store, *command = sys.argv[1:]
+
+    def mount(*options):
+        if subprocess.run(["mount", "-t", "tmpfs", *options, store], capture_output=True).returncode:
+            sys.exit(77)
+
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    def files():
+        return {path.name: path.stat().st_mtime_ns for path in Path(store).rglob("*") if path.is_file()}
+
+    if claims == "no":
+        os.posix_fallocate = unsupported
+    if kind == "tmpfs":
+        mount("-o", "size=64k", "tmpfs")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))  # Python ignores SIGXFSZ
+    codes, left = [main(command)], files()
+    if kind == "tmpfs":
+        mount("-o", "remount,size=4m")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    codes.append(main(command))
+    hashes = [case.image_voxels_sha256 for case in open_store(store).manifest.cases]
+    found = {"codes": codes, "left": left, "files": files(), "hashes": hashes}
+    print(json.dumps({**found, "problems": verify(store, workers=1).problems}))
+"""
+
+
+@pytest.mark.parametrize("claims", ["yes", "no"])
+@pytest.mark.parametrize(
+    ("kind", "told"), [("rlimit", errno.EFBIG), ("tmpfs", errno.ENOSPC)], ids=["largest file", "full tmpfs"]
+)
+def test_a_disk_that_takes_no_more_keeps_what_is_finished_and_the_same_command_continues(work, kind, told, claims):
+    # A real limit: the third case does not fit. Where space can be claimed that fails, elsewhere the writing does.
+    large = np.random.default_rng(0).integers(1, 999, (24, 24, 24, 4)).astype(np.int16)
+    work.write(work.image, large)
+    work.write(work.label, np.ones((24, 24, 24), np.uint8))
+    work.store.mkdir()
+    command = ["prepare", "--dataset", str(work.data), "--store", str(work.store), "--split", "1", "0", "0"]
+    alone = ["unshare", "--map-root-user", "--mount"] if kind == "tmpfs" else []
+    if alone and (not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode):
+        pytest.skip("a tmpfs cannot be mounted here")
+    python = [*alone, sys.executable, "-c", textwrap.dedent(FULL), kind, claims, str(work.store)]
+    done = subprocess.run([*python, *command, "--workers", "1"], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("a tmpfs cannot be mounted here")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{os.strerror(told)}; 2 finished cases kept, make room or mend access and run", done.stderr)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["codes"] == [1, 0]
+    finished = {f"BRATS_00{number}.{end}" for number in (0, 1) for end in ("x.npy", "y.npy", "json")}
+    assert set(found["left"]) == finished | {"source.json"}  # nothing half written, no manifest
+    assert {name: found["files"][name] for name in found["left"]} == found["left"]
+    assert found["problems"] == []
+    expected = [voxels_sha256(large if number == 2 else work.channels(number)) for number in range(4)]
+    assert found["hashes"] == expected
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("at", ["claiming", "writing"])
-def test_a_full_disk_or_quota_keeps_what_is_finished_and_the_same_command_continues(work, monkeypatch, error, at):
+def test_space_that_is_refused_when_it_is_claimed_stops_the_work_at_once(work, monkeypatch, error):
     calls = []
 
     def full(*_):
@@ -219,9 +288,7 @@ def test_a_full_disk_or_quota_keeps_what_is_finished_and_the_same_command_contin
         if len(calls) > 5:  # two arrays a case: the third case's second one
             raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(write_cases.os, "posix_fallocate", full)
-    if at == "writing":
-        monkeypatch.setattr(write_cases, "_claim_space", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     code, (told,) = work.prepare()
     assert code == 1
     assert f"{os.strerror(error)}; 2 finished cases kept, make room or mend access and run the same command" in told
@@ -317,7 +384,7 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(wo
     sick[1, 1, 1, 0], sick[2, 2, 2, 0], sick[0, 0, 0, 3] = np.nan, np.inf, -np.inf
     work.write(work.image, sick)
     assert work.prepare("--zero-nan") == (0, [])
-    assert "zeroed   3 NaN or infinite voxels in 1 case are background now" in work.printed.out
+    assert "zeroed   3 NaN or infinite voxels in 1 case made background" in work.printed.out
     store = open_store(work.store)
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
@@ -514,11 +581,30 @@ def test_an_edited_split_is_refused_also_where_no_patient_is_parted(two_visits):
     with pytest.raises(InputError, match=rf"split of store .* must have hash {manifest.split_hash}, as it was made"):
         open_store(two_visits.folder).check_split()
     twice = {**manifest.split, there: tuple(sorted((*manifest.split[there], case_id)))}
-    path = two_visits.folder / "manifest.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "split": twice}))
+    write_store(two_visits.folder, dataclasses.replace(manifest, split=twice))
     with pytest.raises(InputError, match=rf"case {case_id} of store .* must be in one split, got two"):
         open_store(two_visits.folder)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "rule"),
+    [
+        ("BraTS-GLI-00001-001", "patient BraTS-GLI-00001 must be in one split, got"),
+        ("BraTS-GLI-00002-000", "split of store .* must have hash .*, as it was made, got another"),
+    ],
+)
+def test_train_refuses_a_parted_patient_and_an_edited_split_before_it_sets_anything_up(
+    two_visits, monkeypatch, case_id, rule
+):
+    manifest, run = two_visits.manifest, two_visits.folder.parent / "run"
+    here = next(name for name, ids in manifest.split.items() if case_id in ids)
+    there = next(name for name in manifest.split if name != here)
+    write_store(two_visits.folder, dataclasses.replace(manifest, split=moved(manifest.split, case_id, there)))
+    monkeypatch.setattr(train_module, "set_up", lambda *_: pytest.fail("TensorFlow was set up"))
+    with pytest.raises(InputError, match=rule):
+        train_module.train(two_visits.folder, run, force=True)
+    assert main(["train", "--store", str(two_visits.folder), "--run", str(run), "--force"]) == 2
+    assert not run.exists()
 
 
 # --- Arrays that are not what the record says, or not where TensorFlow can take them ---

@@ -127,12 +127,12 @@ def test_archive_companions_of_macos_are_passed_over(tmp_path, brats_case):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd.nii.gz", "../out.nii.gz", "./imagesTr/../../out.nii.gz", "link/out.nii.gz"]
+    "path", ["/etc/passwd.nii.gz", "../out.nii.gz", "./imagesTr/../../out.nii.gz", "link/../../out.nii.gz"]
 )
 def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
-    (folder / "link").symlink_to(tmp_path)
+    (folder / "link").symlink_to(folder)
     content = json.loads((folder / "dataset.json").read_text())
     content["training"][0]["image"] = path
     content["training"][1]["label"] = path
@@ -140,6 +140,27 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, p
     with pytest.raises(InputError, match="inside its folder") as error:
         read_dataset(folder)
     assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize("layout", ["decathlon", "brats2017", "brats2023"])
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_volumes_that_are_kept_elsewhere_may_be_linked_into_every_layout(
+    tmp_path, decathlon, brats_case, layout, linked
+):
+    folder, disk = tmp_path / "d", tmp_path / "disk"
+    if layout == "decathlon":
+        decathlon(folder)
+    else:
+        brats_case(folder / "a", layout)
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*.nii.gz"))]
+    there = [case.images for case in read_dataset(folder).cases]
+    for name in {name.parent for name in names} if linked == "folder" else names:
+        (disk / name.parent).mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(disk / name)
+        (folder / name).symlink_to(disk / name)
+    dataset = read_dataset(folder)
+    assert dataset.problems == ()
+    assert [case.images for case in dataset.cases] == there
 
 
 @pytest.mark.parametrize(

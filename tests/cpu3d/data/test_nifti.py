@@ -54,6 +54,16 @@ def test_nifti_2_is_read(tmp_path):
     assert np.array_equal(read_volume(tmp_path / "a.nii.gz")[0], written)
 
 
+@pytest.mark.parametrize("shape", [(2**32, 2**32, 4), (2**62, 2**62, 1), (2**63 - 1, 2, 1)])
+def test_sizes_that_no_file_can_have_are_refused(tmp_path, shape):
+    nibabel.save(nibabel.Nifti2Image(np.zeros((2, 3, 4), np.int16), np.eye(4)), tmp_path / "a.nii")
+    content = bytearray((tmp_path / "a.nii").read_bytes())
+    content[16 + 8 : 16 + 32] = np.array(shape, "<i8").tobytes()  # after the number of axes
+    (tmp_path / "a.nii").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.nii must hold \d{19,} bytes for shape"):
+        read_volume(tmp_path / "a.nii")
+
+
 def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
     image = nibabel.Nifti1Image(np.arange(24, dtype=np.int16).reshape(2, 3, 4), np.eye(4))
     image.header.set_slope_inter(3, -5)

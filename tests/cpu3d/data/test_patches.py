@@ -38,6 +38,19 @@ def cases(draw):
     return record(shape, Region(start, size), centres)
 
 
+@pytest.mark.parametrize(("extent", "start"), [("brain", (7, 7, 6)), ("full", (8, 7, 7))])
+def test_the_patch_in_the_centre_lies_around_the_middle_of_the_extent(extent, start):
+    sampling = PatchSampling((5, 4, 3), "centre", extent=extent)
+    assert sampling.per_case == 1
+    assert {sample.region for sample in draw(sampling, [record()], 5)} == {Region(start, (5, 4, 3))}
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 0, 4), (4, 4.5, 4)])
+def test_a_patch_that_is_no_box_is_refused(shape):
+    with pytest.raises(InputError, match="patch_shape must be three positive integers"):
+        PatchSampling(shape)
+
+
 @given(cases(), SHAPES, st.sampled_from(["random", "foreground"]), st.sampled_from(["brain", "full"]))
 def test_a_patch_stays_in_the_extent_along_every_axis_where_it_fits(case, patch, kind, extent):
     sampling = PatchSampling(patch, kind, foreground=0.5, codes=((1,), (2,)), extent=extent)

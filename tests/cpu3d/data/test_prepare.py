@@ -3,6 +3,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -12,8 +13,10 @@ import pytest
 
 from cpu3d.data import prepare as prepare_module
 from cpu3d.data import resume, write_cases
+from cpu3d.data.files import page_cache
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import open_store
+from cpu3d.data.upkeep.change_format import change_format
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED
@@ -354,9 +357,9 @@ def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_ca
 
 
 @pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("format_", write_cases.FORMATS)
+@pytest.mark.parametrize("format_", write_cases.FORMAT_CHOICES)
 def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
-    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(format_, crop))
+    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(**write_cases.FORMAT_CHOICES[format_], crop=crop))
     store = open_store(tmp_path / "store")
     store.check(store.manifest.cases)
     for number, record in enumerate(store.manifest.cases):
@@ -377,7 +380,7 @@ def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tin
 
 
 def test_what_is_unusual_about_a_store_is_said(tmp_path, dataset, capsys):
-    prepare(dataset, tmp_path / "a", **THIRDS, settings=Settings("float16", crop=True))
+    prepare(dataset, tmp_path / "a", **THIRDS, settings=Settings(scores=True, crop=True))
     told = capsys.readouterr().out
     assert "4 float16; rounded by up to" in told
     assert "crop     brains' boxes only, 20% of the voxels; all outside is 0" in told  # 4x3x2 of 6x5x4
@@ -391,6 +394,8 @@ def test_what_is_unusual_about_a_store_is_said(tmp_path, dataset, capsys):
     ("changes", "told"),
     [
         ({"format": "b2nd"}, "--format must be as store .* was begun: npy, got b2nd"),
+        ({"scores": True}, "--format must be as store .* was begun: npy, got float16"),
+        ({"format": "b2nd", "scores": True}, "--format must be as store .* was begun: npy, got b2nd of float16"),
         ({"crop": True}, "--crop must be as store .* was begun: left out, got given"),
         ({"zero_nan": True}, "--zero-nan must be as store .* was begun: left out, got given"),
         ({"label_map": {4: 3}}, "--label-map must be as store .* was begun: none, got 4=3"),
@@ -410,16 +415,73 @@ def test_a_store_is_not_continued_with_other_settings(tmp_path, dataset, changes
 
 
 def test_the_settings_of_a_store_can_be_read_back(tmp_path, dataset):
-    settings = Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3, 5: 0})
+    settings = Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3, 5: 0}, scores=True)
     prepare(dataset, tmp_path / "store", **THIRDS, settings=settings)
     assert resume.settings_of(tmp_path / "store") == settings
     assert resume.settings_of(tmp_path) == Settings()
-    (tmp_path / "store/source.json").write_text('{"format": "zip"}')
-    with pytest.raises(InputError, match="--format must be one of npy, float16, b2nd, got 'zip'"):
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ({"format": "zip"}, "format in .* must be npy or b2nd, as `prepare` wrote it, got 'zip'"),
+        ({"format": ["npy"]}, "format in .* must be npy or b2nd"),
+        ({"crop": "no"}, "crop in .* must be true or false, as `prepare` wrote it, got 'no'"),
+        ({"crop": 1}, "crop in .* must be true or false, .* got 1"),
+        ({"zero_nan": None}, "zero_nan in .* must be true or false"),
+        ({"scores": "float16"}, "scores in .* must be true or false"),
+        ({"label_map": 4}, "label_map in .* must be code to code"),
+        ({"label_map": {"4": "3"}}, "label_map in .* must be code to code"),
+        ({"label_map": {"four": 3}}, "label_map in .* must be code to code"),
+    ],
+)
+def test_settings_of_another_type_are_refused_by_name_and_never_guessed_at(tmp_path, dataset, setting, rule):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    path = tmp_path / "store/source.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **setting}))
+    with pytest.raises(InputError, match=rule):
         resume.settings_of(tmp_path / "store")
-    (tmp_path / "store/source.json").write_text('{"label_map": 4}')
-    with pytest.raises(InputError, match=r"source\.json must be as `prepare` wrote it"):
-        resume.settings_of(tmp_path / "store")
+    with pytest.raises(InputError, match=rule):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '[["format", "npy"]]', "{"])
+def test_a_source_json_that_is_no_object_is_refused(tmp_path, dataset, content):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    (tmp_path / "store/source.json").write_text(content)
+    with pytest.raises(InputError, match=r"source\.json must be as `prepare` wrote it, got no JSON object"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+
+
+def test_files_of_no_known_format_are_not_asked_for():
+    with pytest.raises(InputError, match="format of a store's files must be one of npy, b2nd, got 'float16'"):
+        Settings(format="float16")
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[1]", '{"case_id": "x"}', '{"case_id": "x", "reasons": "bad"}', '{"case_id": 1, "reasons": []}']
+)
+def test_a_damaged_list_of_what_was_left_out_is_refused_with_its_line(tmp_path, dataset, line):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    (tmp_path / "store/quarantine.jsonl").write_text('{"case_id": "a", "reasons": ["b", "c"]}\n' + line + "\n")
+    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 2"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    (tmp_path / "store/quarantine.jsonl").unlink()
+    assert content_of(tmp_path / "store") == before
+
+
+def test_a_folder_with_half_written_files_of_another_program_is_refused_untouched(tmp_path, dataset):
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / ".film.mkv.partial").write_bytes(b"mine")
+    with pytest.raises(InputError, match="must be empty or begun by `prepare`, got other files"):
+        prepare(dataset, store, **THIRDS)
+    assert content_of(store) == {".film.mkv.partial": b"mine"}
+    (store / ".film.mkv.partial").unlink()
+    (store / ".source.json.abc.partial").write_bytes(b"left by a killed process")
+    prepare(dataset, store, **THIRDS)
+    assert not list(store.glob(".*"))
 
 
 def test_a_case_of_a_finished_store_that_is_packed_differently_again_is_the_same_case(tmp_path, dataset, monkeypatch):
@@ -454,6 +516,60 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused(tmp_path
     with pytest.raises(InputError, match=r"case BRATS_001 of .* must get back the voxels that it had, got others"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert (tmp_path / "store/manifest.json").read_bytes() == manifest
+
+
+@pytest.fixture
+def resident_pages(tmp_path):
+    """resident_pages(path): how many of a file's pages are in memory. Skips where that cannot be seen or changed."""
+
+    def look(path):
+        with open(path, "rb") as file:
+            if not page_cache.tells(file.fileno()):
+                pytest.skip("the kernel does not tell which pages are in memory")
+        return int(page_cache.resident(np.memmap(path, np.uint8, "r")).sum())
+
+    control = tmp_path / "control"
+    with open(control, "wb") as file:
+        file.write(bytes(4 * mmap.PAGESIZE))
+        file.flush()
+        os.fsync(file.fileno())
+        assert look(control) == 4
+        page_cache.give_back(file.fileno())
+    if look(control):
+        pytest.skip("the file system here keeps its pages, as one in memory does")
+    return look
+
+
+def test_what_was_written_is_read_back_from_the_disk_and_not_from_memory(
+    tmp_path, dataset, resident_pages, monkeypatch
+):
+    there = []
+    real = write_cases.file_sha256
+
+    def look_and_read(path):
+        there.append(resident_pages(path))
+        return real(path)
+
+    monkeypatch.setattr(write_cases, "file_sha256", look_and_read)
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    change_format(tmp_path / "store", tmp_path / "packed", format_="b2nd", workers=1)
+    assert there == [0] * (4 + 4) * 2
+
+
+def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
+    real = write_cases.page_cache.give_back
+
+    def failing(handle):
+        real(handle)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\x07")
+
+    monkeypatch.setattr(write_cases.page_cache, "give_back", failing)
+    with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert not list((tmp_path / "store/cases").iterdir())
 
 
 def test_packed_voxels_that_do_not_unpack_are_never_stored(tmp_path, dataset, monkeypatch):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -17,7 +18,7 @@ from cpu3d.data.records import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import Region
+from cpu3d.data.region import Region, whole
 from cpu3d.errors import InputError
 
 
@@ -25,16 +26,27 @@ def through_json(content):
     return json.loads(json.dumps(content))
 
 
+def unlabelled_of(record):
+    return dataclasses.replace(
+        record, label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
+    )
+
+
+def on_grid_of(record, shape, **changes):
+    geometry = dataclasses.replace(record.geometry, shape=shape)
+    return dataclasses.replace(record, shape=shape, stored=whole(shape), geometry=geometry, **changes)
+
+
 def test_a_record_survives_json_unchanged(make_record):
     record = make_record(stored=Region((1, 1, 1), (2, 2, 3)), max_abs_error=0.25)
     assert case_from_json(through_json(to_json(record))) == record
-    unlabelled = make_record(label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
+    unlabelled = unlabelled_of(make_record())
     assert not unlabelled.has_label
     assert case_from_json(through_json(to_json(unlabelled))) == unlabelled
 
 
 def test_a_manifest_survives_json_beside_its_cases(make_record, manifest_of):
-    manifest = manifest_of([make_record("b"), make_record("a", label_voxels={})], {"train": ["b"], "test": ["a"]})
+    manifest = manifest_of([make_record("b"), unlabelled_of(make_record("a"))], {"train": ["b"], "test": ["a"]})
     content = through_json(to_json(manifest))
     assert "cases" not in content
     assert content["schema"] == SCHEMA
@@ -42,14 +54,28 @@ def test_a_manifest_survives_json_beside_its_cases(make_record, manifest_of):
 
 
 def test_a_manifest_works_out_what_follows_from_its_cases(make_record, manifest_of):
-    small = make_record("b", shape=(9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
-    large = make_record("a", shape=(4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)), label_voxels={})
+    small = on_grid_of(make_record("b"), (9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
+    large = on_grid_of(unlabelled_of(make_record("a")), (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
     assert manifest.split["train"] == ("a", "b")
     assert manifest.largest_shape == (9, 8, 5)
     assert manifest.largest_box == (9, 5, 5)
     assert manifest.unlabelled == ("a",)
+
+
+def test_a_manifest_is_made_of_no_record_whose_files_would_lie_elsewhere_or_that_contradicts_itself(
+    make_record, manifest_of
+):
+    records = [make_record("a", stem="../a"), make_record("b"), make_record("../c"), make_record("d", format="zip")]
+    with pytest.raises(InputError) as caught:
+        manifest_of(records)
+    told = caught.value.problems
+    assert len(told) == 3
+    assert all("record of case" in problem for problem in told)
+    assert "stem must be a name without a folder" in str(caught.value)
+    with pytest.raises(InputError, match="box must lie in stored"):
+        remake(manifest_of([records[1]]), cases=[make_record("b", stored=Region((2, 2, 2), (2, 2, 2)))])
 
 
 def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():

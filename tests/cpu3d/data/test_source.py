@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.data import loader, python_op
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.case import facts_of, float16_image
+from cpu3d.data.files.look_ahead import LookAhead
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Geometry, array_path, make_manifest, remake
 from cpu3d.data.region import crop, whole
@@ -36,9 +38,11 @@ from cpu3d.data.source import (
     volume_dataset,
 )
 from cpu3d.data.store import write_store
+from cpu3d.data.words import by
 from cpu3d.data.write_cases import write_arrays
 from cpu3d.errors import InputError
 
+FREE_BYTES = 8 << 30
 ROOT = Path(__file__).resolve().parents[3]
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
@@ -253,7 +257,7 @@ def test_every_read_mode_gives_the_same_bits(phantom_store, mode):
 
 
 def test_no_more_than_the_patch_is_read(phantom_store):
-    reading = open_reading(phantom_store, read_mode="pread")
+    reading = open_reading(phantom_store, free_bytes=FREE_BYTES, read_mode="pread")
     cases, size = phantom_store.cases("train"), (4, 16, 18)
     sampling = patch_sampling(phantom_store, size, seed=1)
     inside = 0
@@ -273,7 +277,7 @@ def test_no_more_than_the_patch_is_read(phantom_store):
 def test_of_a_volume_the_brain_s_box_is_read_and_no_more(phantom_store):
     sizes = {}
     for extent in ("brain", "full"):
-        reading = open_reading(phantom_store, read_mode="pread")
+        reading = open_reading(phantom_store, free_bytes=FREE_BYTES, read_mode="pread")
         for _ in volume_dataset(phantom_store, extent=extent, read_mode=reading):
             pass
         sizes[extent] = reading.reader.reads.bytes_read
@@ -283,12 +287,53 @@ def test_of_a_volume_the_brain_s_box_is_read_and_no_more(phantom_store):
 
 
 def test_a_shared_reading_counts_what_all_datasets_read(phantom_store):
-    reading = open_reading(phantom_store, ("train", "val"), read_mode="mmap")
+    reading = open_reading(phantom_store, ("train", "val"), free_bytes=FREE_BYTES, read_mode="mmap")
     for split in ("train", "val"):
         for _ in volume_dataset(phantom_store, split=split, read_mode=reading):
             pass
     assert reading.reader.reads.arrays == 2 * (4 + 1)
     assert reading.reader.reads.zero_copy_ratio == 1
+
+
+def test_datasets_that_share_a_reading_share_its_budget(phantom_store, monkeypatch):
+    budgets = []
+
+    def spy(*arguments, page_budget_bytes, **named):
+        budgets.append(page_budget_bytes)
+        return LookAhead(*arguments, page_budget_bytes=page_budget_bytes, **named)
+
+    monkeypatch.setattr(loader, "LookAhead", spy)
+    for splits in (("train",), ("train", "val")):
+        reading = open_reading(phantom_store, splits, free_bytes=FREE_BYTES, page_budget_bytes=1000)
+        for split in splits:
+            volume_dataset(phantom_store, split=split, read_mode=reading)
+    whole_bytes = {
+        split: sum(record.image_bytes + record.label_bytes for record in phantom_store.cases(split))
+        for split in ("train", "val")
+    }
+    assert budgets == [1000, *(1000 * size // sum(whole_bytes.values()) for size in whole_bytes.values())]
+    assert budgets[2] > 0
+
+
+def test_a_reading_of_other_cases_is_refused(phantom_store, other_stores):
+    reading = open_reading(phantom_store, free_bytes=FREE_BYTES)
+    for store, split in ((phantom_store, "val"), (other_stores["cropped"], "train")):
+        with pytest.raises(InputError, match=f"read_mode must be a Reading opened for split {split} of {store.folder}"):
+            volume_dataset(store, split=split, read_mode=reading)
+
+
+def test_small_patches_are_copied_out_of_the_file_and_large_ones_stay_in_the_map(phantom_store):
+    for size, zero_copy in ((12, 0), (30, 1)):
+        reading = open_reading(phantom_store, free_bytes=FREE_BYTES, read_mode="mmap")
+        for _ in patch_dataset(phantom_store, (size,) * 3, read_mode=reading, stop=8):
+            pass
+        assert reading.reader.reads.zero_copy_ratio == zero_copy
+
+
+def test_how_to_read_follows_from_the_memory_that_is_told(phantom_store):
+    assert open_reading(phantom_store, free_bytes=1000, patches=True).plan.page_budget_bytes == 500
+    with pytest.raises(InputError, match="read mode ram must hold"):
+        open_reading(phantom_store, free_bytes=1000, read_mode="ram")
 
 
 # --- Patches ---
@@ -297,7 +342,13 @@ def test_a_shared_reading_counts_what_all_datasets_read(phantom_store):
 @pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize(
     ("sampling", "shape"),
-    [("random", (16, 12, 20)), ("foreground", (16, 12, 20)), ("grid", (32, 24, 16)), ("grid", (64, 20, 50))],
+    [
+        ("random", (16, 12, 20)),
+        ("foreground", (16, 12, 20)),
+        ("centre", (20, 12, 64)),
+        ("grid", (32, 24, 16)),
+        ("grid", (64, 20, 50)),
+    ],
 )
 def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(phantom_store, sampling, shape, extent):
     cases = phantom_store.cases("train")
@@ -513,10 +564,142 @@ def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
         assert not thread.is_alive()
 
 
+# --- How long a dataset's files stay open ---
+
+
+def held():
+    """The datasets whose files are open, after all that can be collected was."""
+    gc.collect()
+    return set(python_op._functions)
+
+
+def count(dataset):
+    """How many elements the dataset gives within a graph."""
+    total = 0
+    for _ in dataset:
+        total += 1
+    return total
+
+
+def test_a_dataset_made_within_a_function_lives_as_long_as_the_function(phantom_store):
+    before = held()
+    made = tf.function(lambda: count(volume_dataset(phantom_store)))
+    for _ in range(2):
+        assert made() == 4
+        assert len(held() - before) == 1
+    del made
+    assert not held() - before
+
+
+def test_a_dataset_that_a_function_captured_may_lose_its_name(phantom_store):
+    before = held()
+    names = {"whole": volume_dataset(phantom_store), "part": patch_dataset(phantom_store, (8, 8, 8), stop=9).take(7)}
+    captured = tf.function(lambda: count(names["whole"]) + count(names["part"]))
+    assert captured() == 11
+    names.clear()
+    gc.collect()
+    assert captured() == 11
+    del captured
+    assert not held() - before
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_datasets_are_interleaved(phantom_store, threads):
+    both = tf.data.Dataset.range(2).interleave(
+        lambda _: volume_dataset(phantom_store), cycle_length=2, num_parallel_calls=threads
+    )
+    gc.collect()
+    expected = hashes(volume_dataset(phantom_store))
+    for _ in range(2):
+        assert hashes(both) == [one for one in expected for _ in range(2)]
+    flat = tf.function(lambda: count(tf.data.Dataset.range(2).flat_map(lambda _: volume_dataset(phantom_store))))
+    assert flat() == 8
+    gc.collect()
+    assert flat() == 8
+
+
+def test_a_dataset_that_was_a_variant_is_the_same(phantom_store):
+    before = held()
+    dataset = volume_dataset(phantom_store)
+    expected, spec = hashes(dataset), dataset.element_spec
+    again = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), spec)
+    del dataset
+    gc.collect()
+    assert hashes(again) == expected
+    elements = iter(again)
+    del again
+    gc.collect()
+    assert [digest(element) for element in elements] == expected
+    del elements
+    assert not held() - before
+
+
+def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store):
+    dataset = volume_dataset(phantom_store)
+    newest = max(python_op._functions)
+    load = python_op._functions.pop(newest)
+    with pytest.raises(InputError, match="keep a reference to the dataset"):
+        next(Batches(dataset))
+    python_op._functions[newest] = load
+    assert len(hashes(dataset)) == 4
+
+
+# --- Arguments ---
+
+
+@pytest.mark.parametrize("make", [volume_dataset, lambda store, **k: patch_dataset(store, (8, 8, 8), **k)])
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sampling": "dense"}, "sampling must be one of random, foreground, grid, got 'dense'"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, got 'int8'"),
+        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, got 'float64'"),
+        ({"threads": -1}, "threads must be an integer of at least 1, got -1"),
+        ({"threads": 1.5}, "threads must be an integer of at least 1, got 1.5"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"start": -5}, "start must be an integer of at least 0, got -5"),
+        ({"stop": -1}, "stop must be an integer of at least 0, got -1"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"multiple": 0}, "multiple must be an integer of at least 1, got 0"),
+        ({"page_budget_bytes": -1}, "page_budget_bytes must be an integer of at least 0, got -1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(phantom_store, make, wrong, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make(phantom_store, **wrong)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("make", [volume_dataset, lambda store, **k: patch_dataset(store, (8, 0, 8), **k)])
+def test_all_wrong_arguments_are_told_at_once(phantom_store, make):
+    wrong = {"split": "dev", "extent": "tile", "channels": (), "regions": ("XX",), "dtype": "int8", "start": -1}
+    with pytest.raises(InputError) as caught:
+        make(phantom_store, batch=0, threads=0, seed="1", multiple=-1, **wrong)
+    named = {problem.split()[0] for problem in caught.value.problems}
+    assert named - {"patch_shape"} == {*wrong, "batch", "threads", "seed", "multiple"}
+    assert len(caught.value.problems) == len(named) == (10 if make is volume_dataset else 11)
+
+
+def test_numpy_s_integers_are_integers(phantom_store):
+    one = np.int64(1)
+    assert len(hashes(volume_dataset(phantom_store, start=one, batch=one, threads=one, seed=one, stop=one + one))) == 1
+
+
+@pytest.mark.parametrize("extent", ["brain", "full"])
+def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
+    least = grid_size(phantom_store, extent=extent, multiple=1)
+    image, _ = next(iter(volume_dataset(phantom_store, extent=extent, grid=least)))
+    assert image.shape[1:4] == least
+    smaller = (*least[:2], least[2] - 1)
+    for grid in (smaller, (8, 8, 8), (0, 8, 8), least[:2], (*least[:2], 99.5)):
+        rule = f"grid must be three integers of at least {by(least)}, .*, got {by(grid)};"
+        with pytest.raises(InputError, match=rule):
+            volume_dataset(phantom_store, extent=extent, grid=grid)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sampling": "dense"}, "sampling must be one of random, foreground, grid, centre, got 'dense'"),
         ({"foreground": 2}, r"foreground must be in \[0, 1\], got 2"),
         ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
         ({"regions": ("XX",)}, "regions must be among WT, TC, ET, each once, got XX"),

@@ -4,13 +4,15 @@ import threading
 import numpy as np
 import pytest
 
+from cpu3d.data import store as store_module
 from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import array_path, remake
-from cpu3d.data.store import check_names, open_store, write_store
+from cpu3d.data.store import check_names, open_store, sealed, write_store
 from cpu3d.data.write_cases import write_arrays
 from cpu3d.errors import InputError
 
+ALONE = {"train": ["a"], "val": [], "test": []}
 FORMATS = [("npy", False), ("npy", True), ("b2nd", False), ("b2nd", True)]
 
 
@@ -108,7 +110,7 @@ def test_a_check_names_every_damaged_file_at_once_and_reads_no_voxel(small_store
 def change_manifest(folder, change):
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(change(content) or content))
+    path.write_text(json.dumps(sealed(change(content) or content)))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,6 @@ def change_manifest(folder, change):
         (lambda content: content.update(schema=1), "must have schema 2, got 1; run `prepare` again"),
         (lambda content: content.update(schema=99), "schema 2, got 99"),
         (lambda content: {"schema": 2}, "complete, got KeyError"),
-        (lambda content: ["no object"], "JSON with a schema"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
         (lambda content: content.update(records=None), "complete"),
@@ -134,11 +135,86 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(small_store
         open_store(folder)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda content: content.update(largest_box=[1, 1, 1]),
+        lambda content: content.update(name="another"),
+        lambda content: content.update(channels=["MR"]),
+        lambda content: content.update(regions=dict(reversed(content["regions"].items()))),
+        lambda content: content["records"].update(bytes=7),
+        lambda content: content.pop("versions"),
+        lambda content: content.pop("sha256"),
+        lambda content: content.update(split_seed=float("nan")),
+    ],
+)
+def test_a_manifest_that_was_edited_is_refused(small_store, edit):
+    folder, manifest = small_store
+    write_store(folder, remake(manifest, regions={"all": (1,), "none": (0,)}))
+    open_store(folder)
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"manifest\.json must be as it was written, got an edited one; restore it or"):
+        open_store(folder)
+
+
+def test_a_manifest_in_another_layout_is_the_same(small_store):
+    folder, manifest = small_store
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert open_store(folder).manifest == manifest
+
+
+def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
+    folder, manifest = small_store
+    newer = [remake(manifest, name=f"name {number}", cases=manifest.cases[:1], split=ALONE) for number in range(2)]
+    newer[1] = remake(manifest, name="name 1")
+    real = store_module.CaseIndex
+
+    def slow(*arguments):
+        if newer:
+            write_store(folder, newer.pop(0))
+        return real(*arguments)
+
+    monkeypatch.setattr(store_module, "CaseIndex", slow)
+    opened = open_store(folder)
+    assert opened.manifest.name == "name 1"
+    assert list(opened.manifest.cases) == list(manifest.cases)
+
+
+def test_a_store_whose_records_are_gone_for_good_is_told_after_one_more_look(small_store, monkeypatch):
+    folder, _ = small_store
+    (records,) = folder.glob("cases-*.jsonl")
+    records.unlink()
+    looks = []
+    real = store_module.read_manifest
+    monkeypatch.setattr(store_module, "read_manifest", lambda folder: looks.append(1) or real(folder))
+    with pytest.raises(InputError, match="got none"):
+        open_store(folder)
+    assert len(looks) == 2
+
+
+def test_a_record_never_leads_out_of_its_store(small_store, tmp_path):
+    folder, _ = small_store
+    (folder / "cases/a.x.npy").rename(tmp_path / "outside.x.npy")
+    (records,) = folder.glob("cases-*.jsonl")
+    content = records.read_bytes().replace(b'"stem":"a"', b'"stem":"../../outside"')
+    records.write_bytes(content)
+    change_manifest(folder, lambda manifest: manifest["records"].update(bytes=len(content)))
+    with pytest.raises(
+        InputError, match=r"cases-\w+.jsonl must be complete in line 1, got .*stem must be a name without"
+    ):
+        open_store(folder).image("a")
+
+
 def test_a_store_without_a_whole_manifest_is_refused(small_store):
     folder, _ = small_store
-    (folder / "manifest.json").write_text('{"schema": 2')
-    with pytest.raises(InputError, match="JSON with a schema"):
-        open_store(folder)
+    for content in ('{"schema": 2', '["no object"]', "7", "{}"):
+        (folder / "manifest.json").write_text(content)
+        with pytest.raises(InputError, match="JSON with a schema"):
+            open_store(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="found none"):
         open_store(folder)
@@ -149,9 +225,9 @@ def test_records_outside_the_store_are_never_opened(small_store, tmp_path):
     (records,) = folder.glob("cases-*.jsonl")
     elsewhere = tmp_path / "cases-elsewhere.jsonl"
     records.replace(elsewhere)
-    for name in (str(elsewhere), "../cases-elsewhere.jsonl"):
+    for name in (str(elsewhere), "../cases-0.jsonl", "x/../cases-0.jsonl", "cases-0.jsonl\0", "manifest.json", ""):
         change_manifest(folder, lambda content, name=name: content["records"].update(file=name))
-        with pytest.raises(InputError, match="got none"):
+        with pytest.raises(InputError, match=r"records file of store .* must be named cases-\*.jsonl"):
             open_store(folder)
 
 

@@ -21,7 +21,7 @@ from cpu3d.data.nifti import from_ras
 from cpu3d.data.records import make_manifest
 from cpu3d.data.region import Region, whole
 from cpu3d.data.store import open_store, write_store
-from cpu3d.data.write_cases import FORMATS, Job, Settings, convert
+from cpu3d.data.write_cases import FORMAT_CHOICES, Job, Settings, convert
 
 AXES = [
     "".join(axis[side] for axis, side in zip(order, sides))
@@ -84,7 +84,7 @@ def cases(draw):
         draw(st.sampled_from(AXES)),
         draw(st.integers(1, 3)),
         draw(st.sampled_from(list(SOURCES))),
-        draw(st.sampled_from(FORMATS)),
+        draw(st.sampled_from(list(FORMAT_CHOICES))),
         draw(st.booleans()),
         draw(st.sampled_from([".nii", ".nii.gz"])),
         draw(st.integers(0, 2**16)),
@@ -100,13 +100,13 @@ def test_what_went_into_a_store_comes_out_as_it_was(case):
 
 @pytest.mark.parametrize("axes", AXES)
 def test_every_orientation_comes_out_as_it_was(axes):
-    for format_, crop in itertools.product(FORMATS, (False, True)):
+    for format_, crop in itertools.product(FORMAT_CHOICES, (False, True)):
         check(Case(axes=axes, format=format_, crop=crop))
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_dtype_comes_out_as_it_was_in_every_format(source):
-    for format_, crop in itertools.product(FORMATS, (False, True)):
+    for format_, crop in itertools.product(FORMAT_CHOICES, (False, True)):
         check(Case(source=source, axes="LSP", format=format_, crop=crop))
 
 
@@ -195,7 +195,8 @@ def write_and_open(folder: Path, case: Case):
     files = CaseFiles("c", "c", (folder / f"x{case.end}",), folder / f"y{case.end}")
     names = tuple(f"channel {number}" for number in range(case.channels))
     (folder / "store/cases").mkdir(parents=True)
-    record = convert(Job(files, names, LABELS, folder, folder / "store", Settings(case.format, case.crop)))
+    how = Settings(**FORMAT_CHOICES[case.format], crop=case.crop)
+    record = convert(Job(files, names, LABELS, folder, folder / "store", how))
     assert dataclasses.is_dataclass(record), record
     manifest = make_manifest(
         name="exact", layout="decathlon", channels=names, labels=LABELS, regions={"a": (1,)}, split_seed=0,

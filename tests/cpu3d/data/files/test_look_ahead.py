@@ -140,6 +140,21 @@ def test_what_is_in_use_is_not_given_back(store):
     assert in_memory(folder, records) <= budget
 
 
+def test_look_aheads_of_one_reader_leave_each_others_files_alone(store):
+    folder, records = store(12)
+    reader = Reader(folder)
+    other = look_ahead_at(reader, records[:1], ahead=0, in_flight=1)
+    other.at(0)
+    assert eventually(lambda: pages_of(folder, records[0]).all())
+    ahead = look_ahead_at(reader, records, page_budget_bytes=1, ahead=0, in_flight=1)
+    for position in range(12):
+        ahead.at(position)
+    ahead.close()
+    assert all(pages_of(folder, records[0], part).all() for part in "xy")
+    assert not pages_of(folder, records[1]).any()
+    other.close()
+
+
 def test_ram_gives_nothing_back(store):
     folder, records = store(4)
     ahead = look_ahead_at(Reader(folder, "ram"), records, page_budget_bytes=1, ahead=0, in_flight=1)

@@ -1,10 +1,11 @@
+import gc
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files.page_plan import PagePlan, Use
+from cpu3d.data.files.page_plan import PagePlan, PagePlans, Use
 from cpu3d.data.sampling import sample_at
 
 
@@ -131,3 +132,36 @@ def test_memory_does_not_grow_with_the_run():
         plan.at(position)
     assert len(plan._kept) <= 10
     assert len(plan._coming) + len(plan._uses) + len(plan._last_use) <= 60
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_step_costs_the_same_however_many_files_are_kept(monkeypatch, shuffle):
+    looked, next_use = [], PagePlan._next_use
+    monkeypatch.setattr(PagePlan, "_next_use", lambda *of: looked.append(1) or next_use(*of))
+    for cases in (100, 3000):
+        plan = PagePlan(
+            lambda position, cases=cases: Use(sample_at(position, cases=cases, seed=2, shuffle=shuffle).index, 1),
+            budget_bytes=cases // 2,
+            horizon=200,
+        )
+        looked.clear()
+        for position in range(3 * cases):
+            plan.at(position)
+        assert len(looked) < 15 * 3 * cases
+        assert len(plan._needed) <= 2 * (cases // 2) + 64
+        assert plan.kept_bytes == cases // 2
+
+
+def test_a_file_is_kept_as_long_as_one_of_the_plans_keeps_it():
+    plans, first, second = PagePlans(), plan_of("ab", budget_bytes=1), plan_of("a", budget_bytes=1)
+    plans.add(first)
+    plans.add(second)
+    assert not plans.keep("a")
+    first.at(0)
+    second.at(0)
+    assert first.at(1).give_back == ("a",)
+    assert plans.keep("a")
+    del second
+    gc.collect()
+    assert not plans.keep("a")
+    assert plans.keep("b")

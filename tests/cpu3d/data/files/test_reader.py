@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import hashlib
 import os
 import re
 import subprocess
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cpu3d.data.files.reader
-from cpu3d.data.files import array_file
+from cpu3d.data.files import array_file, page_cache
 from cpu3d.data.files.arrays import npy_header
+from cpu3d.data.files.file_map import map_file
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
 from cpu3d.data.region import Region
@@ -89,30 +91,94 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, monke
                 np.testing.assert_array_equal(box, stored[slices])
 
 
-@pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_only_the_bytes_of_the_box_are_read(tmp_path, stored_case, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_little_more_than_the_bytes_of_the_box_is_read(tmp_path, stored_case, mode):
     image, _ = voxels((64, 64, 64), 4)
     record = stored_case(tmp_path, image)
     reader = Reader(tmp_path, mode)
     reader.box(record, "x", (slice(3, 11), slice(20, 28), slice(40, 48)))
-    # 8 planes of 8 rows of 8 voxels of 8 bytes; pread takes the rows of a plane in one, with what lies between them.
-    assert reader.reads.bytes_read == (8 * 8 * 64 if mode == "mmap" else 8 * (7 * 512 + 64))
+    # 8 planes of 8 rows of 8 voxels of 8 bytes; the rows of a plane are read in one, with what lies between them.
+    assert reader.reads.bytes_read == (8 * 8 * 64 if mode == "ram" else 8 * (7 * 512 + 64))
 
 
-def test_of_a_packed_file_only_the_chunks_of_the_box_are_read(tmp_path, stored_case):
-    image, _ = voxels((136, 130, 40), 1)  # 2 x 2 x 1 chunks of at most 128^3
-    record = stored_case(tmp_path, image, kind="b2nd")
-    read = {}
-    for name, slices in {
-        "corner": (slice(129, 131), slice(129, 130), slice(0, 1)),
-        "first": (slice(0, 2), slice(0, 1), slice(0, 1)),
-        "all": (slice(120, 131), slice(120, 130), slice(0, 40)),
-    }.items():
-        reader = Reader(tmp_path)
-        reader.box(record, "x", slices)
-        read[name] = reader.reads.bytes_read
-    assert read["corner"] < 0.01 * record.image_bytes
-    assert 0.8 * record.image_bytes < read["first"] < read["all"] <= record.image_bytes
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_no_map_is_made_for_a_box(case, monkeypatch, mode):
+    folder, record, image, _ = case
+    monkeypatch.setattr(array_file, "map_file", lambda *_, **__: pytest.fail("mapped"))
+    box = (slice(1, 5), slice(2, 4), slice(1, 4))
+    np.testing.assert_array_equal(Reader(folder, mode).box(record, "x", box), image[box])
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system cannot tell what is in memory")
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_a_box_is_asked_for_at_once_and_only_where_it_is_not_in_memory(tmp_path, stored_case, monkeypatch, mode):
+    image, _ = voxels((64, 64, 64), 4)
+    record = stored_case(tmp_path, image)
+    path = array_path(tmp_path, record, "x")
+    asked = []
+    bring_in = page_cache.bring_in
+    monkeypatch.setattr(page_cache, "bring_in", lambda *part: asked.append(part) or bring_in(*part))
+    reader, box = Reader(tmp_path, mode), (slice(3, 11), slice(20, 28), slice(40, 48))
+    path.read_bytes()
+    reader.box(record, "x", box)
+    assert asked == []
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        page_cache.give_back(file.fileno())
+        if page_cache.resident(map_file(file.fileno(), record.image_bytes)).any():
+            pytest.skip("this file system's pages cannot be dropped")
+    np.testing.assert_array_equal(reader.box(record, "x", box), image[box])
+    assert len(asked) == 8  # a part for each plane
+    assert sum(length for _, _, length in asked) == 8 * (7 * 512 + 64)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["npy", "b2nd"])
+@pytest.mark.parametrize(
+    ("axis", "bad", "told"),
+    [
+        (0, slice(-1, 3), "-1:3 of 7"),
+        (1, slice(2, 7), "2:7 of 6"),
+        (2, slice(3, 2), "3:2 of 5"),
+        (2, slice(6, 6), "6:6 of 5"),
+        (0, slice(None, 3), "None:3 of 7"),
+        (0, slice(0, 4, 2), "0:4:2 of 7"),
+    ],
+)
+def test_a_box_that_reaches_beyond_the_array_is_refused(tmp_path, stored_case, mode, kind, axis, bad, told):
+    record = stored_case(tmp_path, *voxels(), kind=kind)
+    slices = [slice(1, 2)] * 3
+    slices[axis] = bad
+    reader = Reader(tmp_path, mode)
+    with pytest.raises(ValueError, match=f"must be three slices within the stored array, got {told}; crop"):
+        reader.box(record, "x", tuple(slices))
+    if mode != "ram":
+        with pytest.raises(ValueError, match=f"got {told}"):
+            reader.advise(record, tuple(slices))
+    with pytest.raises(ValueError, match="got 2 slices"):
+        reader.box(record, "x", (slice(1, 2),) * 2)
+    assert reader.reads.bytes_read == 0
+
+
+def test_the_bytes_that_a_packed_files_hash_takes_are_counted_once(tmp_path, stored_case, monkeypatch):
+    record = stored_case(tmp_path, *voxels(), kind="b2nd")
+    preadv, read = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *asked: read.append(preadv(*asked)) or read[-1])
+    box = (slice(0, 7), slice(0, 6), slice(0, 5))  # one chunk
+    reader = Reader(tmp_path)
+    reader.box(record, "x", box)
+    first = reader.reads.bytes_read
+    assert sum(read) == record.image_bytes  # blosc2 reads the chunk by itself
+    reader.box(record, "x", box)
+    chunk = reader.reads.bytes_read - first
+    assert first == record.image_bytes + chunk
+    assert 0 < chunk < record.image_bytes
+    read.clear()
+    reader = Reader(tmp_path)
+    reader.array(record, "x")
+    assert sum(read) == reader.reads.bytes_read == record.image_bytes
+    reader.box(record, "x", box)
+    assert reader.reads.bytes_read == record.image_bytes + chunk
 
 
 @pytest.mark.parametrize("mode", ["mmap", "pread"])
@@ -210,6 +276,59 @@ def test_a_damaged_packed_file_is_told_by_name(tmp_path, stored_case, flipped):
     np.testing.assert_array_equal(Reader(tmp_path).array(record, "y"), label)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"proxy-source": {"local_abspath": "SECRET", "urlpath": None, "caterva2_env": False}},
+        {"proxy-source": {"local_abspath": None, "urlpath": ["a", "http://localhost:9", None], "caterva2_env": False}},
+        {"LazyArray": 1},
+    ],
+)
+def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, stored_case, monkeypatch, named):
+    blosc2 = pytest.importorskip("blosc2")
+    image, label = voxels()
+    record = stored_case(tmp_path, image, label, kind="b2nd")
+    secret = str(tmp_path / "secret.b2nd")
+    blosc2.asarray(image, urlpath=secret, mode="w")
+    for source in named.values():
+        if isinstance(source, dict) and source["local_abspath"]:
+            source["local_abspath"] = secret
+    content = blosc2.asarray(image, meta=named).to_cframe()
+    array_path(tmp_path, record, "x").write_bytes(content)
+    record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(blosc2, "open", lambda *_, **__: pytest.fail("opened"))
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
+        with pytest.raises(InputError, match=rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(named))}"):
+            read(Reader(tmp_path))
+    np.testing.assert_array_equal(Reader(tmp_path).box(record, "y", (slice(1, 3),) * 3), label[1:3, 1:3, 1:3])
+
+
+def test_a_list_of_chunks_that_is_no_array_is_refused(tmp_path, stored_case):
+    blosc2 = pytest.importorskip("blosc2")
+    record = stored_case(tmp_path, *voxels(), kind="b2nd")
+    content = blosc2.SChunk(data=bytes(100), cparams={"typesize": 2}).to_cframe()
+    array_path(tmp_path, record, "x").write_bytes(content)
+    record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
+        with pytest.raises(InputError, match=r"must be a \.b2nd array of int16"):
+            read(Reader(tmp_path))
+
+
+def test_a_packed_box_comes_from_the_file_that_was_checked(tmp_path, stored_case, monkeypatch):
+    image, label = voxels()
+    record = stored_case(tmp_path, image, label, kind="b2nd")
+    path = array_path(tmp_path, record, "x")
+    real = array_file.ArrayFile.check_content
+
+    def check_then_replace(file):
+        os.replace(array_path(tmp_path, record, "y"), path)
+        return real(file)
+
+    monkeypatch.setattr(array_file.ArrayFile, "check_content", check_then_replace)
+    box = (slice(1, 5), slice(2, 4), slice(1, 4))
+    np.testing.assert_array_equal(Reader(tmp_path).box(record, "x", box), image[box])
+
+
 def test_a_packed_file_of_another_array_is_refused(tmp_path, stored_case):
     record = stored_case(tmp_path, voxels()[0], kind="b2nd")
     other = dataclasses.replace(record, channel_mean=(0.0,))
@@ -251,10 +370,10 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
     path = array_path(folder, record, "x")
     preadv = os.preadv
 
-    def cut_then_read(handle, buffers, offset):
+    def cut_then_read(handle, buffers, offset, *flags):
         if offset > 0:
             os.truncate(path, 200)
-        return preadv(handle, buffers, offset)
+        return preadv(handle, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
     message = f"store file {path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
@@ -267,7 +386,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
 def test_a_read_that_gives_less_than_it_was_asked_for_goes_on(case, monkeypatch):
     folder, record, image, _ = case
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda handle, buffers, offset: preadv(handle, [buffers[0][:33]], offset))
+    monkeypatch.setattr(os, "preadv", lambda handle, buffers, *rest: preadv(handle, [buffers[0][:33]], *rest))
     reader = Reader(folder, "pread")
     np.testing.assert_array_equal(reader.array(record, "x"), image)
     box = (slice(1, 5), slice(2, 4), slice(1, 4))

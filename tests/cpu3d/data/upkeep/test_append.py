@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -12,6 +13,7 @@ from cpu3d.data.resume import settings_of
 from cpu3d.data.splits import split_cases
 from cpu3d.data.store import open_store
 from cpu3d.data.upkeep.append import append, deal_cases
+from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.upkeep.verify import verify
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
@@ -41,7 +43,9 @@ def arrays_of(folder):
     return {name: content for name, content in content_of(folder).items() if name.endswith((".npy", ".b2nd"))}
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", True), Settings("float16")])
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings("b2nd", True), Settings(scores=True), Settings("b2nd", scores=True)]
+)
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
     prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)
@@ -90,6 +94,37 @@ def test_a_case_of_the_same_id_from_other_files_is_refused(data, store, write_ni
         append(store, data / "many", workers=1)
     assert len(caught.value.problems) == 2
     assert "case BRATS_000 must be the one that store" in str(caught.value)
+    assert content_of(store) == before
+
+
+def test_a_new_case_whose_files_would_replace_arrays_that_entries_share_is_refused(
+    data, store, write_nifti, tiny_label
+):
+    repeat_entries(store, 2)
+    before = content_of(store)
+    write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
+    with pytest.raises(InputError) as caught:
+        append(store, data / "many", workers=1)
+    assert len(caught.value.problems) == 3
+    assert re.search(
+        "case BRATS_001 must have an id that names no arrays of store .*, got that of the arrays of case BRATS_001-00",
+        str(caught.value),
+    )
+    assert content_of(store) == before
+    assert verify(store, workers=1).problems == ()
+    for number in range(3):
+        (data / f"many/labelsTr/BRATS_00{number}.nii.gz").unlink()
+    with pytest.raises(InputError, match="got 3 bad cases; nothing was appended"):
+        append(store, data / "many", workers=1)
+    assert append(store, data / "many", workers=1, skip_bad=True).new == ("BRATS_003", "BRATS_004", "BRATS_005")
+    assert verify(store, workers=1).problems == ()
+
+
+def test_a_damaged_list_of_what_was_left_out_is_refused_before_any_case_is_made(data, store):
+    (store / "quarantine.jsonl").write_text("bad\n")
+    before = content_of(store)
+    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 1"):
+        append(store, data / "many", workers=1)
     assert content_of(store) == before
 
 

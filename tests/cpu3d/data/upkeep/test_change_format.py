@@ -1,5 +1,5 @@
+import dataclasses
 import errno
-import json
 
 import numpy as np
 import pytest
@@ -7,12 +7,13 @@ import pytest
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path
 from cpu3d.data.resume import settings_of
-from cpu3d.data.store import open_store
+from cpu3d.data.store import open_store, write_store
 from cpu3d.data.upkeep import change_format as module
+from cpu3d.data.upkeep.append import append
 from cpu3d.data.upkeep.change_format import change_format
 from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.upkeep.verify import verify
-from cpu3d.data.write_cases import FORMATS, Settings
+from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
 from cpu3d.workers import KILLED
 
@@ -43,9 +44,9 @@ def of_store(folder):
 
 
 @pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", FORMAT_CHOICES)
 def test_a_converted_store_is_bit_by_bit_the_one_that_prepare_would_have_made(tmp_path, store, format_, crop):
-    prepare(tmp_path / "data", tmp_path / "direct", **THIRDS, settings=Settings(format_, crop))
+    prepare(tmp_path / "data", tmp_path / "direct", **THIRDS, settings=Settings(**FORMAT_CHOICES[format_], crop=crop))
     before = content_of(store)
     manifest = change_format(store, tmp_path / "new", format_=format_, crop=crop, workers=1)
     assert of_store(tmp_path / "new") == of_store(tmp_path / "direct")
@@ -103,6 +104,26 @@ def test_what_was_rounded_has_no_way_back_but_can_be_packed_as_it_is(tmp_path, s
     for case in packed.cases:
         images = [open_store(tmp_path / name).image(case.case_id) for name in ("rounded", "packed")]
         assert np.array_equal(*images)
+    assert settings_of(tmp_path / "packed") == Settings("b2nd", crop=True, scores=True)
+
+
+def test_a_store_stays_float16_through_packing_and_what_is_added_to_it_is_float16_too(tmp_path, store, decathlon):
+    change_format(store, tmp_path / "rounded", format_="float16", workers=1)
+    change_format(tmp_path / "rounded", tmp_path / "packed", format_="b2nd", workers=1)
+    with pytest.raises(InputError, match=r"holds float16 scores: .* unpack them with --format float16"):
+        change_format(tmp_path / "packed", tmp_path / "back", format_="npy", workers=1)
+    for number, format_ in enumerate((None, "b2nd", "float16")):
+        change_format(tmp_path / "packed", tmp_path / f"{number}", format_=format_, workers=1)
+    assert of_store(tmp_path / "0") == of_store(tmp_path / "1") == of_store(tmp_path / "packed")
+    assert of_store(tmp_path / "2") == of_store(tmp_path / "rounded")
+    append(tmp_path / "packed", decathlon(tmp_path / "more", 5), workers=1)
+    cases = open_store(tmp_path / "packed").manifest.cases
+    assert [(case.format, case.image_dtype) for case in cases] == [("b2nd", "float16")] * 5
+
+
+def test_a_format_that_does_not_exist_is_refused(tmp_path, store):
+    with pytest.raises(InputError, match="--format must be one of npy, float16, b2nd, got 'zip'"):
+        change_format(store, tmp_path / "new", format_="zip", workers=1)
 
 
 def test_two_processes_write_what_one_does(tmp_path, store):
@@ -178,11 +199,21 @@ def test_a_folder_that_holds_anything_else_is_refused_and_left_as_it_is(tmp_path
     change_format(store, tmp_path / "new", format_="b2nd", workers=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_bytes(b"mine")
-    for folder in ("other", "store", "data", "new"):
+    (tmp_path / "partly").mkdir()
+    for folder in ("other", "store", "data", "new", "partly"):
+        (tmp_path / folder / ".film.mkv.partial").write_bytes(b"mine")
+    for folder in ("other", "store", "data", "new", "partly"):
         before = content_of(tmp_path / folder)
         with pytest.raises(InputError, match="must be empty or"):
             change_format(store, tmp_path / folder, crop=True, workers=1)
         assert content_of(tmp_path / folder) == before
+
+
+def test_a_process_killed_before_it_had_claimed_its_folder_leaves_one_that_can_be_used(tmp_path, store):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/.conversion.json.abc.partial").write_bytes(b"{")
+    change_format(store, tmp_path / "new", workers=1)
+    assert not list((tmp_path / "new").glob(".*"))
 
 
 def test_damaged_cases_are_all_told_and_the_good_ones_kept(tmp_path, store, counted):
@@ -244,13 +275,9 @@ def test_arrays_that_entries_share_are_converted_once(tmp_path, store, counted):
 
 
 def test_a_split_changed_by_hand_is_not_carried_on(tmp_path, store):
-    content = json.loads((store / "manifest.json").read_text())
-    content["split"] = {
-        "train": content["split"]["test"],
-        "val": content["split"]["val"],
-        "test": content["split"]["train"],
-    }
-    (store / "manifest.json").write_text(json.dumps(content))
+    manifest = open_store(store).manifest
+    split = {"train": manifest.split["test"], "val": manifest.split["val"], "test": manifest.split["train"]}
+    write_store(store, dataclasses.replace(manifest, split=split))
     with pytest.raises(InputError, match="must have hash"):
         change_format(store, tmp_path / "new", workers=1)
 
@@ -259,6 +286,10 @@ def test_what_was_left_out_of_the_old_store_is_known_to_the_new_one(tmp_path, st
     (store / "quarantine.jsonl").write_text('{"case_id": "x", "reasons": ["bad"]}\n')
     change_format(store, tmp_path / "new", workers=1)
     assert (tmp_path / "new/quarantine.jsonl").read_bytes() == (store / "quarantine.jsonl").read_bytes()
+    (store / "quarantine.jsonl").write_text("bad\n")
+    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 1"):
+        change_format(store, tmp_path / "other", workers=1)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_killed_process_is_told_with_its_case(tmp_path, store, monkeypatch):

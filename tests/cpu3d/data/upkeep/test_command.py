@@ -60,7 +60,7 @@ def test_info_tells_people_the_same_with_labels_and_regions(store, told, monkeyp
 
 
 def test_info_tells_rounding_crops_and_shared_arrays(tmp_path, store, told):
-    settings = Settings("float16", crop=True)
+    settings = Settings(scores=True, crop=True)
     prepare(tmp_path / "data", tmp_path / "rounded", fractions=(1, 0, 0), workers=1, settings=settings)
     repeat_entries(tmp_path / "rounded", 5)
     out = told("info", tmp_path / "rounded").out
@@ -106,6 +106,12 @@ def test_verify_ends_with_0_for_a_good_store_and_2_for_a_damaged_one(store, told
     assert not bad["good"]
     assert len(bad["problems"]) == 2
     assert bad["strays"] == ["stray"]
+
+
+def test_one_of_a_thing_is_told_as_one(tmp_path, told, decathlon):
+    prepare(decathlon(tmp_path / "data", 1), tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    assert "is whole: 1 case, 1 with" in told("verify", tmp_path / "store", "--workers", 1).out
+    assert "1 of 1 patient, 0 without" in told("info", tmp_path / "store").out
 
 
 def test_convert_tells_the_size_before_and_after_and_who_can_go_on(tmp_path, store, told):

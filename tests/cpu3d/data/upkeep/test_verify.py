@@ -2,10 +2,15 @@ import hashlib
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from cpu3d.atomic import write_json
+from cpu3d.data.files.arrays import encode, voxels_sha256
 from cpu3d.data.prepare import prepare
+from cpu3d.data.store import open_store, sealed
 from cpu3d.data.upkeep import verify as verify_module
+from cpu3d.data.upkeep.info import store_info
 from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.upkeep.verify import verify
 from cpu3d.data.write_cases import Settings
@@ -40,7 +45,7 @@ def flip(path, place=-1):
     change(path, lambda content: content.__setitem__(place, content[place] ^ 1))
 
 
-@pytest.mark.parametrize("settings", [{}, {"crop": True}, {"format": "float16"}, {"format": "b2nd", "crop": True}])
+@pytest.mark.parametrize("settings", [{}, {"crop": True}, {"scores": True}, {"format": "b2nd", "crop": True}])
 def test_a_good_store_of_every_format_has_no_problems(store_in, settings):
     store = store_in(**settings)
     found = verify(store, workers=1)
@@ -74,7 +79,7 @@ def test_damaged_files_are_all_told_with_what_to_do(store_in, format_, part):
 
 
 def edit_records(store, edit):
-    """Change the lines of a store's records as who would do so by hand: with their file's own length and hash."""
+    """Change the lines of a store's records as one would who knows of their file's length and hash, and the seal."""
     manifest = json.loads((store / "manifest.json").read_text())
     path = store / manifest["records"]["file"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -82,7 +87,7 @@ def edit_records(store, edit):
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(content)
     manifest["records"].update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    write_json(store / "manifest.json", sealed(manifest))
     for own in store.glob("cases/*.json"):
         own.unlink()
 
@@ -90,7 +95,7 @@ def edit_records(store, edit):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("box", {"start": [0, 0, 0], "size": [6, 5, 4]}),
+        ("box", {"start": [2, 2, 2], "size": [4, 3, 2]}),
         ("channel_mean", [1.0, 2.0, 3.0, 4.0]),
         ("channel_std", [1.0, 2.0, 3.0, 4.0]),
         ("channel_max", [7.0, 7.0, 7.0, 7.0]),
@@ -152,7 +157,7 @@ def test_a_case_that_moved_to_another_split_is_told(store_in):
     content = json.loads((store / "manifest.json").read_text())
     split = content["split"]
     split["train"], split["test"] = split["test"], split["train"]
-    (store / "manifest.json").write_text(json.dumps(content))
+    write_json(store / "manifest.json", sealed(content))
     (problem,) = verify(store, workers=1).problems
     assert "must have hash" in problem
 
@@ -198,11 +203,78 @@ def test_what_contradicts_the_manifest_is_told(store_in):
     del content["labels"]["3"]
     content["channels"] = content["channels"][:3]
     content["unlabelled"] = ["BRATS_001"]
-    (store / "manifest.json").write_text(json.dumps(content))
+    write_json(store / "manifest.json", sealed(content))
     told = "\n".join(verify(store, workers=1).problems)
     assert told.count("must have label codes of the store, got 3") == 3
     assert told.count("must have 3 channels, got 4") == 3
-    assert "case BRATS_001 must have no label, as the manifest says" in told
+    assert "unlabelled in the manifest" in told
+    assert "must follow from its records, (), got ('BRATS_001',)" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("largest_box", [1, 1, 1], "largest_box in the manifest"),
+        ("largest_shape", [999, 5, 4], "largest_shape in the manifest"),
+        ("unlabelled", ["nobody"], "unlabelled in the manifest"),
+        ("split_hash", "0" * 12, "must have hash 000000000000"),
+        ("regions", {"WT": [1, 2, 9], "TC": [2], "ET": [3]}, "region WT in the manifest"),
+    ],
+)
+def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_was_sealed(store_in, name, value, told):
+    store = store_in()
+    content = json.loads((store / "manifest.json").read_text())
+    write_json(store / "manifest.json", {**content, name: value})
+    with pytest.raises(InputError, match="must be as it was written, got an edited one"):
+        verify(store)
+    write_json(store / "manifest.json", sealed({**content, name: value}))
+    (problem,) = verify(store, workers=1).problems
+    assert told in problem
+    assert "restore" in problem
+
+
+IMPOSSIBLE = [
+    ("shape", [0, 0, 0]),
+    ("shape", [-6, 5, 4]),
+    ("shape", "x"),
+    ("image_dtype", "x"),
+    ("label_voxels", [1, 2]),
+    ("centres", [1, 2]),
+    ("image_bytes", None),
+    ("patient_id", None),
+    ("patient_id", ["p"]),
+    ("stem", "../../outside"),
+    ("stem", None),
+    ("format", None),
+    ("geometry", None),
+    ("channel_mean", None),
+    ("stored", {"start": [1e300, 0, 0], "size": [1, 1, 1]}),
+    ("max_abs_error", "x"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_an_impossible_record_is_told_with_its_line_and_the_others_are_looked_at(store_in, name, value):
+    store = store_in()
+    edit_records(store, lambda lines: lines[1].update({name: value}))
+    flip(store / "cases/BRATS_002.x.npy")
+    told = "\n".join(verify(store, workers=1).problems)
+    assert "must be complete in line 2, got" in told
+    assert "BRATS_002.x.npy must be as it was written" in told
+    with pytest.raises(InputError, match="in line 2; see `store verify`"):
+        store_info(open_store(store), free_bytes=1 << 30)
+
+
+def test_voxels_of_no_image_are_told_where_every_hash_was_made_to_fit(store_in):
+    store = store_in()
+    path = store / "cases/BRATS_001.x.npy"
+    image = np.load(path)
+    image[..., 2] = 0
+    content = b"".join(map(bytes, encode(image, "npy")))
+    path.write_bytes(content)
+    hashes = {"image_sha256": hashlib.sha256(content).hexdigest(), "image_voxels_sha256": voxels_sha256(image)}
+    edit_records(store, lambda lines: lines[1].update(hashes))
+    assert "image of case BRATS_001 must have voxels in every channel" in "\n".join(verify(store, workers=1).problems)
 
 
 def test_a_killed_process_is_told_with_its_case(store_in, monkeypatch):
