@@ -102,7 +102,7 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
     import nibabel
     import numpy as np
 
-    from cpu3d.bench.data.tensors import tensorflow, to_float32, touched
+    from cpu3d.bench.data.tensors import tensorflow, touched
     from cpu3d.data.files.reader import Reader
     from cpu3d.data.store import open_store
 
@@ -127,9 +127,8 @@ def _ways(folders: Dict[str, Path], places: Any, cold: bool) -> Dict[str, Tuple[
             reader = Reader(store_folder, mode) if cold else kept
             return reader.box(records[index], "x", slices)
 
-        load = to_float32(tf, read)
         images = [path for path in array_files(store_folder) if ".x." in path.name]
-        return lambda position: touched(load(position)), images
+        return lambda position: touched(tf.cast(read(position), tf.float32)), images
 
     whole = lambda image, slices: all_voxels(image.dataobj)[slices]  # noqa: E731
     as_float = lambda image, slices: image.get_fdata(caching="unchanged", dtype=np.float32)[slices]  # noqa: E731

@@ -46,7 +46,7 @@ class Scale:
     """Entries of the large store: S4's 484 cases and what it made of each."""
     large_shape: Shape3 = (64, 64, 48)
     """Voxels of the brains that those entries share."""
-    large_samples: int = 2000
+    large_samples: int = 8000
     """Samples streamed from the large store."""
     peer_volumes: int = 6
     """CTs that MONAI's data sets hold: all 32 decoded to float32 would be 10 GB."""
