@@ -41,6 +41,7 @@ DATA = "data.jsonl"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, required=True, metavar="DIR", help="folder of .jsonl records")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the validation page")
+    parser.add_argument("--data-picture", type=Path, metavar="FILE", help="draw the newest rows of `bench data`")
     parser.add_argument("--data-page", type=Path, metavar="FILE", help="write the tables of the data page anew")
 
 
@@ -52,6 +53,12 @@ def run(args: argparse.Namespace) -> int:
         text = args.data_page.read_text(encoding="utf-8").partition(markdown.MARK)[0]
         with atomic_write(args.data_page, "w") as file:
             file.write("\n".join([text + markdown.MARK, "", *data_page(args.records)]).rstrip() + "\n")
+    if args.data_picture:
+        from cpu3d.bench.data.picture import draw
+
+        rows = markdown.newest(read_records(args.records / DATA, "data"))
+        with atomic_write(args.data_picture) as file:
+            file.write(draw(rows, rows[-1]["host"]))
     print("\n".join(tables(args.records)))
     return 0
 
