@@ -5,10 +5,8 @@ import math
 from operator import itemgetter
 from typing import Any, Collection, Iterable, Mapping, Sequence, Tuple
 
+from cpu3d.data.files.arrays import FORMATS
 from cpu3d.data.region import Shape3
-
-FILE_FORMATS = ("npy", "b2nd")
-"""What an array's file can be, and how its name ends."""
 
 
 def check_record(content: Mapping[str, Any]) -> None:
@@ -24,8 +22,8 @@ def check_record(content: Mapping[str, Any]) -> None:
     for name in ("case_id", "stem"):
         if not is_bare_name(content[name]):
             raise ValueError(f"{name} must be a name without a folder, got {content[name]!r}")
-    if content["format"] not in FILE_FORMATS and content["format"] != "":
-        raise ValueError(f"format must be one of {', '.join(FILE_FORMATS)}, got {content['format']!r}")
+    if content["format"] not in FORMATS and content["format"] != "":
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {content['format']!r}")
     if content["image_dtype"] not in ("int16", "float16"):
         raise ValueError(f"image_dtype must be int16 or float16, got {content['image_dtype']!r}")
     if not _is_size(shape):

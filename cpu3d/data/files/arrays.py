@@ -12,6 +12,7 @@ from typing import List, Sequence, Tuple, Union
 import numpy as np
 
 FORMATS = ("npy", "b2nd")
+"""What an array's file can be, and how its name ends."""
 
 ALIGNMENT_BYTES = 64
 """TensorFlow takes an array without a copy when its data begins at a multiple of this."""
