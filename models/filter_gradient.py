@@ -17,16 +17,17 @@ def filter_gradient(x, upstream, kernel_shape):
 
     `kernel_shape` is (k, k, k, A, B), with odd k.
     """
-    return tf.raw_ops.Conv3DBackpropFilterV2(
-        input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT, padding="SAME"
-    )
+    if x.shape[1] == 2 and kernel_shape[0] > 1:
+        # oneDNN's bfloat16 kernel leaves a part unwritten there (TensorFlow 2.15 to 2.21): the bottom of a patch of 32.
+        return filter_gradient_by_planes(x, upstream, kernel_shape)
+    return _of_volume(x, upstream, kernel_shape)
 
 
 def filter_gradient_by_planes(x, upstream, kernel_shape):
     """The same, to rounding, from planes of Y and Z; as `filter_gradient` where the number of samples is not known."""
     samples, planes = x.shape[:2]
     if samples is None:
-        return filter_gradient(x, upstream, kernel_shape)
+        return _of_volume(x, upstream, kernel_shape)
     # Cut along the first axis a piece is a view; along any other it is a copy.
     x, upstream = (tf.reshape(one, (samples * planes, *one.shape[2:])) for one in (x, upstream))
     reach = kernel_shape[0] // 2
@@ -37,7 +38,7 @@ def filter_gradient_by_planes(x, upstream, kernel_shape):
             begin, count = first + max(0, -shift), planes - abs(shift)
             with tf.control_dependencies([before]):
                 seen, met = x[begin + shift : begin + shift + count], upstream[begin : begin + count]
-                before = _plane_filter_gradient(seen, met, kernel_shape[1:])
+                before = _of_plane(seen, met, kernel_shape[1:])
             of_kernel.append(before)
         whole = tf.stack(of_kernel)
         total = before = whole if total is None else total + whole
@@ -47,7 +48,13 @@ def filter_gradient_by_planes(x, upstream, kernel_shape):
 # --- Private helpers ---
 
 
-def _plane_filter_gradient(x, upstream, kernel_shape):
+def _of_volume(x, upstream, kernel_shape):
+    return tf.raw_ops.Conv3DBackpropFilterV2(
+        input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT, padding="SAME"
+    )
+
+
+def _of_plane(x, upstream, kernel_shape):
     return tf.raw_ops.Conv2DBackpropFilter(
         input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT_2D, padding="SAME"
     )

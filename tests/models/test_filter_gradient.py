@@ -51,6 +51,17 @@ def test_in_bfloat16_it_is_the_definitions_to_that_precision(side):
     assert distance(tf.cast(found, tf.float32).numpy(), expected) < 2**-6
 
 
+@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 3, 2), (3, 2, 2), (4, 2, 2)], ids=str)
+def test_in_bfloat16_it_is_right_on_the_smallest_grids_whatever_lay_in_memory_before(grid):
+    rng = np.random.default_rng(0)
+    gradient = tf.function(lambda x, upstream: filter_gradient(x, upstream, (3, 3, 3, 64, 64)))
+    for _ in range(3):
+        tf.random.normal((200, 1000)) * 1e30
+        x, upstream = (tf.cast(rng.standard_normal((1, *grid, 64)), tf.bfloat16) for _ in range(2))
+        expected = by_definition(*(tf.cast(one, tf.float32).numpy() for one in (x, upstream)), 3)
+        assert distance(tf.cast(gradient(x, upstream), tf.float32).numpy(), expected) < 2**-6
+
+
 def operations(samples, side=3, grid=(4, 3, 2)):
     @tf.function
     def gradient(x, upstream):
