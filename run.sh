@@ -13,7 +13,8 @@ help() {
 Train a 3D U-Net on whole volumes.
 
   ./run.sh                      set up on the first call, then run the demo
-  ./run.sh setup [--latest]     make .venv and install the pinned packages, nothing else
+  ./run.sh setup [--latest | --gpu]
+                                make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
                                 phantom volumes, training, scores, report; --smoke is a small form, P a memory policy
@@ -26,7 +27,8 @@ Example:
   ./run.sh train --store ~/brats-store --run ~/runs/first
 
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
-TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case.
+TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
+the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU.
 PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
 HELP
 }
@@ -96,7 +98,7 @@ no_python() {
 # Sets python, version and requirements.
 choose() {
   local has_avx2=yes
-  if [ "$engine" = latest ]; then
+  if [ "$engine" != fast ]; then # TensorFlow 2.21 has no wheel for 3.9
     find_python 3.12 3.13 3.11 3.10 || no_python 3.10
   else
     find_python 3.11 3.10 3.9 3.12 3.13 || no_python 3.9
@@ -104,18 +106,24 @@ choose() {
   [ "$cpu" = avx2 ] || has_avx2=no
   case "$platform" in
     linux-x86_64) [ "$cpu" != none ] || die "the CPU must have AVX, which TensorFlow is built for, and has none; use another host" ;;
-    *) has_avx2=no ;;
+    *)
+      [ "$engine" != gpu ] || die "setup --gpu must run on Linux x86-64, which TensorFlow with CUDA is built for, got $platform; use setup --latest"
+      has_avx2=no
+      ;;
   esac
   requirements="requirements-latest.txt"
+  [ "$engine" != gpu ] || requirements="requirements-gpu.txt"
   case "$engine/$has_avx2/$version" in fast/yes/3.9 | fast/yes/3.10 | fast/yes/3.11) requirements=requirements.txt ;; esac
-  if [ "$requirements/$version" = requirements-latest.txt/3.9 ]; then # TensorFlow 2.21 has no wheel for 3.9
+  if [ "$requirements/$version" = requirements-latest.txt/3.9 ]; then
     find_python 3.12 3.13 3.11 3.10 || no_python 3.10
   fi
 }
 
 cost_of_latest() {
-  say "Engine: TensorFlow 2.21. A training step takes about 1.3x as long as with TensorFlow 2.15 + ITEX (128^3, bfloat16)."
-  if [ "$engine" = latest ]; then
+  local cuda=""
+  [ "$engine" != gpu ] || cuda=" with CUDA"
+  say "Engine: TensorFlow 2.21$cuda. On the CPU a training step takes about 1.3x as long as with TensorFlow 2.15 + ITEX (128^3, bfloat16)."
+  if [ "$engine" != fast ]; then
     say "For the faster engine: ./run.sh setup"
   elif [ "$platform" = linux-x86_64 ] && [ "$cpu" = avx2 ]; then
     say "For the faster engine: install Python 3.11 with venv (Debian, Ubuntu: sudo apt install python3.11-venv), then ./run.sh setup"
@@ -127,7 +135,13 @@ cost_of_latest() {
 
 # --- The environment ---
 
-checksum() { cksum <"$root/$1"; }
+# Of a requirements file and of the one that it includes, if any.
+checksum() {
+  case "$1" in
+    requirements-gpu.txt) cat "$root/requirements-latest.txt" "$root/$1" | cksum ;;
+    *) cksum <"$root/$1" ;;
+  esac
+}
 
 # What the stamp must say: made from this very file with this Python.
 expected_stamp() { say "$requirements $version $(checksum "$requirements")"; }
@@ -162,7 +176,9 @@ setup() {
 
 install() {
   local pid status=0 start=$SECONDS
-  say "Installing into .venv, about 700 MB of downloads on the first call, 2.5 GB on disk; details in .venv/install.log"
+  local size="700 MB of downloads on the first call, 2.5 GB on disk"
+  [ "$requirements" != requirements-gpu.txt ] || size="3.5 GB of downloads on the first call, more on disk"
+  say "Installing into .venv, about $size; details in .venv/install.log"
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$requirements" >"$log" 2>&1 &
   pid=$!
   trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command goes on from here\n" >&2; exit 130' INT TERM
@@ -200,8 +216,9 @@ case "$command" in
     case "${1:-}" in
       "") ;;
       --latest) engine=latest ;;
+      --gpu) engine=gpu ;;
       -h | --help) help; exit ;;
-      *) printf 'run.sh: setup takes --latest or nothing, got %s\n' "$1" >&2; exit 2 ;;
+      *) printf 'run.sh: setup takes --latest, --gpu or nothing, got %s\n' "$1" >&2; exit 2 ;;
     esac
     setup
     exit
@@ -211,7 +228,10 @@ esac
 if ! is_ready; then
   # A laptop that only plans needs no TensorFlow.
   if [ "$command" = estimate ] && find_rich; then run_with "$python" memory_estimator "$@"; fi
-  if [ "${requirements:-}" = requirements-latest.txt ]; then engine=latest; fi # as it was chosen before
+  case "${requirements:-}" in # as it was chosen before
+    requirements-latest.txt) engine=latest ;;
+    requirements-gpu.txt) engine=gpu ;;
+  esac
   setup
 fi
 case "$command" in

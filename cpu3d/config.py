@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -10,6 +11,7 @@ from cpu3d.atomic import write_json
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.data.files.read_mode import READ_MODES
+from cpu3d.data.folds import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
@@ -18,10 +20,16 @@ from models.config import UNetConfig
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
-FREE = ("store", "epochs", "patience", "validate_every", "save_minutes", "read_mode", "micro_batch", "unet.policy")
-"""Settings that may change when a run is continued; all others would make it another run. The last two are how a step
+FREE = (
+    *("store", "epochs", "steps", "patience", "validate_every", "save_minutes", "read_mode"),
+    *("device", "micro_batch", "unet.policy"),
+)
+"""Settings that may change when a run is continued; all others would make it another run. The last three are how a step
 is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
 statistics are of what is computed together."""
+
+MODES = ("whole", "patch")
+"""What a step sees of a case: all of its extent, or a patch of it."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,22 @@ class RunConfig:
     """Regions learnt, by name, one output each; () means all of the store's."""
     extent: str = "brain"
     """ "brain": the box around the brain, the same size for all cases. "full": the whole grid, padded."""
+    mode: str = "whole"
+    """One of MODES."""
     grid: Tuple[int, int, int] = (0, 0, 0)
-    """Voxels X, Y, Z that the network sees; worked out from the store and the extent."""
+    """Voxels X, Y, Z that the network sees: the patch, or in mode whole what follows from store, extent and
+    resolution."""
+    foreground: float = 1 / 3
+    """Share of the patches that are drawn around labelled voxels, as `cpu3d.data.patches` says."""
+    patches_per_case: int = 1
+    """Patches of each case in an epoch. By default as many as make up the extent's voxels, so that an epoch sees as
+    much in either mode."""
+    resolution: float = 1.0
+    """Share of the store's resolution along each axis that the network sees, up to 1; mode whole only. Predictions and
+    scores are on the full grid all the same."""
+    fold: str = ""
+    """ "2/5": validate on the second of five parts of the training and validation cases, train on the others; "" is the
+    store's own split. Test cases are untouched either way."""
     unet: UNetConfig = field(default_factory=UNetConfig)
     """The network; its channels, outputs and dtype follow from the store and the host."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -56,6 +78,8 @@ class RunConfig:
     `memory_estimator.job.micro_of` says."""
     epochs: int = 100
     """Passes over the training cases."""
+    steps: int = 0
+    """Optimizer steps in all; 0 is by epochs."""
     optimizer: str = "adam"
     learning_rate: float = 2e-3
     """At the end of the warm-up. One real glioma was learnt alike with 1e-3 to 5e-3."""
@@ -71,15 +95,17 @@ class RunConfig:
     """Longest time between checkpoints; there is one after every validation as well."""
     seed: int = 0
     """Of the initial weights, the order and the augmentation. The split has the store's own."""
+    device: str = "cpu"
+    """ "cpu", or a card such as "gpu:0"."""
     engine: str = "auto"
     """ "itex", "stock", "stock-no-onednn", or "auto": ITEX where it is installed."""
     read_mode: str = "auto"
     """How the store's files are read, one of READ_MODES; the volumes are the same to the bit."""
 
     def __post_init__(self):
-        for name in ("batch", "epochs", "validate_every"):
+        for name in ("batch", "epochs", "validate_every", "patches_per_case"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("patience", "warmup_steps", "save_minutes"):
+        for name in ("steps", "patience", "warmup_steps", "save_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         try:
             check_micro_batch(self.batch, self.micro_batch)
@@ -87,7 +113,14 @@ class RunConfig:
             raise InputError(str(error)) from None
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
+        _require(0 <= self.foreground <= 1, "foreground", "be in [0, 1]", self.foreground)
+        _require(0 < self.resolution <= 1, "resolution", "be above 0 and at most 1", self.resolution)
+        _require(self.mode == "whole" or self.resolution == 1, "resolution", "be 1 with --mode patch", self.resolution)
+        if self.fold:
+            parse_fold(self.fold)
+        _require(bool(re.fullmatch(r"cpu|gpu:\d+", self.device)), "device", "be cpu, or gpu:0 and so on", self.device)
         for name, allowed in (
+            ("mode", MODES),
             ("extent", EXTENTS),
             ("optimizer", OPTIMIZERS),
             ("schedule", SCHEDULES),
@@ -99,6 +132,11 @@ class RunConfig:
     def micro(self) -> int:
         """Volumes computed at a time."""
         return micro_of(self.unet.norm, self.batch, self.micro_batch)
+
+    @property
+    def is_patch(self) -> bool:
+        """Whether the network sees patches."""
+        return self.mode == "patch"
 
     @property
     def parts(self) -> int:

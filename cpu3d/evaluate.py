@@ -2,10 +2,16 @@
 
     ./run.sh evaluate --run runs/first
     ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
+    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
+    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds --split val
 
 Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
 "train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they can never be
-taken for the others. What is there is replaced when all is done and not before.
+taken for the others. What is there is replaced when all is done and not before. --out names another folder than the
+run's, and has to where several runs are scored together.
+
+Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
+each case by the one run that has not trained on it.
 
 Scored is what is written: the painted label map, turned back into regions. The store's grid is the original one with
 axes turned, so scores on it are scores on the original grid.
@@ -20,7 +26,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -28,11 +34,16 @@ from rich.table import Table
 
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.config import load_config
+from cpu3d.data.folds import with_fold, with_folds
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store, open_store
+from cpu3d.ensemble import HeldOut, add_run_options, describe, joined, load_configs
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
+from cpu3d.host.gpu import pick_device, read_gpus, use_device
+from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.inference_options import Inference, add_inference_options, inference_from
 from cpu3d.labels import code_meanings, label_from_regions
 from cpu3d.progress import bar
 from cpu3d.scores import TOLERANCE_MM, CaseScores, score_case
@@ -50,44 +61,68 @@ WORST = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
+    add_run_options(parser)
     parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
     parser.add_argument("--store", type=Path, metavar="DIR", help="store folder, if it is no longer where it was")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation/ (default: the run's)")
     parser.add_argument(
         "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
         help=f"tolerance of the surface Dice in mm (default: {TOLERANCE_MM})",
     )  # fmt: skip
-    parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
     parser.add_argument("--json", action="store_true", help="print scores.json instead of a table")
+    add_inference_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if not (np.isfinite(args.tolerance) and args.tolerance >= 0):
         raise InputError(f"--tolerance must be a number of mm from 0 on, got {args.tolerance}; 1 is usual for BraTS")
-    run_dir = args.run.resolve()
-    store = open_store(args.store) if args.store else _own_store(run_dir)
-    check_same_split(run_dir, store)
-    writable_folder(scores_path(run_dir, args.split).parent, "evaluation")
-    predictor = trained_predictor(run_dir, args.weights)
+    inference = inference_from(args)
+    runs = [run_dir.resolve() for run_dir in args.run]
+    configs = load_configs(runs, some_folds=args.some_folds)
+    out = _out_folder(args, runs)
+    store = open_store(args.store) if args.store else _own_store(runs[0])
+    check_same_split(runs[0], store)
+    folds = [config.fold for config in configs]
+    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds]
+    crossed = len(runs) > 1 and any(folds) and args.split == "val"
+    if len(runs) > 1 and any(folds) and args.split == "train":
+        raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
+    writable_folder(scores_path(out, args.split).parent, "evaluation")
+    predictors = trained_predictors(runs, args.weights, inference)
     messages = Console(stderr=True)
     if args.split != UNTOUCHED:
         messages.print(f"[bold yellow]{warning(args.split)}")
-    scores = evaluate_split(predictor, store, args.split, run_dir, weights=args.weights, tolerance_mm=args.tolerance)
+    told = [describe(*one) for one in zip(runs, configs, predictors)]
+    if crossed:
+        told = [{**one, "held_out": list(case_ids)} for one, case_ids in zip(told, held_out)]
+    predictor = HeldOut(predictors, held_out) if crossed else joined(predictors)
+    view = with_folds(store, folds) if crossed else with_fold(store, folds[0])
+    about = told[0] if len(runs) == 1 else {"runs": told}
+    scores = evaluate_split(
+        predictor, view, args.split, out, weights=args.weights, tolerance_mm=args.tolerance, about=about
+    )
     if args.json:
         json.dump(scores, sys.stdout, indent=1)
         print()
     else:
         print_scores(scores, Console())
-        messages.print(f"written: {scores_path(run_dir, args.split)}", soft_wrap=True)
+        messages.print(f"written: {scores_path(out, args.split)}", soft_wrap=True)
     return 0
 
 
-def trained_predictor(run_dir: Path, weights: str = "best") -> Any:
+def trained_predictor(run_dir: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:
     """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
-    set_up()
+    return trained_predictors([run_dir], weights, inference)[0]
+
+
+def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Optional[Inference] = None) -> List[Any]:
+    """The predictor of each run, all on one device: a GPU for patches where there is one, else the CPU."""
+    patches = any(load_config(run_dir).is_patch for run_dir in runs)
+    _, _, tf = set_up()
+    use_device(tf, pick_device("auto", "patch" if patches else "whole", read_gpus()))
     from cpu3d.inference import load_predictor  # imports TensorFlow, so not before
 
-    return load_predictor(run_dir, weights)
+    return [load_predictor(run_dir, weights, inference) for run_dir in runs]
 
 
 def evaluate_split(
@@ -98,10 +133,12 @@ def evaluate_split(
     *,
     weights: str = "best",
     tolerance_mm: float = TOLERANCE_MM,
+    about: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
     `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
+    Of a run of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is.
     Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
@@ -127,6 +164,7 @@ def evaluate_split(
             "schema": SCHEMA,
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "run": str(run_dir),
+            **(about or {}),
             "weights": weights,
             "store": str(store.folder),
             "name": store.manifest.name,
@@ -137,6 +175,7 @@ def evaluate_split(
             "regions": {name: list(codes) for name, codes in predictor.regions.items()},
             "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
             "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
+            "peak_rss_bytes": peak_rss_bytes(),
             "summary": summarise(scored),
             "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
             "cases": cases,
@@ -228,9 +267,24 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
     if count > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
+    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+    by_fold = [
+        f"{one['fold']} {np.mean([dice[case_id] for case_id in one['held_out']]):.3f}"
+        for one in scores.get("runs", [])
+        if "held_out" in one
+    ]
+    if by_fold:
+        console.print(f"mean Dice of each fold on the cases it held out: {', '.join(by_fold)}")
 
 
 # --- Private helpers ---
+
+
+def _out_folder(args: argparse.Namespace, runs: Sequence[Path]) -> Path:
+    """Where evaluation/ shall lie."""
+    if len(runs) > 1 and not args.out:
+        raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
+    return args.out.resolve() if args.out else runs[0]
 
 
 def _own_store(run_dir: Path) -> Store:

@@ -5,7 +5,7 @@ import signal
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -13,19 +13,19 @@ import tensorflow as tf
 
 from cpu3d.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.config import RunConfig
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.source import Batches, open_reading, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
+from cpu3d.feeds import Feeds, Parts
+from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 from cpu3d.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.run_log import append_event, forget_after
 from cpu3d.schedule import learning_rate
+from cpu3d.sliding_window import sliding_window
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import Host
 from memory_estimator.job import statistics_note
 from models.layer_plan import training_flops
 
@@ -35,16 +35,10 @@ class Fit:
 
     def __init__(self, store: Store, folder: Path, config: RunConfig):
         self.store, self.folder, self.config = store, Path(folder), config
-        self.train_cases = store.cases("train")
         self.val_cases = store.cases("val")
-        self.steps_per_epoch = len(self.train_cases) // config.batch
-        self.steps = config.epochs * self.steps_per_epoch
-        self.reading = open_reading(
-            store,
-            ("train", "val") if self.val_cases else ("train",),
-            free_bytes=read_host().free_bytes,
-            read_mode=config.read_mode,
-        )
+        self.feeds = Feeds(store, config)
+        self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
+        self.steps = config.steps or config.epochs * self.steps_per_epoch
         self.learner = Learner(config)
         self.step = 0
         self.best: Optional[float] = None
@@ -65,24 +59,24 @@ class Fit:
         config, manifest = self.config, self.store.manifest
         unet, flops = config.unet, training_flops(config.unet, config.grid, config.batch)
         done = f", continued after step {self.step}" if self.step else ""
+        fold = f", fold {config.fold}" if config.fold else ""
         lines = [
-            f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}: "
+            f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: "
             + ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items()),
-            f"volumes: {' x '.join(map(str, config.grid))} ({config.extent}), {', '.join(config.channels)} -> "
-            f"{', '.join(config.regions)}",
+            f"{self._seen()}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
             f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
             f"policy {unet.policy}, {parameter_count(self.learner.model):,} parameters, "
             f"{flops / 1e9:,.0f} GFLOP a step",
-            f"run: {self.folder}, {config.epochs} epochs of {self.steps_per_epoch} steps at batch {config.batch}"
+            f"run: {self.folder}, {self._length()} at batch {config.batch}"
             f"{f', {config.micro} at a time' if config.parts > 1 else ''}{done}",
         ]
-        lines.append(f"reads: {self.reading.plan.reason}")
+        lines.append(f"reads: {self.feeds.reading.plan.reason}")
         note = statistics_note(unet.norm, config.batch, config.micro)
         if note:
             lines.append(f"note: {note}")
         if config.augment.resamples:
             lines.append(
-                f"rotation and scaling: {self._resampling_cost_s():.2f} s a volume, while the step before runs"
+                f"rotation and scaling: {self.feeds.resampling_cost_s():.2f} s a volume, while the step before runs"
             )
         if not self.val_cases:
             lines.append("no validation cases in this split: the last weights count as the best")
@@ -101,9 +95,11 @@ class Fit:
             split_hash=self.config.split_hash,
             grid=list(self.config.grid),
             parameters=parameter_count(self.learner.model),
+            mode=self.config.mode,
+            device=self.config.device,
             precision=self.config.unet.dtype,
             policy=self.config.unet.policy,
-            read_mode=self.reading.plan.mode,
+            read_mode=self.feeds.reading.plan.mode,
             micro_batch=self.config.micro,
             predicted=predicted,
         )
@@ -112,7 +108,7 @@ class Fit:
         """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
-        parts = _Awaited(self._dataset(self.step, self.steps))
+        parts = self.feeds.training(self.step, self.steps)
         bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
         with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
             self._watchers = (bar.show, board.show)
@@ -124,14 +120,14 @@ class Fit:
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
-            reads = self.reading.reader.reads
+            reads = self.feeds.reading.reader.reads
             reason = "finished" if self.step >= self.steps else "interrupted" if stop else "early stop"
             self._log(
                 "end",
                 reason=reason,
                 seconds=self.trained_s,
                 peak_rss_bytes=peak_rss_bytes(),
-                allocator_peak_bytes=allocator_peak_bytes(),
+                allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
                 wait_share=self.wait_share,
                 bytes_read=reads.bytes_read,
                 zero_copy_ratio=reads.zero_copy_ratio,
@@ -144,9 +140,25 @@ class Fit:
         """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
         return self.waited_s / self.stepped_s if self.stepped_s else 0.0
 
+    def _seen(self) -> str:
+        """What a step sees, in words."""
+        config, (volume, seen) = self.config, map(_words, (self.feeds.volume_shape, self.config.grid))
+        if config.is_patch:
+            return (
+                f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
+                f"{config.foreground:.0%} around labels, on {config.device}"
+            )
+        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
+        return f"volumes: {seen} ({config.extent}){at}"
+
+    def _length(self) -> str:
+        if self.config.steps:
+            return f"{self.steps} steps, {self.steps_per_epoch} an epoch"
+        return f"{self.config.epochs} epochs of {self.steps_per_epoch} steps"
+
     # --- Steps ---
 
-    def _train_step(self, parts: "_Awaited") -> None:
+    def _train_step(self, parts: Parts) -> None:
         config = self.config
         rate = learning_rate(
             self.step,
@@ -160,7 +172,7 @@ class Fit:
         step_s, waited_s = time.perf_counter() - begin, parts.waited_s - waited_before_s
         self.waited_s += waited_s
         self.stepped_s += step_s
-        names = self._case_ids(self.step)
+        names = self.feeds.case_ids(self.step)
         if not np.isfinite(loss):
             raise InputError(
                 f"loss must be finite, got {loss} at step {self.step + 1} on {', '.join(names)}; {self._way_back()}"
@@ -193,8 +205,8 @@ class Fit:
         begin = time.perf_counter()
         losses, scores = [], []
         self.learner.swap_average()
-        for image, target in Batches(self._dataset(0, len(self.val_cases), split="val")):
-            loss, counts = _score(target, self.learner.logits(image))
+        for image, target in self.feeds.validation():
+            loss, counts = _score(target, self._whole_logits(image))
             losses.append(float(loss))
             overlap, predicted, true = np.moveaxis(counts.numpy()[0], -1, 0)
             total = predicted + true
@@ -217,6 +229,15 @@ class Fit:
             best=bool(better),
             cases=len(self.val_cases),
         )
+
+    def _whole_logits(self, image):
+        """Logits (1, X, Y, Z, R) of a whole volume at its own resolution."""
+        resizing = self.feeds.resizing
+        if self.config.is_patch:
+            return sliding_window(self.learner.logits, image, self.config.grid)[None]
+        if resizing:
+            return resizing.grow(self.learner.logits(resizing.shrink(image)))
+        return self.learner.logits(image)
 
     # --- Checkpoints ---
 
@@ -259,53 +280,7 @@ class Fit:
         step = load_checkpoint(self._last)[1]["step"]
         return f"{self._last} still holds step {step}; train into another folder with a lower --learning-rate"
 
-    # --- Data and log ---
-
-    def _dataset(self, start: int, stop: int, split: str = "train") -> tf.data.Dataset:
-        """Micro-batches from step `start` to step `stop`, or validation cases in order and as they are."""
-        config, training = self.config, split == "train"
-        volumes = config.batch if training else 1
-        return volume_dataset(
-            self.store,
-            split=split,
-            start=start * volumes,
-            stop=stop * volumes,
-            shuffle=training,
-            seed=config.seed,
-            batch=config.micro if training else 1,
-            extent=config.extent,
-            grid=config.grid,
-            channels=config.channels,
-            regions=config.regions,
-            augment=config.augment if training else NO_AUGMENT,
-            dtype=config.unet.dtype,
-            read_mode=self.reading,
-        )
-
-    def _case_ids(self, step: int) -> List[str]:
-        positions = range(step * self.config.batch, (step + 1) * self.config.batch)
-        count, seed = len(self.train_cases), self.config.seed
-        return [self.train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
-
-    def _resampling_cost_s(self) -> float:
-        """Seconds a volume that rotation and scaling add, measured on the first case."""
-
-        def seconds(augment: AugmentConfig) -> float:
-            dataset = volume_dataset(
-                self.store,
-                stop=2,
-                extent=self.config.extent,
-                grid=self.config.grid,
-                augment=augment,
-                dtype=self.config.unet.dtype,
-                read_mode=self.reading,
-            )
-            begin = time.perf_counter()
-            for _ in Batches(dataset):
-                pass
-            return (time.perf_counter() - begin) / 2
-
-        return max(seconds(self.config.augment) - seconds(NO_AUGMENT), 0.0)
+    # --- Log ---
 
     def _log(self, event: str, **content: Any) -> None:
         line = {"event": event, "step": self.step, **content}
@@ -317,22 +292,8 @@ class Fit:
 # --- Private helpers ---
 
 
-class _Awaited:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them."""
-
-    def __init__(self, parts: Iterable[Tuple[tf.Tensor, tf.Tensor]]):
-        self._parts = Batches(parts)
-        self.waited_s = 0.0
-
-    def __iter__(self) -> "_Awaited":
-        return self
-
-    def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
-        begin = time.perf_counter()
-        try:
-            return next(self._parts)
-        finally:
-            self.waited_s += time.perf_counter() - begin
+def _words(shape: Tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 @tf.function

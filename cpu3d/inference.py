@@ -1,7 +1,8 @@
-"""A trained run as a function from a whole volume to probabilities on its full grid, in one pass and without tiles."""
+"""A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
 
+import itertools
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -11,24 +12,31 @@ from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import case_region
 from cpu3d.data.loader import normalise
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Shape3, paste, round_up
+from cpu3d.data.region import Region, Shape3, paste, round_up
+from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.errors import InputError
+from cpu3d.inference_options import Inference
 from cpu3d.learner import finest, weight_names
+from cpu3d.sliding_window import sliding_window
 from models.unet3d import build_unet3d
 
 
 class Predictor:
     """The best weights of a run, ready for any case with the same channels."""
 
-    def __init__(self, config: RunConfig, weights: List[np.ndarray]):
+    def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Optional[Inference] = None):
         self.config = config
+        self.inference = inference or Inference()
         self.channels: Tuple[str, ...] = config.store_channels
         """Of the store the run was trained on."""
         self.inputs: Tuple[str, ...] = config.channels
         """The run's own among them: what an image must have."""
         self.labels: Dict[int, str] = config.label_names
         self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
-        self._weights = weights
+        self.window = _window(config, self.inference)
+        """Voxels X, Y, Z of the window that slides; None is one pass."""
+        self.weights = weights
+        """Arrays in the order of Keras."""
         self._model = self._size = None
 
     def probabilities(
@@ -38,34 +46,74 @@ class Predictor:
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
         The network sees the extent it was trained on, larger where this case's brain needs it; outside of that the
-        probability is 0.
+        probability is 0. Windows slide over the same extent.
         """
-        size = self._size_for(record)
-        region = case_region(record, size, self.config.extent)
+        region, resizing = self.region(record), self._resizing(record)
         there = tuple(self.channels if channels is None else channels)
         picked = [there.index(name) for name in self.inputs]
-        part = normalise(image, record, region)[None, ..., picked]
-        logits = self._network(size)(tf.cast(part, self.config.unet.dtype))
-        return paste(tf.sigmoid(tf.cast(logits, tf.float32)).numpy()[0], region, record.shape)
+        part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
+        logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
+        logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
+        return paste(tf.sigmoid(logits).numpy(), region, record.shape)
 
-    def _size_for(self, record: CaseRecord) -> Shape3:
-        needed = record.box.size if self.config.extent == "brain" else record.shape
-        size = tuple(max(pair) for pair in zip(self.config.grid, needed))
-        return round_up(size, self.config.unet.divisor)
+    def region(self, record: CaseRecord) -> Region:
+        """What of a case is predicted, in the voxels of its image, padding included."""
+        config, needed = self.config, self._needed(record)
+        resizing = self._resizing(record)
+        if resizing:
+            size = resizing.field
+        elif self.window:
+            size = tuple(max(pair) for pair in zip(self.window, needed))
+        elif config.is_patch:
+            size = round_up(needed, config.unet.divisor)
+        else:
+            size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
+        return case_region(record, size, config.extent)
+
+    def _needed(self, record: CaseRecord) -> Shape3:
+        return record.box.size if self.config.extent == "brain" else record.shape
+
+    def _resizing(self, record: CaseRecord) -> Optional[Resizing]:
+        """Between the region and what the network sees of it; None where that is the same."""
+        config = self.config
+        if config.resolution == 1:
+            return None
+        return resizing_for(self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid)
+
+    def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
+        """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
+        if self.window:
+            return sliding_window(self._network(self.window), image, self.window, self.inference.overlap)
+        if resizing:
+            return resizing.grow(self._network(resizing.seen)(resizing.shrink(image))).numpy()[0]
+        return self._network(tuple(image.shape[1:4]))(image).numpy()[0]
 
     def _network(self, size: Shape3):
         """The compiled network for one grid; kept, since most cases share the training grid."""
         if size != self._size:
             model = build_unet3d(self.config.unet, size, batch_size=1)
-            model.set_weights(self._weights)
-            self._model, self._size = tf.function(lambda image: finest(model(image, training=False))), size
+            model.set_weights(self.weights)
+            self._model = tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32))
+            self._size = size
         return self._model
 
 
-def load_predictor(run: Path, weights: str = "best") -> Predictor:
+def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
+    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
+    mean = None
+    images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
+    for axes in images:
+        mirrored = tf.reverse(image, [axis + 1 for axis in axes]) if axes else image
+        answer = np.flip(logits_of(mirrored), axes) / np.float32(len(images))
+        mean = answer if mean is None else mean + answer
+    return mean
+
+
+def load_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Predictor:
     """The predictor of the run in `run`, with its "best" or "last" weights.
 
-    Raises InputError when the run or its weights are missing, damaged, or do not fit together.
+    Raises InputError when the run or its weights are missing, damaged, or do not fit together, and for a window that
+    the network cannot take.
     """
     run = Path(run)
     config = load_config(run)
@@ -74,4 +122,22 @@ def load_predictor(run: Path, weights: str = "best") -> Predictor:
     names = weight_names(expected)
     if any(name not in arrays or arrays[name].shape != tuple(w.shape) for name, w in zip(names, expected)):
         raise InputError(f"checkpoint of {run} must hold the weights of its config.json, got others; restore it")
-    return Predictor(config, [arrays[name] for name in names])
+    return Predictor(config, [arrays[name] for name in names], inference)
+
+
+# --- Private helpers ---
+
+
+def _window(config: RunConfig, inference: Inference) -> Optional[Shape3]:
+    window = inference.window or (config.grid if config.is_patch and not inference.one_pass else None)
+    if window is None:
+        return None
+    if config.resolution < 1:
+        raise InputError(
+            f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out"
+        )
+    try:
+        config.unet.check_shape(tuple(window))
+    except ValueError as error:
+        raise InputError(str(error).replace("input_shape", "--window", 1)) from None
+    return tuple(window)

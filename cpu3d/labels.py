@@ -47,23 +47,36 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
     answers = np.asarray(answers)
     if answers.shape[-1] != len(regions):
         raise ValueError(f"answers must have one channel per region {tuple(regions)}, got shape {answers.shape}")
-    own = own_codes(regions)
     if any(not 0 <= code <= 255 for codes in regions.values() for code in codes):
         raise ValueError(f"label codes must lie in 0..255, got {dict(regions)}")
     label = np.zeros(answers.shape[:-1], np.uint8)
-    for rivals in _by_size(regions):
-        index = [position for position, name in enumerate(regions) if name in rivals and own[name]]
+    for rivals in paint_order(regions):
         best = None
-        for position in index:
-            answer, code = answers[..., position], own[list(regions)[position]][0]
+        for position, code in rivals:
+            answer = answers[..., position]
             mask = answer if answer.dtype == bool else answer >= THRESHOLD
-            if len(index) > 1:
+            if len(rivals) > 1:
                 if best is None:
                     best = np.full(label.shape, -np.inf, np.float32)
                 mask = mask & (answer > best)
                 best[mask] = answer[mask]
             label[mask] = code
     return label
+
+
+def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, int]]]:
+    """What `label_from_regions` paints: (position of a region, its code) in groups that compete, the largest first."""
+    own = own_codes(regions)
+    sizes = sorted({len(set(codes)) for codes in regions.values()}, reverse=True)
+    groups = (
+        [
+            (position, own[name][0])
+            for position, (name, codes) in enumerate(regions.items())
+            if len(set(codes)) == size and own[name]
+        ]
+        for size in sizes
+    )
+    return [group for group in groups if group]
 
 
 def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str]) -> Dict[int, str]:
@@ -78,12 +91,3 @@ def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str
         if codes:
             meanings[codes[0]] = names[0] if len(names) == 1 else f"{name} ({', '.join(names)})"
     return dict(sorted(meanings.items()))
-
-
-# --- Private helpers ---
-
-
-def _by_size(regions: Mapping[str, Sequence[int]]) -> List[List[str]]:
-    """Region names in groups of equal size, largest first."""
-    sizes = sorted({len(set(codes)) for codes in regions.values()}, reverse=True)
-    return [[name for name, codes in regions.items() if len(set(codes)) == size] for size in sizes]

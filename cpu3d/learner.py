@@ -23,7 +23,8 @@ class Learner:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
+        if config.device == "cpu":
+            take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
@@ -175,9 +176,9 @@ def parameter_count(model: tf.keras.Model) -> int:
     return int(sum(np.prod(v.shape) for v in model.trainable_variables))
 
 
-def allocator_peak_bytes() -> Optional[int]:
+def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
     """TensorFlow's own count of its largest heap, in bytes; None where the allocator keeps none (oneDNN off)."""
     try:
-        return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+        return int(tf.config.experimental.get_memory_info(device)["peak"])
     except (ValueError, KeyError, tf.errors.OpError):
         return None

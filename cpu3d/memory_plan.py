@@ -6,24 +6,35 @@ check_fits(foreseen, host, others)          raises DoesNotFitError with the near
 """
 
 import dataclasses
+import math
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.config import RunConfig
 from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
+from memory_estimator import gpu
 from memory_estimator.calibration import find_constants
+from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.engines import installed_engine
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.units import format_bytes, format_seconds
+from models.config import UNetConfig
 
 Shape3 = Tuple[int, int, int]
 
+LOSS_MAPS = 8
+"""float32 maps as large as the logits that a validation holds at a time: counted in the loss's code, not measured."""
+
 
 def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
-    """The run as a job of the estimator; None for an engine that it knows nothing of."""
+    """The run as a job of the estimator; None for an engine that it knows nothing of.
+
+    `cases` are volumes an epoch, or patches.
+    """
     engine = installed_engine() if config.engine == "auto" else config.engine
     if engine not in ENGINES:
         return None
@@ -64,16 +75,21 @@ def under(config: RunConfig, policy: str) -> RunConfig:
     return dataclasses.replace(config, unet=dataclasses.replace(config.unet, policy=policy))
 
 
-def foresee(config: RunConfig, host: Host, cases: int) -> Optional[Estimate]:
+def foresee(config: RunConfig, host: Host, cases: int, volume: Optional[Shape3] = None) -> Optional[Estimate]:
     """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of.
 
-    Raises InputError where the host's calibration cannot be read.
+    `volume` is the shape that a run on patches validates on: it may be far larger than what its steps see, so what it
+    takes is added to the upper bound. Raises InputError where the host's calibration cannot be read.
     """
     job = job_of(config, thread_plan(host).intra_op, cases)
     try:
-        return job and _price(job, host)(job)
+        foreseen = job and _price(job, host)(job)
     except ValueError as error:
         raise InputError(str(error)) from None
+    if foreseen is None or volume is None:
+        return foreseen
+    bound = foreseen.upper_bound_bytes + _validation_bytes(config.unet, volume)
+    return dataclasses.replace(foreseen, upper_bound_bytes=bound)
 
 
 def describe(foreseen: Optional[Estimate], host: Host) -> List[str]:
@@ -90,6 +106,26 @@ def describe(foreseen: Optional[Estimate], host: Host) -> List[str]:
         f"plan: speed {'; '.join((f'{constants.origin}, {constants.name}', *constants.caveats(host)))}",
         f"plan: {STORE_NOTE}",
     ]
+
+
+def describe_card(config: RunConfig) -> List[str]:
+    """The plan of a run on a card, a line each."""
+    return [
+        f"plan: a step takes {format_bytes(_card_bytes(config))} of the card's memory; {gpu.ASSUMPTIONS}",
+        "plan: nothing is known of this card's speed",
+    ]
+
+
+def check_card(config: RunConfig, cards: Sequence[Gpu]) -> None:
+    """Raise DoesNotFitError where the run's card may not hold a step; nothing for a run on the CPU."""
+    if config.device == "cpu":
+        return
+    needed, card = _card_bytes(config), card_of(config.device, cards)
+    if card.free_bytes is not None and needed > card.free_bytes:
+        raise DoesNotFitError(
+            f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
+            f"{format_bytes(card.memory_bytes)}; choose a smaller --patch, --batch or --filters, or --force"
+        )
 
 
 def check_fits(
@@ -131,6 +167,16 @@ def for_log(foreseen: Optional[Estimate]) -> Dict[str, Union[int, float, str]]:
 
 
 # --- Private helpers ---
+
+
+def _validation_bytes(unet: UNetConfig, volume: Shape3) -> int:
+    """A volume in use, one ahead and one in preparation; blended logits and their weights; the loss's float32 maps."""
+    value_bytes = DTYPE_BYTES[unet.dtype]
+    return math.prod(volume) * (3 * (unet.channels * value_bytes + unet.outputs) + 4 + LOSS_MAPS * 4 * unet.outputs)
+
+
+def _card_bytes(config: RunConfig) -> int:
+    return gpu.gpu_bytes(job_of(dataclasses.replace(config, engine="stock"), threads=1, cases=0))
 
 
 def _price(job: Job, host: Host) -> Price:

@@ -2,12 +2,15 @@
 
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
+    ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
 
 An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
 done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read. A run that
 was trained on some of its store's channels takes images of those alone, too, such as one 3D FLAIR file.
 
-Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the run.
+Several runs answer together, with the mean of their probabilities; folds have to be all there.
+
+Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
 """
 
 import argparse
@@ -16,7 +19,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import nibabel
 import numpy as np
@@ -27,8 +30,10 @@ from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles, case_files
 from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.ensemble import add_run_options, describe, joined, load_configs
 from cpu3d.errors import InputError
-from cpu3d.evaluate import check_finite, trained_predictor
+from cpu3d.evaluate import check_finite, trained_predictors
+from cpu3d.inference_options import add_inference_options, inference_from
 from cpu3d.labels import THRESHOLD, code_meanings, label_from_regions, region_mask
 from cpu3d.progress import bar
 
@@ -40,25 +45,30 @@ WRITER = "cpu3d predict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
+    add_run_options(parser)
     parser.add_argument(
         "--image", type=Path, required=True, nargs="+", metavar="PATH",
         help="case folders, 4D files, or one file per channel in the store's or the run's order",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictions")
-    parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
     parser.add_argument(
         "--probabilities", action="store_true",
         help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)",
     )  # fmt: skip
+    add_inference_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     missing = [f"--image {path} must exist, found none; check the path" for path in args.image if not path.exists()]
     if missing:
         raise InputError(*missing)
+    inference = inference_from(args)
+    configs = load_configs(args.run, some_folds=args.some_folds)
     writable_folder(args.out, "--out")
-    predictor = trained_predictor(args.run, args.weights)
+    predictors = trained_predictors(args.run, args.weights, inference)
+    predictor = joined(predictors)
+    told = [describe(*one) for one in zip(args.run, configs, predictors)]
+    about = {**(told[0] if len(told) == 1 else {"runs": told}), "weights": args.weights}
     cases, problems = find_cases(args.image, predictor.channels, predictor.inputs)
     check_out(args.out, args.image, cases)
     console = Console()
@@ -68,16 +78,7 @@ def run(args: argparse.Namespace) -> int:
     with bar("predict", total=len(cases)) as advance:
         for files in cases:
             try:
-                done.append(
-                    predict_case(
-                        predictor,
-                        files,
-                        args.out,
-                        probabilities=args.probabilities,
-                        run=str(args.run.resolve()),
-                        weights=args.weights,
-                    )
-                )
+                done.append(predict_case(predictor, files, args.out, probabilities=args.probabilities, about=about))
             except InputError as error:
                 problems.extend(error.problems)
             advance()
@@ -94,14 +95,13 @@ def predict_case(
     out: Path,
     *,
     probabilities: bool = False,
-    run: str = "",
-    weights: str = "best",
+    about: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, Any]:
     """Segment one case into `out`; returns the content of its sidecar.
 
-    `predictor` is what `load_predictor` gives. The image has the channels of its store or just its own inputs; which,
-    is told by their number. A label among `files` is not read. Files that are there are replaced only when their
-    sidecar says that they were written here.
+    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. The image has
+    the channels of its store or just its own inputs; which, is told by their number. A label among `files` is not read.
+    Files that are there are replaced only when their sidecar says that they were written here.
 
     Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
     overwritten that was not written here.
@@ -112,7 +112,7 @@ def predict_case(
     label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
     _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
     out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
-    channels = _channels_of(files, predictor.channels, predictor.inputs)
+    channels = channels_of(files, predictor.channels, predictor.inputs)
     case = load_case(files, channels=channels, labels=None, dataset_folder=Path(files.images[0]).parent)
     geometry = case.record.geometry
     answers = predictor.probabilities(case.image, case.record, channels)
@@ -136,8 +136,7 @@ def predict_case(
         "axes": geometry.axes,
         "spacing_mm": list(case.record.spacing_mm),
         "sources": [dataclasses.asdict(source) for source in case.record.sources],
-        "run": run,
-        "weights": weights,
+        **(about or {}),
     }
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
@@ -172,6 +171,12 @@ def find_cases(
             if len(group) == 1 or not damaged:  # a damaged file is the reason why the others make no case
                 problems.extend(error.problems)
     return cases, problems
+
+
+def channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
+    """The channels of a case that `find_cases` found."""
+    count = len(files.images) if len(files.images) > 1 else _channel_count(files.images[0])
+    return _fitting(count, channels, inputs)
 
 
 def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> None:
@@ -213,12 +218,6 @@ def _case(paths: List[Path], channels: Sequence[str], inputs: Sequence[str]) -> 
         return case_files(paths, channels)
     except InputError:
         return case_files(paths, inputs)
-
-
-def _channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
-    """The channels of a case that `_case` found."""
-    count = len(files.images) if len(files.images) > 1 else _channel_count(files.images[0])
-    return _fitting(count, channels, inputs)
 
 
 def _fitting(count: int, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:

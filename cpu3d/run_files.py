@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from cpu3d.config import load_config
+from cpu3d.data.folds import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import METRICS, UNTOUCHED, scores_path
@@ -26,7 +27,7 @@ class RunFiles:
     scores: Optional[Dict[str, Any]]
     """scores.json of the test cases, else of "val", else of "train"; None before any evaluation."""
     store: Optional[Store]
-    """None when it is not where it was."""
+    """As a run of this fold sees it; None when it is not where it was."""
 
 
 def gather(run_dir: Path) -> RunFiles:
@@ -43,7 +44,7 @@ def gather(run_dir: Path) -> RunFiles:
     for folder in (scores["store"] if scores else None, config.get("store")):
         if folder and store is None:
             try:
-                store = open_store(folder)
+                store = with_fold(open_store(folder), config["fold"])
             except InputError:
                 store = None  # moved or deleted since: the page says so
     return RunFiles(run_dir, config, tuple(events), scores, store)

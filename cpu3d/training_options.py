@@ -2,26 +2,29 @@
 
 import argparse
 import dataclasses
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
-from cpu3d.config import RunConfig
+from cpu3d.config import MODES, RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.host.apply import ENGINES
-from cpu3d.recipes import RECIPES
+from cpu3d.recipes import RECIPES, overview
 from cpu3d.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 RUN_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 UNET_FIELDS = {field.name for field in dataclasses.fields(UNetConfig)} - {"channels", "outputs", "seed"}
+SIZES_OF_PATCH = ("patch", "gpu_memory")
+"""Settings that become the run's grid."""
 AUGMENT_FIELDS = {field.name for field in dataclasses.fields(AugmentConfig)}
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
-    parser.add_argument("--recipe", choices=sorted(RECIPES), help="named settings to start from (default: brats)")
+    parser.epilog = overview()
+    parser.add_argument("--recipe", choices=sorted(RECIPES), help="settings to start from (default: brats-regions)")
     data = _group(parser, "data")
     data("--extent", choices=EXTENTS, help="the brain's box, or the full grid (default: brain; lossless either way)")
     data("--channels", nargs="+", metavar="NAME", help="image channels to use, such as FLAIR (default: all)")
@@ -31,6 +34,30 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         choices=READ_MODES,
         help="how the store's files are read (default: auto, by the file system: pread from a network, else mmap)",
     )
+    data("--fold", metavar="I/K", help="cross-validation: train on all but the I-th of K parts, such as 2/5")
+    data(
+        "--resolution",
+        type=float,
+        metavar="R",
+        help="share of the store's resolution that the network sees (default: 1); scores are on the full grid",
+    )
+    patches = _group(parser, "patches")
+    patches("--mode", choices=MODES, help="what a step sees: whole volumes, or patches of them (default: whole)")
+    size = patches.group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--patch", type=int, nargs=3, metavar=("X", "Y", "Z"), default=argparse.SUPPRESS,
+        help="voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
+    )  # fmt: skip
+    size.add_argument(
+        "--gpu-memory", metavar="SIZE", default=argparse.SUPPRESS,
+        help="the largest patch that a card of this size trains, such as 16GiB",
+    )  # fmt: skip
+    patches("--foreground", type=float, metavar="F", help="share of patches around labels (default: 1/3)")
+    patches(
+        "--patches-per-case", type=int, metavar="N",
+        help="patches of each case an epoch (default: as many as make up its voxels)",
+    )  # fmt: skip
+    patches("--device", metavar="D", help="cpu, or gpu:0 (default: with --mode patch a GPU where there is one)")
     network = _group(parser, "network")
     network("--network", choices=NETWORKS, help="the paper's, or the wider original (default: unet3d)")
     network("--filters", type=int, metavar="F", help="feature maps of the first convolution (default: 16)")
@@ -44,6 +71,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training(
         "--epochs", type=int, metavar="N", help="passes over the training cases (default: 100); the decay spans them"
     )
+    training("--steps", type=int, metavar="N", help="optimizer steps in all, instead of --epochs")
     training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
     training(
         "--micro-batch",
@@ -70,24 +98,43 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training("--engine", choices=ENGINES, help="default: auto, ITEX where it is installed")
     augment = _group(parser, "augmentation")
     augment("--no-augment", action="store_true", help="none at all")
+    augment("--no-flip", dest="flip", action="store_false", help="no mirroring: where left and right differ")
     augment("--rotation-deg", type=float, metavar="A", help="small rotations up to A degrees (default: 0; costs time)")
     augment("--scaling", type=float, metavar="S", help="zoom by up to 1 +- S (default: 0; costs time)")
 
 
 def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
     """The settings that were given on the command line, by the names of RunConfig, UNetConfig and AugmentConfig."""
-    known = RUN_FIELDS | UNET_FIELDS | AUGMENT_FIELDS | {"no_augment"}
+    known = RUN_FIELDS | UNET_FIELDS | AUGMENT_FIELDS | {"no_augment", *SIZES_OF_PATCH}
     return {name: value for name, value in vars(args).items() if name in known and name not in ("run", "store")}
 
 
 def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
-    """`config` with the chosen settings in their places. Raises ValueError or InputError for values out of range."""
+    """`config` with the chosen settings in their places, but what is "auto" and the size of a patch, which the host
+    decides. Raises ValueError or InputError for values out of range.
+    """
     settings = dict(settings)
     augment = NO_AUGMENT if settings.pop("no_augment", False) else config.augment
     augment = dataclasses.replace(augment, **_among(settings, AUGMENT_FIELDS))
     unet = dataclasses.replace(config.unet, **{k: v for k, v in _among(settings, UNET_FIELDS).items() if v != "auto"})
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in _among(settings, RUN_FIELDS - {"unet"}).items()}
+    if own.get("device") == "auto":
+        del own["device"]
     return dataclasses.replace(config, **own, unet=unet, augment=augment)
+
+
+def as_options(settings: Dict[str, Any]) -> List[str]:
+    """The command line that `chosen_settings` makes these settings of."""
+    options: List[str] = []
+    for name, value in settings.items():
+        option = "--" + name.replace("_", "-")
+        if value is False:
+            options.append("--no-" + name.replace("_", "-"))
+        elif value is True:
+            options.append(option)
+        else:
+            options += [option, *map(str, value if isinstance(value, (list, tuple)) else (value,))]
+    return options
 
 
 # --- Private helpers ---
@@ -99,6 +146,7 @@ def _group(parser: argparse.ArgumentParser, title: str):
     def add(*names: str, help: Optional[str] = None, **more: Any) -> None:  # noqa: A002
         group.add_argument(*names, default=argparse.SUPPRESS, help=help, **more)
 
+    add.group = group
     return add
 
 

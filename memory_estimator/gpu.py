@@ -7,15 +7,21 @@ from typing import Any, Dict, Optional, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.liveness import timeline
-from memory_estimator.planner import cubes, largest_number
+from memory_estimator.planner import largest_number
 from memory_estimator.program import StepOp, Tensor
 from memory_estimator.training_step import training_step
+from memory_estimator.units import format_bytes
+
+Shape3 = Tuple[int, int, int]
 
 CONTEXT_BYTES = 2**30
 """CUDA's context, cuDNN's and cuBLAS's handles and kernels."""
 
 WORKSPACE_BYTES = 4 * 2**30
 """The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
+
+BOTTOM = 2
+"""Least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero."""
 
 ASSUMPTIONS = (
     "assumed, not verified on a GPU: policy speed, the same step and order as on the CPU without oneDNN's scratch, for "
@@ -31,9 +37,12 @@ class Patch:
     """With the patch for its shape."""
     bytes: int
     share_of_volume: float
-    """Voxels of the patch over those of the volume, 0 to 1 or more."""
-    holds_volume: bool
-    """Whether the card trains a whole volume, so that no patches are needed."""
+    """Voxels of the patch over those of the volume, 0 to 1."""
+
+    @property
+    def holds_volume(self) -> bool:
+        """Whether the card trains a whole volume, so that no patches are needed."""
+        return self.share_of_volume == 1
 
     def to_json(self) -> Dict[str, Any]:
         return {
@@ -47,15 +56,46 @@ class Patch:
 
 
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Patch]:
-    """The largest cube or near-cube that a GPU trains, one at a time; None where not even the smallest fits."""
-    volume = dataclasses.replace(job, batch=1, micro_batch=1)
-    chain = cubes(volume)
-    found = largest_number(lambda number: gpu_bytes(chain(number)), memory_bytes)
+    """The largest of `patch_shapes` of the volumes of `job` that a GPU trains; None where not even the smallest fits.
+
+    As many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm.
+    """
+    shapes = patch_shapes(job.shape, job.unet.divisor)
+    found = largest_number(lambda number: gpu_bytes(_of(job, shapes[number - 1])), memory_bytes, len(shapes))
     if not found:
         return None
-    patch = chain(found)
-    whole = gpu_bytes(volume) <= memory_bytes
-    return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape), whole)
+    patch = _of(job, shapes[found - 1])
+    return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape))
+
+
+def patch_for(job: Job, memory_bytes: int) -> Shape3:
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits."""
+    found = largest_patch(job, memory_bytes)
+    if found:
+        return found.job.shape
+    least = _of(job, patch_shapes(job.shape, job.unet.divisor)[0])
+    at_once = f", {job.micro} at a time," if job.micro > 1 else ","
+    lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
+    raise ValueError(
+        f"gpu_memory must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
+        f"{format_bytes(gpu_bytes(least))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
+    )
+
+
+def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
+    """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
+
+    Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
+    the volume, of equals the first. The first patch leaves BOTTOM voxels along each axis at the deepest level, or as
+    many as the volume has. All axes are divisible, as the volume's are.
+    """
+    shape = [min(BOTTOM * divisor, side) for side in volume]
+    shapes = [tuple(shape)]
+    while shapes[-1] != tuple(volume):
+        axis = min((axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis])
+        shape[axis] += divisor
+        shapes.append(tuple(shape))
+    return tuple(shapes)
 
 
 def gpu_bytes(job: Job) -> int:
@@ -67,6 +107,10 @@ def gpu_bytes(job: Job) -> int:
 
 
 # --- Private helpers ---
+
+
+def _of(job: Job, shape: Shape3) -> Job:
+    return dataclasses.replace(job, shape=shape)
 
 
 def _workspace(op: StepOp) -> Tuple[Tensor, ...]:

@@ -172,17 +172,6 @@ def extents(job: Job) -> Chain:
     return lambda number: dataclasses.replace(job, shape=grid(number))
 
 
-def cubes(job: Job) -> Chain:
-    """Cubes, and between two cubes those with one or two sides of the next."""
-    divisor = job.unet.divisor
-
-    def grid(number: int) -> Shape3:
-        side, longer = divmod(number - 1, 3)
-        return tuple(divisor * (side + 1 + (axis < longer)) for axis in range(3))
-
-    return lambda number: dataclasses.replace(job, shape=grid(number))
-
-
 def advice(asked: Estimate, price: Price, budget_bytes: int) -> List[str]:
     """What to do about a job that does not fit, a sentence each; nothing about one that does."""
     if asked.upper_bound_bytes <= budget_bytes:

@@ -12,8 +12,10 @@ BRAIN_BOX = (144, 192, 144)
 FULL_GRID = (240, 240, 160)
 """The whole BraTS grid, 155 slices padded to a multiple of 16."""
 
+PATCH = (128, 128, 128)
+"""nnU-Net's patch for BraTS (Isensee et al. 2021)."""
+
 JOBS: Dict[str, Job] = {
-    "brats": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
     "demo": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
     "paper-flair": Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), FULL_GRID, cases=484),
     "paper-2020": Job(
@@ -23,7 +25,10 @@ JOBS: Dict[str, Job] = {
         micro_batch=1,
         cases=484,
     ),
+    "brats-regions": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
+    "gpu-patch": Job(UNetConfig(filters=32, dtype="bfloat16"), PATCH, batch=2),
 }
-"""The grids are those of typical stores: `train` takes a store's own, and the dtype from the host unless one is asked
-for. "paper-2020" is as published, in float32 on a grid cropped to 144 slices, but computes its 16 volumes one at a time
-where the paper took them at once: that is a fraction of the memory, and batch norm's statistics are of one volume."""
+"""The grids are those of typical stores: `train` takes a store's own, or the patch that the card trains, and the dtype
+from the host unless one is asked for. "paper-2020" is as published, in float32 on a grid cropped to 144 slices, but
+computes its 16 volumes one at a time where the paper took them at once: that is a fraction of the memory, and batch
+norm's statistics are of one volume."""

@@ -117,11 +117,12 @@ def print_patch(patch: Optional[Patch], *, memory_bytes: int) -> None:
     """The largest patch that a GPU of `memory_bytes` trains, and what that assumes."""
     console = _console()
     if patch is None:
-        text = f"a GPU of {format_bytes(memory_bytes)} trains no patch of this network"
+        text = f"a GPU of {format_bytes(memory_bytes)} trains no patch of this network, not even the smallest"
     else:
         share = "a whole volume fits" if patch.holds_volume else f"{patch.share_of_volume:.0%} of the volume's voxels"
         text = (
-            f"a GPU of {format_bytes(memory_bytes)} trains patches of up to {_grid(patch.job.shape)}, one at a time: "
+            f"a GPU of {format_bytes(memory_bytes)} trains patches of up to {_grid(patch.job.shape)}, "
+            f"{'one' if patch.job.micro == 1 else patch.job.micro} at a time: "
             f"{format_bytes(patch.bytes)}; {share}"
         )
     console.print(text, highlight=False, markup=False, soft_wrap=True)

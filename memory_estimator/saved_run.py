@@ -64,7 +64,7 @@ def _job(content: Dict[str, Any], engine: str) -> Job:
         averaged=content["ema"] > 0,
         from_store=True,
         resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
-        cases=_training_cases(Path(content["store"])),
+        cases=_training_cases(Path(content["store"])) * content.get("patches_per_case", 1),
     )
 
 

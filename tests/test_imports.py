@@ -23,6 +23,8 @@ NEED_TENSORFLOW = {
     "cpu3d.data.finish",
     "cpu3d.data.python_op",
     "cpu3d.data.source",
+    "cpu3d.export.saved_model",
+    "cpu3d.feeds",
     "cpu3d.fit",
     "cpu3d.inference",
     "cpu3d.learner",

@@ -77,7 +77,7 @@ def sandbox(tmp_path):
     root, bin_folder = tmp_path / "a checkout", tmp_path / "bin"
     root.mkdir()
     bin_folder.mkdir()
-    for name in ("run.sh", "requirements.txt", "requirements-latest.txt"):
+    for name in ("run.sh", "requirements.txt", "requirements-latest.txt", "requirements-gpu.txt"):
         shutil.copy(ROOT / name, root / name)
     for tool in ("bash", "env", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mv", "rm", "sleep", "tail"):
         (bin_folder / tool).symlink_to(shutil.which(tool))
@@ -143,6 +143,59 @@ def test_latest_takes_the_second_engine_and_a_plain_setup_goes_back(sandbox):
     assert sandbox.run("setup")[0] == 0
     assert sandbox.installed() == "requirements.txt 3.11"
     assert not (sandbox.root / ".venv/left-over").exists()
+
+
+def test_gpu_takes_the_second_engine_with_cuda_and_keeps_it(sandbox):
+    sandbox.python("python3.9", "3.9")
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("python3.12", "3.12")
+    assert sandbox.run("setup")[0] == 0
+    (sandbox.root / ".venv/left-over").touch()
+    sandbox.calls()
+    code, said = sandbox.run("setup", "--gpu")
+    assert code == 0, said
+    assert sandbox.installed() == "requirements-gpu.txt 3.12"
+    assert sandbox.calls() == [f"pip {sandbox.root}/requirements-gpu.txt"]
+    assert "TensorFlow 2.21 with CUDA" in said
+    assert "3.5 GB of downloads" in said
+    assert not (sandbox.root / ".venv/left-over").exists()
+    assert sandbox.run("train") == (0, "")
+    assert sandbox.run("setup", "--gpu") == (0, "Ready: .venv has Python 3.12 and requirements-gpu.txt.\n")
+
+
+@pytest.mark.parametrize("changed", ["requirements-gpu.txt", "requirements-latest.txt"])
+def test_a_change_of_either_file_is_installed_again_with_cuda(sandbox, changed):
+    sandbox.python("python3.12", "3.12")
+    sandbox.run("setup", "--gpu")
+    with (sandbox.root / changed).open("a") as file:
+        file.write("# changed\n")
+    sandbox.calls()
+    assert sandbox.run("train")[0] == 0
+    assert sandbox.calls()[0] == f"pip {sandbox.root}/requirements-gpu.txt"
+    assert sandbox.installed() == "requirements-gpu.txt 3.12"
+
+
+@pytest.mark.parametrize("platform", ["linux-aarch64", "macosx-14.0-arm64"])
+def test_a_host_that_cuda_is_not_built_for_is_an_error(sandbox, platform):
+    sandbox.python("python3.12", "3.12", platform=platform, cpu="none")
+    code, said = sandbox.run("setup", "--gpu")
+    assert (code, f"must run on Linux x86-64, which TensorFlow with CUDA is built for, got {platform}" in said) == (
+        1,
+        True,
+    )
+    assert not (sandbox.root / ".venv").exists()
+
+
+def test_the_gpu_s_requirements_are_the_second_engine_s_and_name_the_same_tensorflow():
+    latest, gpu = (
+        [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+        for name in ("requirements-latest.txt", "requirements-gpu.txt")
+    )
+    engine = next(line for line in latest if line.startswith("tensorflow=="))
+    assert [line for line in gpu if line] == [
+        "-r requirements-latest.txt",
+        engine.replace("tensorflow", "tensorflow[and-cuda]"),
+    ]
 
 
 def test_no_python_at_all_says_what_to_install(sandbox):

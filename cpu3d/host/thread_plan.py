@@ -44,6 +44,8 @@ def thread_plan(host: Host) -> ThreadPlan:
         # A real error reaches Python as an exception whatever this says.
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "ITEX_CPP_MIN_LOG_LEVEL": "2",
+        # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     if host.numa_nodes > 1 and host.cpu_quota is None:
         # Assumed, from the same guide: each thread stays on its core, so that memory it touched first stays near.

@@ -1,20 +1,22 @@
 """A tiny store whose images say their own labels, and a stand-in for a trained network that reads them."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Tuple
+from typing import Dict, Optional, Tuple
 
 import numpy as np
 import pytest
 
-from cpu3d.config import RunConfig, save_config
+from cpu3d.config import RunConfig, load_config, save_config
 from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.write_cases import write_arrays
+from cpu3d.inference_options import Inference
 
 CHANNELS = ("FLAIR", "T1gd")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
@@ -27,6 +29,8 @@ LPS_2MM = Geometry(
     qform_code=2,
 )
 """A grid that differs from the store's in two axes and whose voxels are 1 x 1 x 2 mm."""
+
+AS_TRAINED = Inference()
 
 
 @dataclass
@@ -41,6 +45,8 @@ class FakePredictor:
     shift: int = 0
     """Voxels along X by which every answer is off."""
     sure: float = 0.9
+    inference: Inference = AS_TRAINED
+    window: Optional[Tuple[int, int, int]] = None
 
     def probabilities(self, image, record, channels=None):
         channels = self.channels if channels is None else channels
@@ -124,6 +130,22 @@ def tiny_run(tmp_path, tiny_store) -> Path:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "log.jsonl").write_text(text + '{"event": "step", "step": 41, "lo', encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def fold_runs(tmp_path, tiny_run):
+    """fold_runs("1/2", "2/2"): a run of each fold on `tiny_store`."""
+
+    def make(*folds, **settings):
+        config = dataclasses.replace(load_config(tiny_run), **settings)
+        runs = []
+        for fold in folds:
+            runs.append(tmp_path / f"run-{len(runs) + 1}")
+            runs[-1].mkdir()
+            save_config(dataclasses.replace(config, fold=fold), runs[-1])
+        return runs
+
+    return make
 
 
 @pytest.fixture

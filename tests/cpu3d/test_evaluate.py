@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from cpu3d import evaluate
+from cpu3d.data.folds import with_fold
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import check_same_split, evaluate_split, scores_path, summarise
+from cpu3d.inference_options import Inference
+from cpu3d.run_files import gather
 from cpu3d.scores import CaseScores, RegionScores
 
 
@@ -28,7 +31,9 @@ def trained(monkeypatch, fake_predictor):
     """Let every run have the fake predictor; the list collects what it was asked for."""
     asked = []
     monkeypatch.setattr(
-        evaluate, "trained_predictor", lambda run_dir, weights: asked.append((run_dir, weights)) or fake_predictor
+        evaluate,
+        "trained_predictors",
+        lambda runs, weights, inference: [asked.append((run, weights, inference)) or fake_predictor for run in runs],
     )
     return asked
 
@@ -219,7 +224,7 @@ def test_the_command_prints_a_table_and_says_nothing_of_seen_cases(tiny_run, tra
     out, err = capsys.readouterr()
     assert "2 untouched cases of tiny" in out
     assert "NOT untouched" not in err
-    assert trained == [(tiny_run, "best")]
+    assert trained == [(tiny_run, "best", Inference())]
 
 
 def test_the_command_warns_loudly_of_seen_cases(tiny_run, trained, capsys):
@@ -243,3 +248,96 @@ def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tin
 def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
     with pytest.raises(InputError, match="--tolerance must be"):
         evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))
+
+
+def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it_took(
+    tiny_run, trained, fake_predictor
+):
+    fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
+    asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips")
+    assert evaluate.run(arguments("--run", str(tiny_run), *asked)) == 0
+    scores = json.loads(scores_path(tiny_run).read_text())
+    assert scores["run"] == str(tiny_run)
+    assert scores["fold"] == ""
+    assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
+    assert scores["peak_rss_bytes"] > 2**24
+    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True)
+
+
+def test_scores_from_before_folds_are_still_read(tiny_run, trained):
+    evaluate.run(arguments("--run", str(tiny_run)))
+    scores = json.loads(scores_path(tiny_run).read_text())
+    for name in ("fold", "inference", "peak_rss_bytes"):
+        del scores[name]
+    scores_path(tiny_run).write_text(json.dumps(scores))
+    assert gather(tiny_run).scores == scores
+
+
+def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
+    (run,) = fold_runs("2/2")
+    held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
+    assert evaluate.run(arguments("--run", str(run), "--split", "val")) == 0
+    scores = json.loads(scores_path(run, "val").read_text())
+    assert tuple(case["case_id"] for case in scores["cases"]) == held_out
+    assert scores["fold"] == "2/2"
+    assert gather(run).store.manifest.split["val"] == held_out
+
+
+def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path, capsys):
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    with pytest.raises(InputError, match="--out must name a folder for the scores of 2 runs together"):
+        evaluate.run(arguments("--run", *runs))
+    assert trained == []
+    assert evaluate.run(arguments("--run", *runs, "--out", str(tmp_path / "both"))) == 0
+    scores = json.loads((tmp_path / "both/evaluation/scores.json").read_text())
+    assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
+    assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(runs[0], "1/2"), (runs[1], "2/2")]
+    assert scores["untouched"]
+    assert not (tmp_path / "run-1/evaluation").exists()
+
+
+def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
+    tiny_store, fold_runs, monkeypatch, fake_predictor, tmp_path, capsys
+):
+    class Own:
+        """A predictor that refuses the cases that its fold trained on; only that of 1/2 is right."""
+
+        def __init__(self, fold):
+            self.held_out = with_fold(tiny_store, fold).manifest.split["val"]
+            self.predictor = dataclasses.replace(fake_predictor, shift=0 if fold == "1/2" else 2)
+
+        def __getattr__(self, name):
+            return getattr(self.predictor, name)
+
+        def probabilities(self, image, record, channels=None):
+            assert record.case_id in self.held_out
+            return self.predictor.probabilities(image, record, channels)
+
+    own = [Own("1/2"), Own("2/2")]
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    assert evaluate.run(arguments("--run", *runs, "--split", "val", "--out", str(tmp_path / "both"))) == 0
+    scores = json.loads((tmp_path / "both/evaluation/val/scores.json").read_text())
+    assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
+    assert not scores["untouched"]
+    assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
+    right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
+    assert right == set(own[0].held_out)
+    assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_several_folds_have_no_training_cases_in_common(fold_runs, trained, tmp_path):
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    with pytest.raises(InputError, match="--split must be test or val for 2 folds, got train"):
+        evaluate.run(arguments("--run", *runs, "--split", "train", "--out", str(tmp_path / "both")))
+
+
+def test_a_missing_fold_is_told_before_any_network_is_loaded(fold_runs, trained, tmp_path):
+    runs = [str(run) for run in fold_runs("1/3", "3/3")]
+    out = ("--out", str(tmp_path / "some"))
+    with pytest.raises(InputError, match=r"runs must be all folds of 3, got 1/3 and 3/3, missing 2/3; train those"):
+        evaluate.run(arguments("--run", *runs, *out))
+    assert trained == []
+    assert evaluate.run(arguments("--run", *runs, *out, "--some-folds", "--split", "val")) == 0

@@ -21,14 +21,14 @@ def predictor(tmp_path):
 
 
 @pytest.fixture
-def call(monkeypatch, predictor):
+def call(monkeypatch, predictor, tiny_run):
     """Run the command with the fake predictor in place of a trained one."""
-    monkeypatch.setattr(predict, "trained_predictor", lambda run_dir, weights: predictor)
+    monkeypatch.setattr(predict, "trained_predictors", lambda runs, weights, inference: [predictor] * len(runs))
 
-    def run(*words):
+    def run(*words, runs=(tiny_run,)):
         parser = argparse.ArgumentParser()
         predict.add_arguments(parser)
-        return predict.run(parser.parse_args(["--run", "r", *map(str, words)]))
+        return predict.run(parser.parse_args(["--run", *map(str, runs), *map(str, words)]))
 
     return run
 
@@ -46,7 +46,7 @@ def test_the_answer_has_the_sources_shape_affine_axes_and_codes(predictor, tmp_p
 
 def test_the_sidecar_says_what_the_codes_mean_and_how_large_everything_is(predictor, tmp_path):
     files = write_case(tmp_path / "in", "a", seed=1)
-    content = predict_case(predictor, files, tmp_path / "out", run="the run", weights="last")
+    content = predict_case(predictor, files, tmp_path / "out", about={"run": "the run", "weights": "last"})
     assert json.loads((tmp_path / "out/a.json").read_text()) == content
     assert content["complete"]
     assert content["label_codes"] == {str(code): name for code, name in LABELS.items()}
@@ -171,6 +171,35 @@ def test_damaged_headers_are_told_file_by_file_and_the_good_are_found(tmp_path):
     assert [problem.split()[0] for problem in problems] == [str(images[0])]
 
 
+def test_the_sidecar_names_the_run_and_how_it_was_applied(call, tiny_run, tmp_path):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    assert call("--image", image, "--out", tmp_path / "out", "--weights", "last") == 0
+    content = json.loads((tmp_path / "out/a.json").read_text())
+    assert (content["run"], content["fold"], content["weights"]) == (str(tiny_run), "", "last")
+    assert content["inference"] == {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
+
+
+def test_the_sidecar_of_an_ensemble_names_every_run(call, fold_runs, tmp_path):
+    files = write_case(tmp_path / "in", "a", seed=1)
+    runs = fold_runs("2/2", "1/2")
+    assert call("--image", files.images[0], "--out", tmp_path / "out", runs=runs) == 0
+    content = json.loads((tmp_path / "out/a.json").read_text())
+    assert "run" not in content
+    assert [(one["run"], one["fold"]) for one in content["runs"]] == [(str(runs[0]), "2/2"), (str(runs[1]), "1/2")]
+    np.testing.assert_array_equal(read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0])
+
+
+def test_missing_folds_are_refused_unless_some_will_do(call, fold_runs, tmp_path):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    runs = fold_runs("1/5", "2/5", "4/5")
+    told = r"runs must be all folds of 5, got 1/5, 2/5 and 4/5, missing 3/5, 5/5; train those, or add --some-folds"
+    with pytest.raises(InputError, match=told):
+        call("--image", image, "--out", tmp_path / "out", runs=runs)
+    assert not (tmp_path / "out").exists()
+    assert call("--image", image, "--out", tmp_path / "out", "--some-folds", runs=runs) == 0
+    assert call("--image", image, "--out", tmp_path / "out", runs=runs[:1]) == 0
+
+
 def test_a_bad_case_costs_nothing_else_and_is_reported_at_the_end(tmp_path, call, capsys):
     images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in ("a", "b", "c")]
     damaged = bytearray(images[1].read_bytes())
@@ -193,7 +222,7 @@ def test_images_that_are_not_there_are_all_listed_before_any_work(tmp_path, call
 
 def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tmp_path, call, monkeypatch):
     image = write_case(tmp_path / "in", "a", seed=1).images[0]
-    monkeypatch.setattr(predict, "trained_predictor", lambda *_: pytest.fail("the network was loaded"))
+    monkeypatch.setattr(predict, "trained_predictors", lambda *_: pytest.fail("the network was loaded"))
     with pytest.raises(InputError, match=r"--out .* must be a folder to write to, got Not a directory"):
         call("--image", image, "--out", image / "below")
 

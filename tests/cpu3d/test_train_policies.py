@@ -10,11 +10,11 @@ import nibabel
 import numpy as np
 import pytest
 
-from cpu3d import fit as fit_module
 from cpu3d.__main__ import main
 from cpu3d.checkpoint import load_checkpoint
 from cpu3d.config import load_config, save_config
 from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.feeds import Parts
 from cpu3d.train import resolve, train
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
@@ -93,10 +93,10 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phan
         return config.unet.policy, config.micro
 
     assert way() == way(policy="auto") == ("speed", 1)
-    save_config(resolved("brats", policy="lean", micro_batch=2), tmp_path)
-    assert way() == way("brats") == ("lean", 2)
-    assert way("brats", policy="balanced", micro_batch=4) == ("balanced", 4)
-    for recipe in ("brats", None):
+    save_config(resolved("brats-regions", policy="lean", micro_batch=2), tmp_path)
+    assert way() == way("brats-regions") == ("lean", 2)
+    assert way("brats-regions", policy="balanced", micro_batch=4) == ("balanced", 4)
+    for recipe in ("brats-regions", None):
         with pytest.raises(InputError, match=r"^batch must stay as the run was started, got 3 for 4"):
             resolved(recipe, batch=3)
 
@@ -133,7 +133,7 @@ def test_a_part_s_loss_that_is_not_finite_names_the_step_s_cases_and_leaves_the_
 ):
     fit = start(phantom_store, tmp_path, batch=2, save_minutes=0.0)
     on_the_second_part(fit, monkeypatch, lambda answer: (answer[0] * np.nan, answer[1]))
-    names = ", ".join(fit._case_ids(1))
+    names = ", ".join(fit.feeds.case_ids(1))
     with pytest.raises(InputError, match=rf"loss must be finite, got nan at step 2 on {names}; .*still holds step 1"):
         fit.run()
     for name, array in fit.learner.arrays().items():
@@ -151,8 +151,8 @@ def test_an_interrupt_between_two_parts_ends_after_the_whole_step(phantom_store,
 
 
 def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_path):
-    whole = start(phantom_store, tmp_path / "whole", batch=4, micro_batch=4)._dataset(1, 2)
-    parts = start(phantom_store, tmp_path / "parts", batch=4, micro_batch=2)._dataset(1, 2)
+    whole = start(phantom_store, tmp_path / "whole", batch=4, micro_batch=4).feeds.training(1, 2)
+    parts = start(phantom_store, tmp_path / "parts", batch=4, micro_batch=2).feeds.training(1, 2)
     ((image, target),) = whole
     images, targets = zip(*parts)
     assert len(images) == 2
@@ -177,6 +177,6 @@ def test_the_seconds_spent_waiting_for_micro_batches_are_counted():
             time.sleep(0.02)
             yield number
 
-    parts = fit_module._Awaited(given())
+    parts = Parts(given())
     assert list(parts) == [0, 1, 2]
     assert 0.06 <= parts.waited_s < 10

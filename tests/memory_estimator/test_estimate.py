@@ -151,7 +151,7 @@ def test_what_was_not_measured_is_not_called_measured():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(with_policy(JOBS["brats"], "speed"), threads=2)
+    job = dataclasses.replace(with_policy(JOBS["brats-regions"], "speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices

@@ -160,10 +160,11 @@ def test_statistics_of_a_part_of_the_batch_are_told(capsys):
 
 
 def test_a_gpu_gets_the_largest_patch_and_the_assumptions(capsys):
-    patch = answer("--shape 240 240 160 --threads 2 --gpu-memory 16GiB --host-memory 1TiB", capsys)["gpu"]
+    patch = answer("--shape 240 240 160 --threads 2 --gpu-memory 3GiB --host-memory 1TiB", capsys)["gpu"]
     assert all(side % 16 == 0 for side in patch["patch"])
     assert max(patch["patch"]) - min(patch["patch"]) <= 16
-    assert patch["peak_bytes"] <= 16 * 2**30
+    assert patch["peak_bytes"] <= 3 * 2**30
+    assert not patch["holds_volume"]
     assert "not verified" in patch["assumptions"]
     assert answer("--shape 240 240 160 --threads 2 --gpu-memory 1GiB --host-memory 1TiB", capsys)["gpu"] is None
 
@@ -346,7 +347,7 @@ def test_another_host_is_planned_for_by_its_kind_of_cpu(capsys):
 
 
 def test_regions_that_the_host_does_not_hold_are_no_fit(monkeypatch, capsys):
-    ask = "--recipe brats --policy speed --engine itex --threads 2 --calibration avx512_bf16"
+    ask = "--recipe brats-regions --policy speed --engine itex --threads 2 --calibration avx512_bf16"
     needed = answer(f"{ask} --host-memory 1TiB", capsys)["upper_bound_bytes"]
     assert answer(f"{ask} --host-memory {needed}B", capsys)["fits"]
     monkeypatch.setattr("memory_estimator.estimate.fits_regions", lambda program, limit: False)

@@ -12,7 +12,6 @@ from memory_estimator.job import Job
 from memory_estimator.planner import (
     advice,
     batches,
-    cubes,
     extents,
     fastest_that_fits,
     largest,
@@ -125,24 +124,18 @@ def test_nothing_that_fits_is_said_as_nothing():
     assert (found.batch, found.filters, found.extent) == (None, None, None)
 
 
-@pytest.mark.parametrize("chain", [extents, cubes])
 @pytest.mark.parametrize("depth", [2, 5])
-def test_grids_of_a_chain_divide_and_grow(chain, depth):
+def test_extents_divide_and_grow(depth):
     job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, depth=depth))
-    shapes = [chain(job)(number).shape for number in range(1, 40)]
+    shapes = [extents(job)(number).shape for number in range(1, 40)]
     assert all(side % job.unet.divisor == 0 for shape in shapes for side in shape)
     assert all(b >= a for one, two in zip(shapes, shapes[1:]) for a, b in zip(one, two))
-    assert shapes[0] == (job.unet.divisor,) * 3 if chain is cubes else max(shapes[0]) == job.unet.divisor
+    assert max(shapes[0]) == job.unet.divisor
 
 
 def test_extents_reach_the_job_s_own_grid_and_keep_its_proportions():
     assert extents(JOB)(15).shape == (240, 240, 160)
     assert extents(JOB)(30).shape == (480, 480, 320)
-
-
-def test_near_cubes_lie_between_cubes():
-    job = dataclasses.replace(JOB, unet=UNetConfig(depth=4))
-    assert [cubes(job)(n).shape for n in (1, 2, 3, 4)] == [(8, 8, 8), (16, 8, 8), (16, 16, 8), (16, 16, 16)]
 
 
 def test_savings_are_the_single_changes_that_save_the_largest_first():

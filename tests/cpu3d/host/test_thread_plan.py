@@ -26,6 +26,7 @@ def test_plan_by_host(host, threads, affinity):
     assert plan.environment.get("KMP_AFFINITY") == affinity
     assert plan.environment["TF_NUM_INTRAOP_THREADS"] == plan.environment["OMP_NUM_THREADS"] == str(threads)
     assert plan.environment["TF_NUM_INTEROP_THREADS"] == "1"
+    assert plan.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert plan.environment["TF_ENABLE_ONEDNN_OPTS"] == plan.environment["TF_USE_LEGACY_KERAS"] == "1"
 
 

@@ -1,0 +1,154 @@
+"""Training at a share of the store's resolution: what the network sees of a volume, and the way back to the full grid.
+
+Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2, so n of them cover n / resolution
+store voxels, and nothing drifts along a volume. Seeing averages, so that nothing folds over; answers are interpolated
+linearly. TensorFlow is imported where tensors come in.
+"""
+
+import math
+from typing import Optional, Tuple
+
+import numpy as np
+
+from cpu3d.data.region import Shape3, round_up
+
+TIE = 1e-4
+"""Rounding that a mean of a mask may be off: one that is a half counts as one on every engine."""
+
+
+def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
+    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor.
+
+    `resolution` is above 0 and at most 1.
+    """
+    return round_up(tuple(max(_ceil(n * resolution), 1) for n in grid), divisor)
+
+
+def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
+    """Store voxels X, Y, Z that `seen` network voxels cover; those covered in part are among them.
+
+    Never below `at_least`, which is a guard: what `network_grid` gave for an extent covers that extent.
+    """
+    return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
+
+
+def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
+    """(seen, field) float32: the weights with which one axis of store voxels becomes network voxels; rows sum to 1.
+
+    A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
+    store voxels. At 1/2 that averages pairs, at 1/3 weighs three by 1/4, 1/2, 1/4, and towards 1 it becomes the
+    identity. Constants and ramps stay what they are at any resolution; plain area weights shift a ramp at 3/4.
+    """
+    if resolution == 1:
+        return np.eye(seen, field, dtype=np.float32)
+    length = 1 / resolution - 1
+    centre = (np.arange(seen)[:, None] + 0.5) / resolution - 0.5
+    voxel = np.arange(field)[None, :]
+    weights = _hat_integral(centre + length / 2 - voxel) - _hat_integral(centre - length / 2 - voxel)
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+def growing(field: int, seen: int, resolution: float) -> np.ndarray:
+    """(field, seen) float32: the weights of linear interpolation back to store voxels; rows sum to 1.
+
+    Beyond the centres of the first and the last network voxel their values are kept.
+    """
+    at = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)
+    return np.maximum(1 - np.abs(at - np.arange(seen)[None, :]), 0).astype(np.float32)
+
+
+class Resizing:
+    """Between the store voxels of a field and the voxels that the network sees of it."""
+
+    def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
+        self.seen: Shape3 = tuple(seen)
+        """Voxels X, Y, Z of the network's grid."""
+        self.field = field_of(seen, resolution, at_least)
+        """Voxels X, Y, Z that are to be read from the store."""
+        self.resolution = resolution
+
+    def shrink(self, image):
+        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype.
+
+        Computed in float32, as weights in bfloat16 would not sum to 1. At resolution 1 the image itself.
+        """
+        import tensorflow as tf
+
+        if self.resolution == 1:
+            return image
+        return tf.cast(self._means(image), image.dtype)
+
+    def shrink_pair(self, image, target) -> Tuple:
+        """`shrink`, and with it a target (N, X, Y, Z, R) uint8 of masks: 1 where half a voxel's mean or more is."""
+        import tensorflow as tf
+
+        if self.resolution == 1:
+            return image, target
+        return self.shrink(image), tf.cast(self._means(target) >= 0.5 - TIE, target.dtype)
+
+    def grow(self, logits):
+        """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field. At resolution 1 the same."""
+        import tensorflow as tf
+
+        logits = tf.cast(logits, tf.float32)
+        if self.resolution == 1:
+            return logits
+        # The axis that is one flat product comes while there is least of it.
+        matrices = [growing(n, m, self.resolution) for n, m in zip(self.field, self.seen)]
+        return _along_x(_along_y(_along_z(logits, matrices[2]), matrices[1]), matrices[0])
+
+    def _means(self, volume):
+        import tensorflow as tf
+
+        matrices = [shrinking(m, n, self.resolution) for n, m in zip(self.field, self.seen)]
+        volume = tf.cast(volume, tf.float32)
+        return _along_z(_along_y(_along_x(volume, matrices[0]), matrices[1]), matrices[2])
+
+
+def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
+    """The resizing that lets the network see an extent of `grid`, in no fewer network voxels than `at_least`."""
+    seen = network_grid(grid, resolution, divisor)
+    return Resizing(tuple(map(max, seen, at_least or seen)), resolution, grid)
+
+
+# --- Private helpers ---
+
+
+def _ceil(length: float) -> int:
+    """Up to the next whole number, but not for a rounding error: 0.7 * 10 is 7."""
+    return math.ceil(length - 1e-9)
+
+
+def _hat_integral(at: np.ndarray) -> np.ndarray:
+    """Integral of max(1 - |x|, 0) from -infinity to `at`."""
+    at = np.clip(at, -1, 1)
+    return 0.5 + at - 0.5 * at * np.abs(at)
+
+
+def _along_x(volume, matrix):
+    """`matrix` (to, from) applied to axis X of (N, X, Y, Z, C). One product of wide rows."""
+    return _apply(volume, matrix, 1)
+
+
+def _along_y(volume, matrix):
+    return _apply(volume, matrix, 2)
+
+
+def _along_z(volume, matrix):
+    """Z and the channels at once: products of rows as short as the channels would take ten times as long."""
+    import tensorflow as tf
+
+    channels = volume.shape[-1]
+    _, size_x, size_y, size_z, _ = volume.shape
+    both = np.kron(matrix.T, np.eye(channels, dtype=np.float32))
+    rows = tf.reshape(volume, (-1, size_z * channels))
+    return tf.reshape(rows @ both, (-1, size_x, size_y, len(matrix), channels))
+
+
+def _apply(volume, matrix, axis):
+    import tensorflow as tf
+
+    sizes = volume.shape.as_list()
+    rest = int(np.prod(sizes[axis + 1 :]))
+    product = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], rest)))
+    return tf.reshape(product, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))

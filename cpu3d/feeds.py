@@ -1,0 +1,136 @@
+"""What a run's steps and validations are given: whole volumes or patches, in an order that position alone decides."""
+
+import time
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.extent import grid_size
+from cpu3d.data.region import Shape3
+from cpu3d.data.resolution import Resizing
+from cpu3d.data.sampling import sample_at
+from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
+from cpu3d.data.store import Store
+from memory_estimator.host import read_host
+
+PREPARING_FOR_A_CARD = 4
+"""Patches prepared at a time where a card computes and the CPU is free for them."""
+
+
+class Feeds:
+    """The data of a run. Everything is at the volumes' own resolution, but for what `finish` gives to a step."""
+
+    def __init__(self, store: Store, config: RunConfig):
+        self.config = config
+        self._store = store
+        self._train_cases = store.cases("train")
+        self.reading = open_reading(
+            store,
+            [split for split in ("train", "val") if store.cases(split)],
+            free_bytes=read_host().free_bytes,
+            read_mode=config.read_mode,
+            patches=config.is_patch,
+        )
+        self.resizing: Optional[Resizing] = None
+        """Between a volume and what the network sees of it; None where that is the same."""
+        if config.resolution < 1:
+            self.resizing = Resizing(config.grid, config.resolution, at_least=self._extent(1))
+
+    @property
+    def volume_shape(self) -> Shape3:
+        """Voxels X, Y, Z of a whole volume as it is validated on: what holds every case, and a patch."""
+        if self.resizing:
+            return self.resizing.field
+        if self.config.is_patch:
+            return tuple(max(pair) for pair in zip(self._extent(1), self.config.grid))
+        return self.config.grid
+
+    def training(self, start: int, stop: int) -> "Parts":
+        """Micro-batches (image, target) from step `start` to step `stop`, as the network sees them."""
+        config = self.config
+        span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
+        if not config.is_patch:
+            volumes = self._volumes("train", augment=config.augment, **span)
+            return Parts(volumes, self.resizing and tf.function(self.resizing.shrink_pair))
+        patches = patch_dataset(
+            self._store,
+            config.grid,
+            sampling="foreground",
+            foreground=config.foreground,
+            multiple=config.unet.divisor,
+            augment=config.augment,
+            threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
+            finished=False,
+            **span,
+            **self._common(),
+        )
+        finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
+        return Parts(patches, tf.function(finish))
+
+    def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
+        """The held-out cases (1, X, Y, Z, ...) in order and as they are, whole and at their own resolution."""
+        return Batches(self._volumes("val", stop=len(self._store.cases("val")), shuffle=False))
+
+    def case_ids(self, step: int) -> List[str]:
+        """The cases of a step, a name for each volume or patch."""
+        positions = range(step * self.config.batch, (step + 1) * self.config.batch)
+        count, seed = len(self._train_cases), self.config.seed
+        return [self._train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
+
+    def resampling_cost_s(self) -> float:
+        """Seconds a volume that rotation and scaling add, measured on the first cases."""
+
+        def seconds(augment: AugmentConfig) -> float:
+            begin = time.perf_counter()
+            for _ in Batches(self._volumes("train", stop=2, augment=augment)):
+                pass
+            return (time.perf_counter() - begin) / 2
+
+        return max(seconds(self.config.augment) - seconds(NO_AUGMENT), 0.0)
+
+    # --- Private helpers ---
+
+    def _volumes(self, split: str, **more: Any) -> tf.data.Dataset:
+        return volume_dataset(self._store, split=split, grid=self.volume_shape, **self._common(), **more)
+
+    def _common(self) -> Any:
+        config = self.config
+        return {
+            "extent": config.extent,
+            "channels": config.channels,
+            "regions": config.regions,
+            "dtype": config.unet.dtype,
+            "read_mode": self.reading,
+        }
+
+    def _extent(self, multiple: int) -> Shape3:
+        return grid_size(self._store, extent=self.config.extent, multiple=multiple)
+
+
+class Parts:
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them.
+
+    `finish` turns what the dataset gives into (image, target) where the step runs; its seconds are the step's.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable] = None):
+        self._parts, self._finish = Batches(dataset), finish
+        self.waited_s = 0.0
+
+    def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
+        return self
+
+    def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
+        if self._finish is None:
+            return self._awaited()
+        raw = self._awaited()
+        return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
+
+    def _awaited(self) -> Any:
+        begin = time.perf_counter()
+        try:
+            return next(self._parts)
+        finally:
+            self.waited_s += time.perf_counter() - begin
