@@ -18,7 +18,9 @@ COMMANDS = {
     "train": "cpu3d.train",
     "evaluate": "cpu3d.evaluate",
     "predict": "cpu3d.predict",
+    "export": "cpu3d.export.command",
     "report": "cpu3d.report",
+    "compare": "cpu3d.compare.command",
     "bench": "cpu3d.bench.command",
     "calibrate": "cpu3d.bench.calibrate",
 }
@@ -31,7 +33,9 @@ OVERVIEW = {
     "train": "train a 3D U-Net on whole volumes, or continue",
     "evaluate": "score untouched cases on their full grids",
     "predict": "segment new cases, in their own grids",
+    "export": "write a trained network for other programs: SavedModel or ONNX",
     "report": "write one report.html of a run",
+    "compare": "train whole-volume and patch runs under one budget and compare them",
     "bench": "measure time and memory of the training step, compare engines and policies",
     "calibrate": "measure this host's constants for the estimator, within a minute",
 }

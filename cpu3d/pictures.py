@@ -48,9 +48,9 @@ def overlay(
     truth = np.zeros(image.shape, bool) if truth is None else truth
     head = bounding_box(image != 0).slices(image.shape)
     image, truth, prediction = (np.asarray(volume[head]) for volume in (image, truth, prediction))
-    grey = _window(image)
+    grey = grey_window(image)
     at = _most_of(truth if truth.any() else prediction)
-    planes = [_plane(grey, view, at) for view in VIEWS]
+    planes = [plane_of(grey, view, at) for view in VIEWS]
     sizes_mm = [_plane_size_mm(plane, view, spacing_mm) for plane, view in zip(planes, VIEWS)]
     widths, height = [w for w, _ in sizes_mm], max(h for _, h in sizes_mm)
     wide = 10.2  # inches; the height follows from the views' extents in mm
@@ -61,10 +61,10 @@ def overlay(
     )  # fmt: skip
     for position, (view, plane) in enumerate(zip(VIEWS, planes)):
         axes = figure.add_subplot(grid[position])
-        sizes = _plane_spacing(view, spacing_mm)
+        sizes = plane_spacing(view, spacing_mm)
         show = {"aspect": sizes[1] / sizes[0], "interpolation": "nearest"}
         axes.imshow(plane, cmap="gray", vmin=0, vmax=1, **{**show, "interpolation": "bilinear"})
-        t, p = _plane(truth, view, at), _plane(prediction, view, at)
+        t, p = plane_of(truth, view, at), plane_of(prediction, view, at)
         axes.imshow(_tint(t, p), **show)
         for mask, colour in ((t, TRUTH_ONLY), (p, PREDICTION_ONLY)):
             if mask.any() and not mask.all():
@@ -142,10 +142,7 @@ def strips(
     return png(figure)
 
 
-# --- Private helpers ---
-
-
-def _window(image: np.ndarray) -> np.ndarray:
+def grey_window(image: np.ndarray) -> np.ndarray:
     """Grey values 0..1: the 0.5th to 99.5th percentile of the head. Background, zero in the store, is black.
 
     The store's z-scores are negative in half of the head, so black must be told by position, not by value.
@@ -158,14 +155,7 @@ def _window(image: np.ndarray) -> np.ndarray:
     return np.where(inside, np.clip(0.06 + 0.94 * grey, 0, 1), 0)
 
 
-def _most_of(mask: np.ndarray) -> Tuple[int, int, int]:
-    """Per axis, the slice with most voxels of `mask`; the middle one when it is empty."""
-    if not mask.any():
-        return tuple(n // 2 for n in mask.shape)
-    return tuple(int(mask.sum(axis=tuple(a for a in range(3) if a != axis)).argmax()) for axis in range(3))
-
-
-def _plane(volume: np.ndarray, view: str, at: Tuple[int, int, int]) -> np.ndarray:
+def plane_of(volume: np.ndarray, view: str, at: Tuple[int, int, int]) -> np.ndarray:
     """A slice as rows and columns of a picture: right or anterior on the left, anterior or superior on top."""
     if view == "axial":
         return volume[::-1, ::-1, at[2]].T
@@ -174,14 +164,24 @@ def _plane(volume: np.ndarray, view: str, at: Tuple[int, int, int]) -> np.ndarra
     return volume[at[0], ::-1, ::-1].T
 
 
-def _plane_spacing(view: str, spacing_mm: Sequence[float]) -> Tuple[float, float]:
+def plane_spacing(view: str, spacing_mm: Sequence[float]) -> Tuple[float, float]:
     """mm per (column, row)."""
     x, y, z = spacing_mm
     return {"axial": (x, y), "coronal": (x, z), "sagittal": (y, z)}[view]
 
 
+# --- Private helpers ---
+
+
+def _most_of(mask: np.ndarray) -> Tuple[int, int, int]:
+    """Per axis, the slice with most voxels of `mask`; the middle one when it is empty."""
+    if not mask.any():
+        return tuple(n // 2 for n in mask.shape)
+    return tuple(int(mask.sum(axis=tuple(a for a in range(3) if a != axis)).argmax()) for axis in range(3))
+
+
 def _plane_size_mm(plane: np.ndarray, view: str, spacing_mm: Sequence[float]) -> Tuple[float, float]:
-    column, row = _plane_spacing(view, spacing_mm)
+    column, row = plane_spacing(view, spacing_mm)
     return plane.shape[1] * column, plane.shape[0] * row
 
 

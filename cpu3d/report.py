@@ -7,11 +7,7 @@ what is there, also while a training is under way or before anything was evaluat
 """
 
 import argparse
-import base64
 import dataclasses
-import datetime
-import json
-import math
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -23,6 +19,7 @@ from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.errors import InputError
 from cpu3d.evaluate import ranked, scores_path, warning
 from cpu3d.labels import region_mask
+from cpu3d.page import duration, flat, gib, percent, render_page
 from cpu3d.pictures import PALETTE, Line
 from cpu3d.run_files import RunFiles, gather
 from memory_estimator.units import GIB
@@ -61,17 +58,13 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
 
 def render(files: RunFiles) -> str:
     """The page as HTML."""
-    import jinja2  # on use: importing this module stays cheap
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     scores, events = files.scores, files.events
     starts = [event for event in events if event["event"] == "start"]
-    return template.render(
+    return render_page(
+        Path(__file__).with_name("report.html.j2"),
         title=f"Report of {files.folder.name}",
-        now=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         files=files,
-        config=sorted(_flat(files.config)),
+        config=sorted(flat(files.config)),
         starts=starts,
         facts=_facts(files, starts),
         missing=_missing(files),
@@ -84,8 +77,6 @@ def render(files: RunFiles) -> str:
         costs=_costs(events, scores),
         foreseen=_foreseen(starts, events),
         split=files.store.manifest.split if files.store else {},
-        flat=_flat,
-        picture=_data_url,
         colours=(pictures.PREDICTION_ONLY, pictures.TRUTH_ONLY, pictures.BOTH),
     )
 
@@ -146,20 +137,20 @@ def _costs(events: Sequence[Mapping[str, Any]], scores: Optional[Mapping[str, An
     allocated = max([0, *_column(ends, "allocator_peak_bytes")])
     wait_share = sum(wait_s) / sum(step_s) if sum(step_s) else None
     rows = [
-        ("peak memory of the process", _gib(peak), "largest resident set in the log"),
+        ("peak memory of the process", gib(peak), "largest resident set in the log"),
         (
             "peak of TensorFlow's allocator",
-            _gib(allocated),
+            gib(allocated),
             "with ITEX it holds oneDNN's scratch",
         ),
         ("time per step", f"{np.median(step_s):.2f} s" if step_s else "-", "median"),
-        ("waiting for data", _percent(wait_share), "of the time of the steps"),
+        ("waiting for data", percent(wait_share), "of the time of the steps"),
         (
             "validation and checkpoints",
-            _percent(extra_s / (extra_s + sum(step_s))) if step_s else "-",
+            percent(extra_s / (extra_s + sum(step_s))) if step_s else "-",
             "of the whole time",
         ),
-        ("whole training", _duration(end.get("seconds") or sum(step_s) + extra_s), "wall clock, all attempts"),
+        ("whole training", duration(end.get("seconds") or sum(step_s) + extra_s), "wall clock, all attempts"),
     ]
     if scores:
         rows.append(
@@ -181,9 +172,9 @@ def _foreseen(starts: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
     measured = {**end, "step_s": float(np.median(step_s[1:] or step_s)) if step_s else None}
     rows = []
     for name, key, measured_key, show in (
-        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", _gib),
-        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", _gib),
-        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", _gib),
+        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", gib),
+        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", gib),
+        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", gib),
         (
             "time per step, waiting for data aside",
             "step_s",
@@ -207,19 +198,6 @@ def _column(events: Sequence[Mapping[str, Any]], key: str) -> List[float]:
     return [event[key] for event in events if isinstance(event.get(key), (int, float))]
 
 
-def _flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
-    """Nested JSON as (dotted name, value) pairs; lists of plain values stay one value."""
-    if isinstance(content, dict) and content:
-        return [
-            pair for key, value in content.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    if isinstance(content, (list, tuple)) and not any(isinstance(value, (dict, list, tuple)) for value in content):
-        return [(prefix, ", ".join(map(str, content)) or "-")]
-    if prefix.endswith("_bytes") and isinstance(content, int):
-        return [(prefix[: -len("_bytes")], _gib(content))]
-    return [(prefix, content if isinstance(content, str) else json.dumps(content))]
-
-
 def _when(iso: Any) -> str:
     return str(iso).replace("T", " ")[:19] if iso else "-"
 
@@ -228,23 +206,7 @@ def _grid(grid: Any) -> str:
     return " \u00d7 ".join(map(str, grid)) if grid else "-"
 
 
-def _gib(size_bytes: Any) -> str:
-    return f"{size_bytes / GIB:.2f} GiB" if size_bytes else "-"
-
-
-def _percent(share: Any) -> str:
-    return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
-
-
-def _duration(seconds: Any) -> str:
-    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"
-
-
 # --- Private helpers: pictures ---
-
-
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def _score_pictures(scores: Mapping[str, Any]) -> List[Tuple[str, bytes]]:

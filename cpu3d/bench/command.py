@@ -1,4 +1,4 @@
-"""Measure the training step and its data: time, memory, on every engine (the paper's Fig. 2); the estimator by it.
+"""Measure training step, data and inference: time, memory, on every engine (the paper's Fig. 2); the estimator by it.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
@@ -8,6 +8,7 @@
     ./run.sh bench validate --record records/memory.jsonl
     ./run.sh bench tables --records records --page docs/validation.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
+    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl --picture windows.png
 
 A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
 constants to this host, is a command of its own: every user wants it, these few do.)
@@ -15,10 +16,18 @@ constants to this host, is a command of its own: every user wants it, these few 
 
 import argparse
 
-from cpu3d.bench import engines, memory, step, tables, validate
+from cpu3d.bench import engines, memory, step, tables, validate, windows
 from cpu3d.bench.data import command as data
 
-KINDS = {"step": step, "memory": memory, "engines": engines, "validate": validate, "tables": tables, "data": data}
+KINDS = {
+    "step": step,
+    "memory": memory,
+    "engines": engines,
+    "validate": validate,
+    "tables": tables,
+    "data": data,
+    "windows": windows,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,9 +35,6 @@ FIGURES = ("step_s", "step_s_min", "step_s_max", "allocator_peak_bytes", "proces
 OF_THE_HOST = ("engine_name", "threads", "host", "versions")
 """What one measurement says for all."""
 
-KILLED = (-9, 128 + 9)
-"""What a process exits with that the kernel's out-of-memory killer ends, alone and under a shell."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -115,7 +112,7 @@ def compare_policies(
     rows = []
     for variant, results in found.items():
         row = _row(variant, results, baseline, unit_bytes)
-        row["error"] = _reason(failures[variant]) if variant in failures else None
+        row["error"] = failures[variant].reason if variant in failures else None
         unet = {**request["unet"], "policy": variant.name}
         row["predicted"] = predict({**request, **of_the_host, "unet": unet}) if variant.kind == "policy" else None
         rows.append(row)
@@ -227,12 +224,6 @@ def _row(
 def _spread(name: str, values: List[float]) -> Dict[str, Optional[float]]:
     middle = statistics.median(values) if values else None
     return {name: middle, f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)}
-
-
-def _reason(error: ProcessFailedError) -> str:
-    if error.returncode in KILLED:
-        return "killed, as the kernel does when memory runs out"
-    return f"exited with {error.returncode} saying: {error.told}"
 
 
 def _tell_apart(rows: List[Dict[str, Any]]) -> None:

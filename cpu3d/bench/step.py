@@ -40,6 +40,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOK_EVERY_S = 0.02
 """Between two looks at a measuring process; a look takes 0.1 ms of another core."""
 
+KILLED = (-9, 128 + 9)
+"""What a process exits with that the kernel's out-of-memory killer ends, alone and under a shell."""
+
 
 class ProcessFailedError(InputError):
     """A measuring process ended without a result: what it was asked to do cannot be done here.
@@ -50,6 +53,13 @@ class ProcessFailedError(InputError):
     def __init__(self, problem: str, returncode: int = 1, told: str = ""):
         super().__init__(problem)
         self.returncode, self.told = returncode, told
+
+    @property
+    def reason(self) -> str:
+        """In a few words, for a table."""
+        if self.returncode in KILLED:
+            return "killed, as the kernel does when memory runs out"
+        return f"exited with {self.returncode} saying: {self.told}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

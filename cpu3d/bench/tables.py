@@ -2,10 +2,11 @@
 
     ./run.sh bench tables --records records
     ./run.sh bench tables --records records --page docs/validation.md --data-page docs/data.md
+    ./run.sh bench tables --records records --compare-page docs/compare.md
 
-The data page keeps its text and gets its tables. The validation page holds every measured configuration beside what the
-estimator says of it now. Its upper bounds follow from accuracy.json, which `python -m memory_estimator.digest` makes of
-the same record; run that first.
+The data page and the compare page keep their text and get their tables. The validation page holds every measured
+configuration beside what the estimator says of it now. Its upper bounds follow from accuracy.json, which
+`python -m memory_estimator.digest` makes of the same record; run that first.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import read_records
 from cpu3d.bench.validation_page import page, summary_table
+from cpu3d.bench.windows_markdown import newest, windows_lines
+from cpu3d.compare import markdown as compare_markdown
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
@@ -37,11 +40,19 @@ POLICIES = "policies.jsonl"
 DATA = "data.jsonl"
 """In the folder of records: what `bench data` measured."""
 
+WINDOWS = "windows.jsonl"
+"""In the folder of records: what `bench windows` measured."""
+
+
+COMPARE = "compare.jsonl"
+"""In the folder of records: what `compare` found."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, required=True, metavar="DIR", help="folder of .jsonl records")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the validation page")
     parser.add_argument("--data-picture", type=Path, metavar="FILE", help="draw the newest rows of `bench data`")
+    parser.add_argument("--compare-page", type=Path, metavar="FILE", help="write the tables of the compare page anew")
     parser.add_argument("--data-page", type=Path, metavar="FILE", help="write the tables of the data page anew")
 
 
@@ -50,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         with atomic_write(args.page, "w") as file:
             file.write("\n".join(page(*validation(args.records), load_accuracy())) + "\n")
     if args.data_page:
-        text = args.data_page.read_text(encoding="utf-8").partition(markdown.MARK)[0]
-        with atomic_write(args.data_page, "w") as file:
-            file.write("\n".join([text + markdown.MARK, "", *data_page(args.records)]).rstrip() + "\n")
+        _renew(args.data_page, markdown.MARK, data_page(args.records))
+    if args.compare_page:
+        _renew(args.compare_page, compare_markdown.MARK, compare_page(args.records))
     if args.data_picture:
         from cpu3d.bench.data.picture import draw
 
@@ -74,12 +85,22 @@ def tables(folder: Path) -> List[str]:
         lines += ["", *summary_table([row for row in validation(folder)[1] if row.measured.held_out])]
     if (folder / DATA).is_file():
         lines += ["", *markdown.targets_lines(read_records(folder / DATA, "data"))]
+    if (folder / WINDOWS).is_file():
+        for record in newest(read_records(folder / WINDOWS, "windows")):
+            lines += ["", *windows_lines(record)]
+    if (folder / COMPARE).is_file():
+        lines += ["", *compare_markdown.summary_lines(read_records(folder / COMPARE, "compare"))]
     return lines
 
 
 def data_page(folder: Path) -> List[str]:
     """The lines of all rows of `bench data`."""
     return markdown.page_lines(read_records(folder / DATA, "data"))
+
+
+def compare_page(folder: Path) -> List[str]:
+    """The lines of all comparisons."""
+    return compare_markdown.page_lines(read_records(folder / COMPARE, "compare"))
 
 
 def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
@@ -159,6 +180,13 @@ def policies_table(record: Dict[str, Any]) -> List[str]:
 
 
 # --- Private helpers ---
+
+
+def _renew(page: Path, mark: str, lines: List[str]) -> None:
+    """Write a page's text up to the mark, which stays, and these lines after it."""
+    text = page.read_text(encoding="utf-8").partition(mark)[0]
+    with atomic_write(page, "w") as file:
+        file.write("\n".join([text + mark, "", *lines]).rstrip() + "\n")
 
 
 def _newest(records: List[Dict[str, Any]]) -> List[Dict[str, Any]]:

@@ -7,18 +7,26 @@ skull-stripped head lies on zero background; grey and white matter fold, ventric
 noise Rician. Tumours are an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI:
 oedema is bright in FLAIR and T2, the rim in T1 with contrast agent, the core dark in T1. No channel tells the tumour by
 its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
+
+With --context the tumours look alike and only what their rim is called depends on something far away: on the side of
+the head ("side", to be trained with --no-flip), on the distance of a bright nodule ("landmark"), or on whether there is
+another lesion ("count"). WT and TC are then to be had from a patch, ET from the whole volume alone.
 """
 
 import argparse
 import contextlib
 import json
 from pathlib import Path
-from typing import Dict, Optional, Sequence, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
+from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, drawn_scene
+from cpu3d.data.phantom_head import Head, head_box, soft, tissues
+from cpu3d.data.phantom_signal import signal_of
+from cpu3d.data.phantom_tumours import ENHANCING, NON_ENHANCING, drawn_lesions, tumours
 from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
@@ -50,244 +58,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="voxels (default: 240 240 155)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random (default: 0)")
+    parser.add_argument(
+        "--context",
+        choices=tuple(RULES),
+        default="none",
+        help="what far away decides whether a rim is called enhancing; in half of the cases it is (default: none)",
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one per usable core)")
 
 
 def run(args: argparse.Namespace) -> int:
-    write_phantom(args.out, cases=args.cases, shape=tuple(args.shape), seed=args.seed, workers=args.workers)
+    write_phantom(
+        args.out,
+        cases=args.cases,
+        shape=tuple(args.shape),
+        seed=args.seed,
+        workers=args.workers,
+        context=args.context,
+    )
     return 0
 
 
 def write_phantom(
-    out: Union[str, Path], *, cases: int, shape: Tuple[int, int, int], seed: int = 0, workers: Optional[int] = None
+    out: Union[str, Path],
+    *,
+    cases: int,
+    shape: Tuple[int, int, int],
+    seed: int = 0,
+    workers: Optional[int] = None,
+    context: str = "none",
 ) -> Path:
     """Write `cases` phantom cases below `out` and return that folder.
 
-    Case n depends on (seed, n, shape) alone, so more cases can be added later and workers do not matter. dataset.json
-    comes last. Raises InputError for a shape or count that is too small, a shape that is too large for the memory, and
-    a folder that holds anything else or that another process writes.
+    Case n depends on (seed, n, shape, context) alone, so more cases can be added later and workers do not matter.
+    dataset.json comes last. Raises InputError for a shape or count that is too small, a shape that is too large for the
+    memory, and a folder that holds anything else or that another process writes.
     """
     workers = worker_count(workers)
     _check(cases, shape, seed)
     out = writable_folder(out, "phantom folder")
     with locked(out, "phantom folder"):
-        _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape)})
-        _write_cases([(out, index, shape, seed) for index in range(cases)], workers)
-        write_json(out / "dataset.json", _dataset_json(cases))
+        _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context})
+        _write_cases([(out, index, shape, seed, context) for index in range(cases)], workers)
+        write_json(out / "dataset.json", _dataset_json(cases, context))
     print(f"{cases} phantom cases of {'x'.join(map(str, shape))}x{len(CHANNELS)} in {out}")
     return out
 
 
-def phantom_case(shape: Tuple[int, int, int], seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
+def phantom_case(
+    shape: Tuple[int, int, int], seed: int, index: int, context: str = "none", holds: Optional[bool] = None
+) -> Tuple[np.ndarray, np.ndarray]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
-    Every case has all three tumour codes; non-zero voxels are exactly the brain, the same in all channels.
+    Every case has all three tumour codes; non-zero voxels are exactly the brain, the same in all channels. The rule of
+    `context` holds as told, or else in every other case, from the first one on.
     """
     rng = np.random.default_rng([VERSION, seed, index])
-    box, start = _head_box(shape, rng)
-    head = _Head(box, rng)
-    tissue = _tissues(head, rng)
-    label, tumour = _tumours(head, tissue, rng)
+    box, start = head_box(shape, rng)
+    head = Head(box, rng)
+    tissue = tissues(head, rng)
+    roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
+    if context == "none":
+        scene = Scene(drawn_lesions(head, rng), landmark=None, enhancing=True)
+    else:
+        own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
+        scene = drawn_scene(context, index % 2 == 0 if holds is None else holds, head, own)
+    label, tumour = tumours(head, tissue, scene.lesions, roughness, ENHANCING if scene.enhancing else NON_ENHANCING)
+    if scene.landmark is not None:
+        tumour["landmark"] = soft(1, head.ball(scene.landmark, LANDMARK_RADII), 0.3) * head.brain
     image = np.zeros((*shape, len(CHANNELS)), np.int16)
     full_label = np.zeros(shape, np.uint8)
     inside = tuple(slice(a, a + n) for a, n in zip(start, box))
     for number, name in enumerate(CHANNELS):
-        image[(*inside, number)] = _signal(name, head, tissue, tumour, rng)
+        image[(*inside, number)] = signal_of(name, head, tissue, tumour, rng)
     full_label[inside] = label
     return image, full_label
 
 
-# --- Private helpers: anatomy. Coordinates run from -1 to 1 across the head's box, whatever its voxels ---
+# --- Private helpers ---
 
-
-class _Head:
-    """The grid of a head and its smooth random fields."""
-
-    def __init__(self, box: Tuple[int, int, int], rng: np.random.Generator):
-        self.box = box
-        self.rng = rng
-        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
-        self.u, self.v, self.w = np.ix_(*axes)
-        """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
-        wobble = self.field(5)
-        # Narrower in front and flatter below, as a brain is.
-        narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
-        lower = np.where(self.w < 0, 1.0 + 0.10 * self.w, 1.0).astype(np.float32)
-        self.radius = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2) + 0.035 * wobble
-        self.brain = self.radius < 0.97
-
-    def field(self, cells: int) -> np.ndarray:
-        """A smooth random field of about unit spread, with `cells` cubic B-spline cells along every axis."""
-        values = self.rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
-        for axis in (2, 1, 0):  # the last step is the large one, and along the first axis it moves whole planes
-            values = _interpolate(values, axis, self.box[axis], cells)
-        return values * np.float32(2.6)  # a spline averages: 2.6 brings the spread back to one
-
-    def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
-        """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
-        u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
-        return (u + v + w).astype(np.float32)
-
-
-def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
-    """Bring `cells + 3` uniform cubic B-spline coefficients along `axis` to `size` voxels, sampled at their middles.
-
-    Four multiplications and additions, because a matrix product's rounding changes with its library's threads.
-    """
-    position = (np.arange(size) + 0.5) / size * cells
-    cell = np.minimum(position.astype(int), cells - 1)
-    t = position - cell
-    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-    along = [1, 1, 1]
-    along[axis] = size
-    result = np.float32(0)
-    for offset, weight in enumerate(weights):
-        part = values.take(cell + offset, axis)
-        part *= (weight / 6).astype(np.float32).reshape(along)
-        part += result
-        result = part
-    return result
-
-
-def _head_box(shape: Tuple[int, int, int], rng: np.random.Generator):
-    """Size and first voxel of the head: 135x174x136 of 240x240x155, give or take, and near the middle."""
-    share = np.array([135 / 240, 174 / 240, 136 / 155]) * rng.uniform(0.96, 1.04, 3)
-    box = tuple(round(float(n * s)) for n, s in zip(shape, share))
-    start = tuple(int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box))
-    return box, start
-
-
-def _tissues(head: _Head, rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    """How much of each voxel is fluid, grey or white matter, vessel or bright cap; soft edges are partial volume."""
-    u, v, w = head.u, head.v, head.w
-    depth = np.clip(0.97 - head.radius, 0, None)
-    # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides, fading with depth.
-    bend = head.field(15)
-    cerebellum = _soft(0.10, np.maximum(w + 0.42 + 0.25 * v, 0) + np.maximum(v + 0.15, 0), 0.03)
-    bend = np.abs(bend * (1 - cerebellum) + head.field(26) * cerebellum)
-    fissure = np.abs(u) + 0.02 * np.abs(head.field(6)) + 0.6 * np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
-    fluid = np.maximum(_soft(0.17, bend + 0.7 * depth, 0.09), _soft(0.022, fissure, 0.010))
-    fluid = np.maximum(fluid, _soft(0.02, depth, 0.012))
-    grey = np.maximum(_soft(0.80, bend + 1.9 * depth, 0.12), _soft(0.07, depth, 0.02))
-    grey = np.maximum(grey, _soft(0.055, fissure, 0.02))
-    for side in (-1, 1):
-        grey = np.maximum(grey, _soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15))
-        grey = np.maximum(grey, _soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15))
-    warp = 0.25 * head.field(6)
-    size = rng.uniform(0.85, 1.25)
-    ventricle = np.full(head.box, 9.0, np.float32)
-    for side in (-1, 1):
-        lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
-        body = (
-            ((u - side * lean) / (0.075 * size)) ** 2
-            + ((v - 0.02) / 0.42) ** 2
-            + ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
-        )
-        horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
-        ventricle = np.minimum(ventricle, np.minimum(body, horn))
-    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16)))
-    ventricle = ventricle + warp
-    inside = _soft(1, ventricle, 0.25)
-    caps = _soft(1.9, ventricle, 0.35) * (1 - inside) * np.clip(0.45 + 0.5 * head.field(7), 0, 1)
-    fluid = np.maximum(fluid, inside)
-    grey = grey * (1 - fluid)
-    vessel = _soft(0.10, np.hypot(head.field(9), head.field(9)), 0.05) * (head.radius > 0.45)
-    sinus = _soft(1, (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2 + 8 * np.maximum(0.1 - w, 0), 0.3)
-    spots = _soft(-1.9, -head.field(12), 0.15) * (1 - fluid)
-    return {
-        "fluid": fluid,
-        "grey": grey,
-        "white": 1 - fluid - grey,
-        "vessel": np.maximum(vessel, sinus),
-        "caps": np.maximum(caps, 0.8 * spots),
-        "ventricle": inside,
-        "texture": 0.6 * head.field(18) + 0.4 * head.field(8),
-    }
-
-
-def _soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
-    """1 well below `limit`, 0 well above, a straight ramp over `width` on both sides: cheaper than a sigmoid."""
-    return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
-
-
-# --- Private helpers: tumours ---
-
-
-def _tumours(head: _Head, tissue: Dict[str, np.ndarray], rng: np.random.Generator):
-    """Labels, and the shares of oedema, core, necrosis and rim that the signal is mixed from."""
-    rough, fine = (np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15))
-    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim")}
-    allowed = head.brain & (tissue["ventricle"] < 0.5)
-    label = np.zeros(head.box, np.uint8)
-    for lesion in range(1 + (rng.random() < 0.3)):
-        reach = rng.uniform(0.34, 0.50) if lesion == 0 else rng.uniform(0.16, 0.24)
-        centre = _place(rng)
-        voxel = 2 / min(head.box)
-        stretch = rng.uniform(0.85, 1.2, 3) * reach
-        distance = np.sqrt(head.ball(centre, stretch * (1.1, 0.85, 1.1)))
-        outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
-        inner = distance + 0.07 * rough + 0.05 * fine
-        core_edge = rng.uniform(0.55, 0.72)
-        thick = max(rng.uniform(0.10, 0.16), 1.3 * voxel / reach)
-        edge = voxel / reach * 0.5 + 0.02
-        whole = _soft(1, outer, edge * 1.5) * allowed
-        core = _soft(core_edge, inner, edge) * allowed
-        shell = _soft(core_edge - 0.06, inner, edge) * allowed
-        dead = _soft(max(core_edge - 0.06 - thick, 0.12), inner, edge) * allowed
-        whole = np.maximum(whole, core)
-        share["oedema"] = np.maximum(share["oedema"], whole)
-        share["core"] = np.maximum(share["core"], core)
-        share["rim"] = np.maximum(share["rim"], shell)
-        share["necrosis"] = np.maximum(share["necrosis"], dead)
-    label[share["oedema"] > 0.5] = 1
-    label[share["core"] > 0.5] = 2
-    label[share["rim"] > 0.5] = 3
-    label[share["necrosis"] > 0.5] = 2
-    return label, share
-
-
-def _place(rng: np.random.Generator) -> Tuple[float, float, float]:
-    """A place within a hemisphere, off the midline and inside the brain."""
-    while True:
-        u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-        if u * u + v * v + w * w < 0.42:
-            return (float(u) * rng.choice((-1, 1)), float(v), float(w))
-
-
-# --- Private helpers: signal ---
-
-_SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
-_SIGNALS = {
-    "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
-    "T1w": (130, 320, 430, 300, 400, 290, 250, 310, 180),
-    "t1gd": (130, 330, 430, 760, 400, 295, 265, 760, 175),
-    "T2w": (640, 380, 285, 200, 330, 540, 500, 430, 600),
-}
-"""Channel -> brightness of each of `_SUBSTANCES`, in the arbitrary units of BraTS volumes."""
-
-
-def _signal(name: str, head: _Head, tissue: Dict[str, np.ndarray], tumour: Dict[str, np.ndarray], rng) -> np.ndarray:
-    """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
-    level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(_SUBSTANCES, _SIGNALS[name])}
-    signal = tissue["fluid"] * level["fluid"] + tissue["grey"] * level["grey"] + tissue["white"] * level["white"]
-    for what in ("vessel", "caps"):
-        signal += tissue[what] * (level[what] - signal)
-    for what in ("oedema", "core", "rim", "necrosis"):
-        signal += tumour[what] * (level[what] - signal)
-    signal *= 1 + 0.06 * tissue["texture"]
-    signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
-    brain = head.brain
-    sigma = 0.045 * level["white"]
-    noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * np.float32(sigma)
-    out = np.zeros(head.box, np.int16)
-    out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
-    return out
-
-
-# --- Private helpers: files ---
-
-_Job = Tuple[Path, int, Tuple[int, int, int], int]
-"""Folder, number of the case, shape, seed."""
+_Job = Tuple[Path, int, Tuple[int, int, int], int, str]
+"""Folder, number of the case, shape, seed, context."""
 
 
 def _check(cases: int, shape: Sequence[int], seed: int) -> None:
@@ -311,6 +162,8 @@ def _claim(out: Path, identity: dict) -> None:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             found = None
+        if isinstance(found, dict):
+            found.setdefault("context", "none")  # there was no other before there was a choice
         if found != identity:
             raise InputError(f"{rule} ({identity}), got {found}; choose another folder")
     elif any(out.iterdir()):
@@ -325,7 +178,7 @@ def _claim(out: Path, identity: dict) -> None:
 
 def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
     """Write all cases, in `workers` processes."""
-    out, _, shape, _ = jobs[0]
+    out, _, shape, _, _ = jobs[0]
     try:
         results = run_jobs(_write_case, jobs, workers)
         with contextlib.closing(results), bar("phantom", total=len(jobs)) as advance:
@@ -344,11 +197,11 @@ def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
 
 def _write_case(job: _Job) -> None:
     """Write a case's two files unless both are there; each appears whole or not at all."""
-    out, index, shape, seed = job
+    out, index, shape, seed, context = job
     image_path, label_path = (out / folder / f"{_case_id(index)}.nii.gz" for folder in ("imagesTr", "labelsTr"))
     if image_path.is_file() and label_path.is_file():
         return
-    image, label = phantom_case(shape, seed, index)
+    image, label = phantom_case(shape, seed, index, context)
     affine = np.diag([1.0, 1.0, 1.0, 1.0])
     geometry = Geometry(
         shape=tuple(shape), affine=tuple(map(tuple, affine.tolist())), axes="RAS", sform_code=1, qform_code=1
@@ -361,12 +214,18 @@ def _case_id(index: int) -> str:
     return f"BRATS_{index + 1:03d}"
 
 
-def _dataset_json(cases: int) -> dict:
-    """A dataset.json like that of MSD Task01_BrainTumour."""
+def _dataset_json(cases: int, context: str) -> dict:
+    """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
+    description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
+    if RULES[context]:
+        description += (
+            f". Context {context}: a rim is called {LABELS[ENHANCING]} where {RULES[context]}, "
+            f"else {LABELS[NON_ENHANCING]}"
+        )
     ids = [_case_id(index) for index in range(cases)]
     return {
-        "name": "BRATS phantom",
-        "description": "Made-up gliomas in made-up brains, for trials of the software; no patient's data",
+        "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",
+        "description": description,
         "tensorImageSize": "4D",
         "modality": {str(index): name for index, name in enumerate(CHANNELS)},
         "labels": {str(code): name for code, name in LABELS.items()},

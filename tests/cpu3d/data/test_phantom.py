@@ -92,6 +92,13 @@ def test_a_case_depends_on_seed_and_number_alone():
     assert not np.array_equal(image, phantom_case(SMALL, seed=2, index=2)[0])
 
 
+def test_what_is_drawn_stays_what_it_was():
+    """The numbers of version 1 as it was first written: whoever changes them makes a version 2."""
+    image, label = phantom_case(SMALL, seed=5, index=0)
+    assert np.bincount(label.ravel()).tolist() == [68193, 732, 64, 131]
+    assert np.allclose(image[image[..., 0] > 0].mean(axis=0), [235.441, 444.287, 284.083, 421.204], atol=0.01)
+
+
 def test_tumours_differ_in_place_size_and_side():
     centres, sizes = [], []
     for index in range(8):
@@ -163,10 +170,10 @@ def test_bad_arguments_are_told_together(tmp_path):
 def test_ctrl_c_keeps_finished_cases_and_says_so(tmp_path, monkeypatch):
     real = phantom_module.phantom_case
 
-    def interrupted(shape, seed, index):
+    def interrupted(shape, seed, index, context):
         if index == 1:
             raise KeyboardInterrupt
-        return real(shape, seed, index)
+        return real(shape, seed, index, context)
 
     monkeypatch.setattr(phantom_module, "phantom_case", interrupted)
     with pytest.raises(KeyboardInterrupt, match="run the same command again"):

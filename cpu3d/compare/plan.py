@@ -1,0 +1,163 @@
+"""What a comparison is to do, as it is kept in OUT/compare.json: what was asked for, and what it came to here.
+
+A second call is held to what was asked: the same goes on, more seeds are added, and anything else is refused. What it
+came to, steps, dtype, policy, patch, is decided once and then kept, so that every run of a variant is of one kind.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+from cpu3d.atomic import write_json
+from cpu3d.compare.budget import Budget, steps_for, steps_within, validate_every, voxels_of_epochs
+from cpu3d.compare.runner import Evaluation, PlannedRun
+from cpu3d.compare.variants import Resolved, Variant
+from cpu3d.errors import InputError
+from cpu3d.page import flat
+from cpu3d.training_options import as_options
+
+SCHEMA = 1
+"""Version of compare.json."""
+
+FILE = "compare.json"
+
+Json = Dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What compare.json holds."""
+
+    asked: Json
+    """What another call must ask for alike."""
+    seeds: List[int]
+    plan: List[Json]
+    """A course a variant, as `courses` makes them; empty for runs that were there already."""
+    results: Optional[Json] = None
+    """What came out; None before the last run is done."""
+
+    def save(self, out: Path) -> None:
+        write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
+
+
+def load(out: Path) -> Optional[Kept]:
+    """What a folder's compare.json holds; None where there is none. Raises InputError for a damaged one."""
+    path = Path(out) / FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        schema = content.pop("schema")
+        if schema != SCHEMA:
+            raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; choose another --out")
+        return Kept(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
+
+
+def asked_for(
+    variants: Sequence[Variant], budget: Budget, validations: int, evaluation: Evaluation, split_hash: str
+) -> Json:
+    """What tells this comparison from others. Seeds do not: there can always be more."""
+    return _plain(
+        {
+            "split_hash": split_hash,
+            "budget": vars(budget),
+            "validations": validations,
+            "evaluation": vars(evaluation),
+            "baseline": variants[0].name,
+            "variants": {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants},
+        }
+    )
+
+
+def check_same(asked: Json, kept: Kept, out: Path) -> None:
+    """Raise InputError, all differences at once, unless what is asked for is what the folder is of."""
+    before, now = dict(flat(kept.asked)), dict(flat(asked))
+    problems = [
+        f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
+        " leave it as it was, or choose another --out"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def courses(found: Sequence[Resolved], budget: Budget, validations: int) -> List[Json]:
+    """What every run of each variant does. Under a budget of minutes steps are None until their time is known."""
+    plan = [_course(one) for one in found]
+    if budget.kind == "minutes":
+        return plan
+    baseline = found[0]
+    voxels = budget.amount
+    if budget.kind == "epochs":
+        voxels = voxels_of_epochs(budget.amount, baseline.config, baseline.cases)
+    return [with_steps(course, steps_for(voxels, one.config), validations) for course, one in zip(plan, found)]
+
+
+def with_minutes(plan: Sequence[Json], minutes: float, step_s: Dict[str, float], validations: int) -> List[Json]:
+    """The plan with the steps that fill so many minutes; `step_s` are the variants' measured seconds a step."""
+    timed = [{**course, "step_s": step_s[course["name"]]} for course in plan]
+    return [with_steps(course, steps_within(minutes, course["step_s"]), validations) for course in timed]
+
+
+def with_steps(course: Json, steps: int, validations: int) -> Json:
+    """A course of so many steps."""
+    return {
+        **course,
+        "steps": steps,
+        "voxels": steps * course["step_voxels"],
+        "validate_every": validate_every(steps, course["steps_per_epoch"], validations),
+    }
+
+
+def planned_runs(plan: Sequence[Json], seeds: Sequence[int], out: Path) -> List[PlannedRun]:
+    """All runs, seed by seed, so that what is there when a long comparison is cut off can be compared."""
+    return [
+        PlannedRun(
+            course["name"],
+            seed,
+            Path(out) / "runs" / f"{course['name']}-seed{seed}",
+            run_options(course, seed, course["steps"], course["validate_every"]),
+        )
+        for seed in seeds
+        for course in plan
+    ]
+
+
+def run_options(course: Json, seed: int, steps: int, every: int) -> tuple:
+    """Those of `train` for one run of a course."""
+    return (*course["options"], "--steps", str(steps), "--validate-every", str(every), "--seed", str(seed))
+
+
+# --- Private helpers ---
+
+
+def _course(one: Resolved) -> Json:
+    variant, config, foreseen = one.variant, one.config, one.foreseen
+    recipe = ["--recipe", variant.recipe] if variant.recipe else []
+    return _plain(
+        {
+            "name": variant.name,
+            "options": [*recipe, *as_options(variant.settings)],
+            "mode": config.mode,
+            "grid": config.grid,
+            "batch": config.batch,
+            "policy": config.unet.policy,
+            "device": config.device,
+            "step_voxels": config.batch * config.grid[0] * config.grid[1] * config.grid[2],
+            "steps_per_epoch": one.steps_per_epoch,
+            "step_s": foreseen.step_s if foreseen else None,
+            "peak_bytes": foreseen.process_peak_bytes if foreseen else None,
+            "steps": None,
+            "voxels": None,
+            "validate_every": None,
+        }
+    )
+
+
+def _plain(content: Json) -> Json:
+    """As it is read back from a file."""
+    return json.loads(json.dumps(content))

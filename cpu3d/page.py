@@ -1,0 +1,64 @@
+"""What every self-contained page is made with: one style, pictures inside, numbers in words for people."""
+
+import base64
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any, List, Tuple
+
+from memory_estimator.units import GIB
+
+
+def render_page(template: Path, **content: Any) -> str:
+    """The page of a template, which includes the common style by `{% include "page.css" %}`.
+
+    Text is escaped, and a name that the template asks for and `content` lacks is an error.
+    """
+    import jinja2  # on use: importing this module stays cheap
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    helpers = {"now": now(), "flat": flat, "picture": data_url}
+    return environment.get_template(template.name).render(**helpers, **content)
+
+
+def now() -> str:
+    """This moment in the host's own time zone."""
+    return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+
+
+def data_url(png: bytes) -> str:
+    """A picture as the source of an <img>."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
+    """Nested JSON as (dotted name, value) pairs; lists of plain values stay one value."""
+    if isinstance(content, dict) and content:
+        return [
+            pair for key, value in content.items() for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(content, (list, tuple)) and not any(isinstance(value, (dict, list, tuple)) for value in content):
+        return [(prefix, ", ".join(map(str, content)) or "-")]
+    if prefix.endswith("_bytes") and isinstance(content, int):
+        return [(prefix[: -len("_bytes")], gib(content))]
+    return [(prefix, content if isinstance(content, str) else json.dumps(content))]
+
+
+def gib(size_bytes: Any) -> str:
+    """ "1.50 GiB", and "-" for nothing or what is not known."""
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes else "-"
+
+
+def percent(share: Any) -> str:
+    return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
+
+
+def duration(seconds: Any) -> str:
+    """ "1:02:03", and "-" for nothing or what is not known."""
+    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"

@@ -1,0 +1,47 @@
+"""Run folders as `train` and `evaluate` leave them, made by hand on the tiny store, and of phantoms for real ones."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from cpu3d.config import load_config, save_config
+from cpu3d.evaluate import evaluate_split
+
+
+@pytest.fixture
+def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
+    """make_run("patch", seed=1, shift=2): a run whose predictions are off by two voxels; other settings of its config.
+
+    `scored=False` leaves it without scores, `trained=False` without weights, `end` is what its last event holds.
+    """
+
+    def make(variant, seed=0, *, shift=0, scored=True, trained=True, end=None, mean_dice=0.7, **settings):
+        folder = tmp_path / "runs" / f"{variant}-seed{seed}"
+        (folder / "checkpoints").mkdir(parents=True)
+        config = load_config(tiny_run)
+        unet = dataclasses.replace(config.unet, seed=seed)
+        config = dataclasses.replace(config, **{"seed": seed, "unet": unet, "steps": 4, **settings})
+        save_config(config, folder)
+        lines = [{"event": "start", "step": 0, "host": {"cpu": "made up", "cores": 2}}]
+        for step in range(1, 5):
+            lines.append({"event": "step", "step": step, "step_s": 1.5 if step > 1 else 9.0, "rss_bytes": 2**30})
+            if step % 2 == 0:
+                lines.append({"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5})
+        default = {"reason": "finished", "step": 4, "seconds": 36.0, "peak_rss_bytes": 3 * 2**30}
+        if end != "none":
+            lines.append({"event": "end", **default, **(end or {})})
+        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        if trained:
+            for name in ("best", "last"):
+                (folder / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
+                os.utime(folder / "checkpoints" / f"{name}.npz", (1, 1))
+        if scored:
+            fake_predictor.shift = shift
+            window = list(config.grid) if config.is_patch else None
+            how = {"window": window, "one_pass": not window, "overlap": 0.5, "flips": False}
+            evaluate_split(fake_predictor, tiny_store, "test", folder, about={"fold": config.fold, "inference": how})
+        return folder
+
+    return make
