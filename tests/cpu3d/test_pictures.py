@@ -32,7 +32,7 @@ def near(picture, colour, tolerance=0.12):
 def test_the_patients_right_and_anterior_are_on_the_left_and_anterior_and_superior_on_top():
     volume, at = np.zeros((4, 5, 6)), (1, 2, 3)
     volume[3, 2, 3], volume[1, 4, 3], volume[1, 2, 5] = 1, 2, 3  # right, anterior, superior
-    axial, coronal, sagittal = (pictures._plane(volume, view, at) for view in pictures.VIEWS)
+    axial, coronal, sagittal = (pictures.plane_of(volume, view, at) for view in pictures.VIEWS)
     assert axial.shape == (5, 4)
     assert axial[2, 0] == 1
     assert axial[0, 2] == 2
@@ -109,7 +109,7 @@ def test_odd_cases_still_give_a_picture(kind):
 def test_black_is_the_background_and_not_the_dark_half_of_a_normalised_head():
     image = np.zeros((6, 6, 6), np.float16)
     image[1:5, 1:5, 1:5] = np.linspace(-2, 2, 64).reshape(4, 4, 4)
-    grey = pictures._window(image)
+    grey = pictures.grey_window(image)
     assert not grey[0].any()
     assert grey[1:5, 1:5, 1:5].min() > 0.05
 
