@@ -21,8 +21,10 @@ from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import read_records
 from cpu3d.bench.validation_page import page, summary_table
-from cpu3d.bench.windows_markdown import newest, windows_lines
+from cpu3d.bench.windows_markdown import newest as newest_windows
+from cpu3d.bench.windows_markdown import windows_lines
 from cpu3d.compare import markdown as compare_markdown
+from cpu3d.compare.study_markdown import study_lines
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
@@ -43,6 +45,8 @@ DATA = "data.jsonl"
 WINDOWS = "windows.jsonl"
 """In the folder of records: what `bench windows` measured."""
 
+RESOLUTIONS = "resolutions.jsonl"
+"""In the folder of records: what `compare --resolutions` found."""
 
 COMPARE = "compare.jsonl"
 """In the folder of records: what `compare` found."""
@@ -85,9 +89,6 @@ def tables(folder: Path) -> List[str]:
         lines += ["", *summary_table([row for row in validation(folder)[1] if row.measured.held_out])]
     if (folder / DATA).is_file():
         lines += ["", *markdown.targets_lines(read_records(folder / DATA, "data"))]
-    if (folder / WINDOWS).is_file():
-        for record in newest(read_records(folder / WINDOWS, "windows")):
-            lines += ["", *windows_lines(record)]
     if (folder / COMPARE).is_file():
         lines += ["", *compare_markdown.summary_lines(read_records(folder / COMPARE, "compare"))]
     return lines
@@ -99,8 +100,16 @@ def data_page(folder: Path) -> List[str]:
 
 
 def compare_page(folder: Path) -> List[str]:
-    """The lines of all comparisons."""
-    return compare_markdown.page_lines(read_records(folder / COMPARE, "compare"))
+    """The lines of all comparisons, of the studies of resolution, and of one pass against a sliding window."""
+    lines = ["## Whole volumes against patches", ""]
+    lines += compare_markdown.page_lines(read_records(folder / COMPARE, "compare"))
+    lines += ["## Resolution, effective batch and learning rate", ""]
+    for record in compare_markdown.newest(read_records(folder / RESOLUTIONS, "resolutions")):
+        lines += [*study_lines(record), ""]
+    lines += ["## One pass against a sliding window", ""]
+    for record in newest_windows(read_records(folder / WINDOWS, "windows")):
+        lines += [*windows_lines(record), ""]
+    return lines
 
 
 def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
