@@ -5,12 +5,12 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 venv="$root/.venv"
-stamp="$venv/installed"   # written last: without it the environment is half-made
+stamp="$venv/installed"   # written last: without it the environment is half-made; .partial says what it is to become
 log="$venv/install.log"
 
 help() {
   cat <<'HELP'
-Train a 3D U-Net on whole volumes.
+Train a 3D U-Net on whole volumes, or on patches of them.
 
   ./run.sh                      set up on the first call, then run the demo
   ./run.sh setup [--latest | --gpu]
@@ -95,13 +95,13 @@ no_python() {
     "  anywhere:       https://www.python.org/downloads or https://docs.conda.io"
 }
 
-# Sets python, version and requirements.
+# Sets python, version and requirements. A Python that was chosen before goes first.
 choose() {
   local has_avx2=yes
   if [ "$engine" != fast ]; then # TensorFlow 2.21 has no wheel for 3.9
-    find_python 3.12 3.13 3.11 3.10 || no_python 3.10
+    find_python $kept 3.12 3.13 3.11 3.10 || no_python 3.10
   else
-    find_python 3.11 3.10 3.9 3.12 3.13 || no_python 3.9
+    find_python $kept 3.11 3.10 3.9 3.12 3.13 || no_python 3.9
   fi
   [ "$cpu" = avx2 ] || has_avx2=no
   case "$platform" in
@@ -146,10 +146,11 @@ checksum() {
 # What the stamp must say: made from this very file with this Python.
 expected_stamp() { say "$requirements $version $(checksum "$requirements")"; }
 
-# The environment as it is, whichever engine was chosen for it: whole, and its requirements file unchanged since.
+# The environment as it is, whichever engine was chosen for it: whole, and its requirements file unchanged since. Where
+# it is not, requirements and version still say what was chosen, also by a set-up that was cut.
 is_ready() {
+  read -r requirements version _ 2>/dev/null <"$stamp" || read -r requirements version _ 2>/dev/null <"$stamp.partial" || return 1
   [ -f "$stamp" ] && "$venv/bin/python" -c "" 2>/dev/null || return 1
-  read -r requirements version _ <"$stamp"
   [ -f "$root/$requirements" ] && [ "$(cat "$stamp")" = "$(expected_stamp)" ]
 }
 
@@ -166,9 +167,10 @@ setup() {
   [ ! -f "$stamp" ] || mv "$stamp" "$stamp.partial"
   if ! grep -qs "^$requirements $version " "$stamp.partial" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     rm -rf "$venv"
-    "$python" -m venv "$venv" || die "$python could not make $venv; the lines above say why"
   fi
-  expected_stamp >"$stamp.partial"
+  mkdir -p "$venv"
+  expected_stamp >"$stamp.partial" # before anything is made, so that what was chosen outlives a set-up that is cut
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv; the lines above say why"
   install
   mv "$stamp.partial" "$stamp"
   say "Ready: .venv has Python $version and $requirements."
@@ -192,7 +194,7 @@ install() {
   [ "$status" = 0 ] && return
   tail -n 15 "$log" >&2
   die "installing $requirements failed; the lines above are the end of $log" \
-    "without a network or behind a proxy, see https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server; ./run.sh setup tries again"
+    "without a network or behind a proxy, see https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server; the same command tries again"
 }
 
 # run_with PYTHON MODULE ARGUMENT...: the module from this folder, whatever the caller's folder holds (SAFEPATH: Python
@@ -208,6 +210,7 @@ run() { run_with "$venv/bin/python" "$@"; }
 # --- What to do ---
 
 engine=fast
+kept="" # version of the Python that was chosen before
 command="${1:-demo}"
 [ $# -eq 0 ] || shift
 case "$command" in
@@ -232,6 +235,7 @@ if ! is_ready; then
     requirements-latest.txt) engine=latest ;;
     requirements-gpu.txt) engine=gpu ;;
   esac
+  kept="${version:-}"
   setup
 fi
 case "$command" in

@@ -26,17 +26,17 @@ COMMANDS = {
 }
 
 OVERVIEW = {
-    "demo": "make phantoms, train on them, score, report: everything once, in minutes",
+    "demo": "make phantoms, train on them, score, predict, report: everything once, in minutes",
     "phantom": "write a data set of made-up brains with tumours",
     "prepare": "read a BraTS or Decathlon data set into a store",
     "store": "look into a store, check it, change its format, add cases",
-    "train": "train a 3D U-Net on whole volumes, or continue",
-    "evaluate": "score untouched cases on their full grids",
-    "predict": "segment new cases, in their own grids",
+    "train": "train a 3D U-Net on whole volumes or on patches, or continue",
+    "evaluate": "score untouched cases on their full grids, or cross-validate folds",
+    "predict": "segment new cases, in their own grids, with one run or several",
     "export": "write a trained network for other programs: SavedModel or ONNX",
     "report": "write one report.html of a run",
-    "compare": "train whole-volume and patch runs under one budget and compare them",
-    "bench": "measure time and memory of the training step, compare engines and policies",
+    "compare": "train whole-volume and patch runs, or any variants, under one budget and compare them",
+    "bench": "measure time and memory of training, loading and inference; compare engines and policies",
     "calibrate": "measure this host's constants for the estimator, within a minute",
 }
 
@@ -46,7 +46,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        args = _parse(sys.argv[1:] if argv is None else argv)
+        args = parse(sys.argv[1:] if argv is None else argv)
         return importlib.import_module(COMMANDS[args.command]).run(args)
     except InputError as error:
         for problem in error.problems:
@@ -64,13 +64,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-# --- Private helpers ---
-
-
-def _parse(argv: List[str]) -> argparse.Namespace:
-    """Parse the command line; only the module of the subcommand that is asked for is imported."""
+def parse(argv: List[str]) -> argparse.Namespace:
+    """Read a command line; only the module of the subcommand that is asked for is imported."""
     asked = argv[0] if argv else None
-    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes.")
+    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
     for command, help_line in OVERVIEW.items():
         module = importlib.import_module(COMMANDS[command]) if command == asked else None

@@ -21,7 +21,7 @@ SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
 FREE = (
-    *("store", "epochs", "steps", "patience", "validate_every", "save_minutes", "read_mode"),
+    *("store", "epochs", "steps", "patience", "validate_every", "validations", "save_minutes", "read_mode"),
     *("device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. The last three are how a step
@@ -89,6 +89,8 @@ class RunConfig:
     """Decay of an exponential moving average of the weights, used for validation and prediction; 0 is off."""
     validate_every: int = 1
     """Epochs between validations on the whole held-out volumes."""
+    validations: int = 0
+    """Validations in all, evenly spread over the steps; 0 is by `validate_every`."""
     patience: int = 0
     """Stop after this many validations without a better mean Dice; 0 never stops."""
     save_minutes: float = 10.0
@@ -105,7 +107,7 @@ class RunConfig:
     def __post_init__(self):
         for name in ("batch", "epochs", "validate_every", "patches_per_case"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("steps", "patience", "warmup_steps", "save_minutes"):
+        for name in ("steps", "validations", "patience", "warmup_steps", "save_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         try:
             check_micro_batch(self.batch, self.micro_batch)
@@ -178,8 +180,8 @@ def config_from_json(content: Dict[str, Any]) -> RunConfig:
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values.
 
-    A micro-batch that batch norm has to keep is compared as it is computed, however it is spelled; one of another batch
-    is not, as it follows the batch.
+    Of another mode nothing else is told, as other settings follow from it. A micro-batch that batch norm has to keep is
+    compared as it is computed, however it is spelled; one of another batch is not, as it follows the batch.
     """
     left, right = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
     free = set(FREE)
@@ -189,7 +191,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     return [
         f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
         "leave it out, or train into another folder"
-        for name in {**left, **right}
+        for name in ({**left, **right} if old.mode == new.mode else ("mode",))
         if name not in free and left.get(name) != right.get(name)
     ]
 

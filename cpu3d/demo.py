@@ -1,8 +1,8 @@
 """Everything once, from nothing to a report: phantoms, store, training on whole volumes, scores, a prediction.
 
-    ./run.sh demo              whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores
-    ./run.sh demo --smoke      the same steps on small volumes, in about a minute, to see that they work
-    ./run.sh demo --policy lean    the same run with less memory, beside the other
+    ./run.sh demo                  # whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores
+    ./run.sh demo --smoke          # the same steps on small volumes, in about a minute, to see that they work
+    ./run.sh demo --policy lean    # the same run with less memory, beside the other
 
 Every step is the command that it prints. A demo that was cut off continues where it stopped.
 """

@@ -18,38 +18,39 @@ axes turned, so scores on it are scores on the original grid.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from cpu3d.atomic import writable_folder, write_json
-from cpu3d.config import load_config
 from cpu3d.data.folds import with_fold, with_folds
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import Store
 from cpu3d.ensemble import HeldOut, add_run_options, describe, joined, load_configs
 from cpu3d.errors import InputError
-from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import pick_device, read_gpus, use_device
+from cpu3d.exchange import exchanged
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference_options import Inference, add_inference_options, inference_from
+from cpu3d.inference_options import add_inference_options, inference_from
 from cpu3d.labels import code_meanings, label_from_regions
+from cpu3d.lock import locked
+from cpu3d.predictors import store_of_run, trained_predictors
 from cpu3d.progress import bar
 from cpu3d.scores import TOLERANCE_MM, CaseScores, score_case
 
 SCHEMA = 1
 """Version of scores.json."""
+
+FILES = ("predictions", "scores.json")
+"""What an evaluation consists of; the scores say whether it is complete."""
 
 METRICS = ("dice", "hd95_mm", "surface_dice")
 
@@ -64,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
     parser.add_argument("--store", type=Path, metavar="DIR", help="store folder, if it is no longer where it was")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation/ (default: the run's)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="folder for evaluation/ (default: the run's); `report` makes a page of a run's own folder alone, not of "
+        "what several runs score together",
+    )  # fmt: skip
     parser.add_argument(
         "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
         help=f"tolerance of the surface Dice in mm (default: {TOLERANCE_MM})",
@@ -80,14 +85,13 @@ def run(args: argparse.Namespace) -> int:
     runs = [run_dir.resolve() for run_dir in args.run]
     configs = load_configs(runs, some_folds=args.some_folds)
     out = _out_folder(args, runs)
-    store = open_store(args.store) if args.store else _own_store(runs[0])
-    check_same_split(runs[0], store)
+    store = store_of_run(configs[0], args.store)
     folds = [config.fold for config in configs]
     held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds]
     crossed = len(runs) > 1 and any(folds) and args.split == "val"
     if len(runs) > 1 and any(folds) and args.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
-    writable_folder(scores_path(out, args.split).parent, "evaluation")
+    folder = writable_folder(scores_path(out, args.split).parent, "evaluation")
     predictors = trained_predictors(runs, args.weights, inference)
     messages = Console(stderr=True)
     if args.split != UNTOUCHED:
@@ -98,9 +102,10 @@ def run(args: argparse.Namespace) -> int:
     predictor = HeldOut(predictors, held_out) if crossed else joined(predictors)
     view = with_folds(store, folds) if crossed else with_fold(store, folds[0])
     about = told[0] if len(runs) == 1 else {"runs": told}
-    scores = evaluate_split(
-        predictor, view, args.split, out, weights=args.weights, tolerance_mm=args.tolerance, about=about
-    )
+    with locked(folder, "evaluation"):
+        scores = evaluate_split(
+            predictor, view, args.split, out, weights=args.weights, tolerance_mm=args.tolerance, about=about
+        )
     if args.json:
         json.dump(scores, sys.stdout, indent=1)
         print()
@@ -108,21 +113,6 @@ def run(args: argparse.Namespace) -> int:
         print_scores(scores, Console())
         messages.print(f"written: {scores_path(out, args.split)}", soft_wrap=True)
     return 0
-
-
-def trained_predictor(run_dir: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:
-    """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
-    return trained_predictors([run_dir], weights, inference)[0]
-
-
-def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Optional[Inference] = None) -> List[Any]:
-    """The predictor of each run, all on one device: a GPU for patches where there is one, else the CPU."""
-    patches = any(load_config(run_dir).is_patch for run_dir in runs)
-    _, _, tf = set_up()
-    use_device(tf, pick_device("auto", "patch" if patches else "whole", read_gpus()))
-    from cpu3d.inference import load_predictor  # imports TensorFlow, so not before
-
-    return [load_predictor(run_dir, weights, inference) for run_dir in runs]
 
 
 def evaluate_split(
@@ -147,7 +137,7 @@ def evaluate_split(
     records = _cases_to_score(predictor, store, split)
     cases: List[Dict[str, Any]] = []
     scored: List[CaseScores] = []
-    with _replaced(scores_path(run_dir, split).parent) as folder:
+    with exchanged(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / "predictions").mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
@@ -201,16 +191,6 @@ def check_finite(answers: np.ndarray, case_id: str) -> None:
         raise InputError(
             f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged, "
             "train again with a lower learning rate or in float32"
-        )
-
-
-def check_same_split(run_dir: Path, store: Store) -> None:
-    """Raise InputError unless the store's split is the one the run was trained with: else test cases were seen."""
-    trained_with = load_config(run_dir).split_hash
-    if trained_with != store.manifest.split_hash:
-        raise InputError(
-            f"store {store.folder} must have the split {trained_with} that the run was trained with, got "
-            f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
         )
 
 
@@ -287,15 +267,6 @@ def _out_folder(args: argparse.Namespace, runs: Sequence[Path]) -> Path:
     return args.out.resolve() if args.out else runs[0]
 
 
-def _own_store(run_dir: Path) -> Store:
-    """The store that the run names."""
-    folder = load_config(run_dir).store
-    try:
-        return open_store(folder)
-    except InputError as error:
-        raise InputError(*error.problems, "--store must name the store's folder if it is no longer there") from None
-
-
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest = store.manifest
     problems = []
@@ -344,37 +315,3 @@ def _statistics(values: Sequence[float]) -> Dict[str, float]:
         "min": float(np.min(values)),
         "max": float(np.max(values)),
     }
-
-
-@contextlib.contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder; on success its scores.json and predictions replace those in `folder`, else those stay.
-
-    The scores leave first and arrive last: where they lie, the predictions beside them are theirs, at any moment. What
-    a killed process left in between is brought back by the next call.
-    """
-    new, old = folder / ".new", folder / ".old"
-    shutil.rmtree(new, ignore_errors=True)
-    _bring_back(old, folder)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        old.mkdir()
-        for name in ("scores.json", "predictions"):
-            if (folder / name).exists():
-                (folder / name).rename(old / name)
-        for name in ("predictions", "scores.json"):
-            (new / name).rename(folder / name)
-    finally:
-        _bring_back(old, folder)
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _bring_back(old: Path, folder: Path) -> None:
-    """Undo an exchange that was cut off, told by the missing scores; then `old` goes."""
-    if not (folder / "scores.json").exists():
-        for name in ("predictions", "scores.json"):
-            if (old / name).exists():
-                shutil.rmtree(folder / name, ignore_errors=True)
-                (old / name).rename(folder / name)
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,12 +7,11 @@ import tensorflow as tf
 
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import grid_size
-from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
+from cpu3d.patch_plan import volume_shape
 from memory_estimator.host import read_host
 
 PREPARING_FOR_A_CARD = 4
@@ -33,19 +32,12 @@ class Feeds:
             read_mode=config.read_mode,
             patches=config.is_patch,
         )
+        self.volume_shape = volume_shape(store, config)
+        """Voxels X, Y, Z of a whole volume."""
         self.resizing: Optional[Resizing] = None
         """Between a volume and what the network sees of it; None where that is the same."""
         if config.resolution < 1:
-            self.resizing = Resizing(config.grid, config.resolution, at_least=self._extent(1))
-
-    @property
-    def volume_shape(self) -> Shape3:
-        """Voxels X, Y, Z of a whole volume as it is validated on: what holds every case, and a patch."""
-        if self.resizing:
-            return self.resizing.field
-        if self.config.is_patch:
-            return tuple(max(pair) for pair in zip(self._extent(1), self.config.grid))
-        return self.config.grid
+            self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
 
     def training(self, start: int, stop: int) -> "Parts":
         """Micro-batches (image, target) from step `start` to step `stop`, as the network sees them."""
@@ -104,9 +96,6 @@ class Feeds:
             "dtype": config.unet.dtype,
             "read_mode": self.reading,
         }
-
-    def _extent(self, multiple: int) -> Shape3:
-        return grid_size(self._store, extent=self.config.extent, multiple=multiple)
 
 
 class Parts:

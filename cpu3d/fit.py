@@ -14,13 +14,14 @@ import tensorflow as tf
 from cpu3d.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.config import RunConfig
 from cpu3d.data.store import Store
+from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.feeds import Feeds, Parts
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
 from cpu3d.losses import dice_cross_entropy, hard_dice_counts
-from cpu3d.run_log import append_event, forget_after
+from cpu3d.run_log import append_event, forget_after, read_events
 from cpu3d.schedule import learning_rate
 from cpu3d.sliding_window import sliding_window
 from cpu3d.versions import versions
@@ -75,9 +76,7 @@ class Fit:
         if note:
             lines.append(f"note: {note}")
         if config.augment.resamples:
-            lines.append(
-                f"rotation and scaling: {self.feeds.resampling_cost_s():.2f} s a volume, while the step before runs"
-            )
+            lines.append(f"rotation and scaling: {self._resampling()}")
         if not self.val_cases:
             lines.append("no validation cases in this split: the last weights count as the best")
         return lines
@@ -135,6 +134,21 @@ class Fit:
         if reason == "interrupted":
             raise KeyboardInterrupt(f"saved after step {self.step}; the same command continues")
 
+    def note_end(self) -> None:
+        """Log the end of a run that was killed between its last checkpoint and that line."""
+        events = read_events(self.folder)
+        if not events or events[-1]["event"] == "end":
+            return
+        steps = [event for event in events if event["event"] == "step"]
+        self._log(
+            "end",
+            reason="finished" if self.step >= self.steps else "early stop",
+            seconds=self.trained_s,
+            peak_rss_bytes=max((event["rss_bytes"] for event in steps), default=None),
+            allocator_peak_bytes=None,
+            wait_share=sum(event["wait_s"] for event in steps) / max(sum(event["step_s"] for event in steps), 1e-9),
+        )
+
     @property
     def wait_share(self) -> float:
         """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
@@ -142,7 +156,7 @@ class Fit:
 
     def _seen(self) -> str:
         """What a step sees, in words."""
-        config, (volume, seen) = self.config, map(_words, (self.feeds.volume_shape, self.config.grid))
+        config, volume, seen = self.config, by(self.feeds.volume_shape, " x "), by(self.config.grid, " x ")
         if config.is_patch:
             return (
                 f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
@@ -150,6 +164,12 @@ class Fit:
             )
         at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
         return f"volumes: {seen} ({config.extent}){at}"
+
+    def _resampling(self) -> str:
+        """What rotation and scaling cost; of volumes it is measured, which takes a moment."""
+        if self.config.is_patch:
+            return "computed in the step"
+        return f"{self.feeds.resampling_cost_s():.2f} s a volume, while the step before runs"
 
     def _length(self) -> str:
         if self.config.steps:
@@ -196,9 +216,20 @@ class Fit:
         """Whether the last epoch is done or patience has run out: nothing is left to train."""
         return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
 
+    @property
+    def longer(self) -> str:
+        """The option that lets a run go on which is over."""
+        if self.step < self.steps:
+            return "--patience"
+        return "--steps" if self.config.steps else "--epochs"
+
     def _validation_is_due(self) -> bool:
-        between = self.steps_per_epoch * self.config.validate_every
-        return bool(self.val_cases) and (self.step % between == 0 or self.step == self.steps)
+        count = self.config.validations
+        if count:  # the i-th of them as soon as that share of the steps is done
+            due = self.step * count // self.steps > (self.step - 1) * count // self.steps
+        else:
+            due = self.step % (self.steps_per_epoch * self.config.validate_every) == 0
+        return bool(self.val_cases) and (due or self.step == self.steps)
 
     def _validate(self) -> None:
         """Hard Dice on whole held-out volumes; keeps the weights when their mean is the best so far."""
@@ -290,10 +321,6 @@ class Fit:
 
 
 # --- Private helpers ---
-
-
-def _words(shape: Tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 @tf.function

@@ -15,7 +15,8 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.errors import InputError
-from cpu3d.inference_options import Inference
+from cpu3d.host.gpu import fits_memory
+from cpu3d.inference_options import Inference, check_inference, window_of
 from cpu3d.learner import finest, weight_names
 from cpu3d.sliding_window import sliding_window
 from models.unet3d import build_unet3d
@@ -25,15 +26,17 @@ class Predictor:
     """The best weights of a run, ready for any case with the same channels."""
 
     def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Optional[Inference] = None):
+        """Raises InputError where the network cannot be applied as `inference` says."""
         self.config = config
         self.inference = inference or Inference()
+        check_inference(config, self.inference)
         self.channels: Tuple[str, ...] = config.store_channels
         """Of the store the run was trained on."""
         self.inputs: Tuple[str, ...] = config.channels
         """The run's own among them: what an image must have."""
         self.labels: Dict[int, str] = config.label_names
         self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
-        self.window = _window(config, self.inference)
+        self.window = window_of(config, self.inference)
         """Voxels X, Y, Z of the window that slides; None is one pass."""
         self.weights = weights
         """Arrays in the order of Keras."""
@@ -45,16 +48,18 @@ class Predictor:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
-        The network sees the extent it was trained on, larger where this case's brain needs it; outside of that the
-        probability is 0. Windows slide over the same extent.
+        In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
+        brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
+        probability is 0. Raises DoesNotFitError where memory runs out.
         """
         region, resizing = self.region(record), self._resizing(record)
         there = tuple(self.channels if channels is None else channels)
         picked = [there.index(name) for name in self.inputs]
-        part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
-        logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
-        return paste(tf.sigmoid(logits).numpy(), region, record.shape)
+        with fits_memory(f"the prediction of case {record.case_id}", self._smaller()):
+            part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
+            logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
+            return paste(tf.sigmoid(logits).numpy(), region, record.shape)
 
     def region(self, record: CaseRecord) -> Region:
         """What of a case is predicted, in the voxels of its image, padding included."""
@@ -69,6 +74,13 @@ class Predictor:
         else:
             size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
+
+    def _smaller(self) -> str:
+        """What to do where memory has run out."""
+        on_cpu = "--device cpu if a card ran out"
+        if self.window:
+            return f"take a --window smaller than {' '.join(map(str, self.window))}, or {on_cpu}"
+        return f"take {on_cpu}" if self.config.resolution < 1 else f"slide a --window X Y Z, or take {on_cpu}"
 
     def _needed(self, record: CaseRecord) -> Shape3:
         return record.box.size if self.config.extent == "brain" else record.shape
@@ -123,21 +135,3 @@ def load_predictor(run: Path, weights: str = "best", inference: Optional[Inferen
     if any(name not in arrays or arrays[name].shape != tuple(w.shape) for name, w in zip(names, expected)):
         raise InputError(f"checkpoint of {run} must hold the weights of its config.json, got others; restore it")
     return Predictor(config, [arrays[name] for name in names], inference)
-
-
-# --- Private helpers ---
-
-
-def _window(config: RunConfig, inference: Inference) -> Optional[Shape3]:
-    window = inference.window or (config.grid if config.is_patch and not inference.one_pass else None)
-    if window is None:
-        return None
-    if config.resolution < 1:
-        raise InputError(
-            f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out"
-        )
-    try:
-        config.unet.check_shape(tuple(window))
-    except ValueError as error:
-        raise InputError(str(error).replace("input_shape", "--window", 1)) from None
-    return tuple(window)

@@ -5,8 +5,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
+from cpu3d.config import RunConfig
+from cpu3d.data.patches import OVERLAP
 from cpu3d.data.region import Shape3
 from cpu3d.errors import InputError
+from cpu3d.host.gpu import AUTO
 
 
 @dataclass(frozen=True)
@@ -17,10 +20,12 @@ class Inference:
     """Voxels X, Y, Z of a window to slide, whatever the run was trained on."""
     one_pass: bool = False
     """The whole extent at once, whatever the run was trained on."""
-    overlap: float = 0.5
+    overlap: float = OVERLAP
     """Least share of a window that the next one along an axis covers again, 0 or more and below 1."""
     flips: bool = False
     """Mean of the logits over the eight mirror images: eight times the time."""
+    device: str = AUTO
+    """ "cpu", or a card such as "gpu:0"; "auto" is a card where there is one and a window slides."""
 
     def __post_init__(self):
         problems = []
@@ -34,7 +39,35 @@ class Inference:
             raise InputError(*problems)
 
     def to_json(self) -> Dict[str, Any]:
-        return dataclasses.asdict(self)
+        """What decides the answer: the device changes its last bits alone, so scores do not depend on it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "device"}
+
+
+def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
+    """Voxels X, Y, Z of the window that slides over this run's volumes; None for one pass."""
+    if inference.window:
+        return tuple(inference.window)
+    return tuple(config.grid) if config.is_patch and not inference.one_pass else None
+
+
+def check_inference(config: RunConfig, inference: Inference) -> None:
+    """Raise InputError, all problems together, where the run's network cannot be applied so."""
+    problems = []
+    window = window_of(config, inference)
+    if window and config.resolution < 1:
+        problems.append(f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out")
+    elif window:
+        try:
+            config.unet.check_shape(window, "--window")
+        except ValueError as error:
+            problems.append(str(error))
+    if inference.flips and not config.augment.flip:
+        problems.append(
+            "--flips must come with a run that was trained on mirror images, got one without (--no-flip or "
+            "--no-augment); leave it out"
+        )
+    if problems:
+        raise InputError(*problems)
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +78,15 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--window", type=int, nargs=3, metavar=("X", "Y", "Z"), help="slide a window, also for a run on whole volumes"
     )
-    group.add_argument("--overlap", type=float, default=0.5, metavar="S", help="of windows, a share (default: 0.5)")
     group.add_argument(
-        "--flips", action="store_true", help="mean over eight mirror images, in eight times the time"
-    )
+        "--overlap", type=float, default=OVERLAP, metavar="S",
+        help=f"of windows, a share (default: {OVERLAP:g}); in one pass there are none and it is ignored",
+    )  # fmt: skip
+    group.add_argument("--flips", action="store_true", help="mean over eight mirror images, in eight times the time")
+    group.add_argument(
+        "--device", default=AUTO, metavar="D",
+        help="auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)",
+    )  # fmt: skip
 
 
 def inference_from(args: argparse.Namespace) -> Inference:
@@ -58,4 +96,5 @@ def inference_from(args: argparse.Namespace) -> Inference:
         one_pass=args.one_pass,
         overlap=args.overlap,
         flips=args.flips,
+        device=args.device,
     )

@@ -31,6 +31,9 @@ def _lock(handle: int, folder: Path, what: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"{what} {folder} must be written by one process at a time; wait for the other") from None
+        raise InputError(
+            f"{what} {folder} must be written by one process at a time; wait for the other, which may be "
+            "left over from a command that was killed"
+        ) from None
     except OSError:
         pass

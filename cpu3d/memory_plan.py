@@ -1,33 +1,70 @@
 """What a training run will take of this host, before anything is allocated; a run that does not fit is refused.
 
-config, why = pick_policy(config, host, 8)  the fastest memory policy that fits what is free, and a line that says why
-foreseen = foresee(config, host, cases=8)   an Estimate, or None where the engine is not known to the estimator
-check_fits(foreseen, host, others)          raises DoesNotFitError with the nearest settings that fit
+volumes = volumes_of(config, store)                  what patches are of, or what is seen at a lower resolution
+config, why = pick_policy(config, host, 8, volumes)  the fastest memory policy that fits what is free, and why
+foreseen = foresee(config, host, 8, volumes)         an Estimate, or None for an engine that the estimator does not know
+check_fits(foreseen, host, others, volumes)          raises DoesNotFitError with the nearest settings that fit
 """
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.config import RunConfig
+from cpu3d.data.region import Shape3
+from cpu3d.data.store import Store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
+from cpu3d.patch_plan import volume_shape
 from memory_estimator import gpu
-from memory_estimator.calibration import find_constants
+from memory_estimator.accuracy import Accuracy
+from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.engines import installed_engine
-from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
+from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Estimate, estimate
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.units import format_bytes, format_seconds
-from models.config import UNetConfig
-
-Shape3 = Tuple[int, int, int]
 
 LOSS_MAPS = 8
 """float32 maps as large as the logits that a validation holds at a time: counted in the loss's code, not measured."""
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """The volumes of a run whose steps see less: patches of them, or all of them at a share of their resolution."""
+
+    shape: Shape3
+    """Voxels X, Y, Z at the store's resolution."""
+    resolution: float = 1.0
+    """Share of it that the network sees; 1 is patches."""
+
+    def bytes(self, job: Job) -> int:
+        """What they take beside what `job` tells of its steps: counted, not measured.
+
+        Patches: a validation alone reads whole volumes; its logits and their weights, and the loss's maps, come with
+        them. At a lower resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are
+        rotated before they are averaged down, and that is done in float32, along one axis after another.
+        """
+        unet, volumes, shrinking = job.unet, 3, 0.0
+        if self.resolution < 1:
+            volumes = 2 * job.micro + 1
+            shrinking = job.micro * 4 * unet.channels * (1 + self.resolution)
+            shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
+        volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
+        validation = 4 + LOSS_MAPS * 4 * unet.outputs
+        return round(math.prod(self.shape) * (volumes * volume + validation + shrinking))
+
+
+def volumes_of(config: RunConfig, store: Store) -> Optional[Volumes]:
+    """Those of a run, of its fold's view of a store. None where they are what its steps see, and for patches that no
+    validation follows."""
+    if config.resolution == 1 and not (config.is_patch and store.manifest.split["val"]):
+        return None
+    return Volumes(volume_shape(store, config), config.resolution)
 
 
 def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
@@ -53,7 +90,7 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
     )
 
 
-def pick_policy(config: RunConfig, host: Host, cases: int) -> Tuple[RunConfig, str]:
+def pick_policy(config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None) -> Tuple[RunConfig, str]:
     """`config` under the fastest policy that fits what is free, and why it is that one.
 
     Where none fits it is the one that takes least; speed for an engine that the estimator knows nothing of. Raises
@@ -63,7 +100,8 @@ def pick_policy(config: RunConfig, host: Host, cases: int) -> Tuple[RunConfig, s
     if job is None:
         return under(config, "speed"), "policy speed: nothing is known of this engine's memory"
     try:
-        choice = fastest_that_fits(job, _price(job, host), host.free_bytes)
+        price = _priced(host, volumes, find_constants(job.threads, host))
+        choice = fastest_that_fits(job, price, host.free_bytes)
     except ValueError as error:
         raise InputError(str(error)) from None
     reason = choice.reason(f"{format_bytes(host.free_bytes)} free")
@@ -75,21 +113,16 @@ def under(config: RunConfig, policy: str) -> RunConfig:
     return dataclasses.replace(config, unet=dataclasses.replace(config.unet, policy=policy))
 
 
-def foresee(config: RunConfig, host: Host, cases: int, volume: Optional[Shape3] = None) -> Optional[Estimate]:
+def foresee(config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None) -> Optional[Estimate]:
     """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of.
 
-    `volume` is the shape that a run on patches validates on: it may be far larger than what its steps see, so what it
-    takes is added to the upper bound. Raises InputError where the host's calibration cannot be read.
+    What `volumes` take is in the upper bound. Raises InputError where the host's calibration cannot be read.
     """
     job = job_of(config, thread_plan(host).intra_op, cases)
     try:
-        foreseen = job and _price(job, host)(job)
+        return job and _priced(host, volumes, find_constants(job.threads, host))(job)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if foreseen is None or volume is None:
-        return foreseen
-    bound = foreseen.upper_bound_bytes + _validation_bytes(config.unet, volume)
-    return dataclasses.replace(foreseen, upper_bound_bytes=bound)
 
 
 def describe(foreseen: Optional[Estimate], host: Host) -> List[str]:
@@ -116,37 +149,59 @@ def describe_card(config: RunConfig) -> List[str]:
     ]
 
 
-def check_card(config: RunConfig, cards: Sequence[Gpu]) -> None:
-    """Raise DoesNotFitError where the run's card may not hold a step; nothing for a run on the CPU."""
+def check_card(config: RunConfig, cards: Sequence[Gpu], *, continued: bool = False) -> None:
+    """Raise DoesNotFitError where the run's card may not hold a step; nothing for a run on the CPU.
+
+    A run that is `continued` has to keep its patch and its network.
+    """
     if config.device == "cpu":
         return
     needed, card = _card_bytes(config), card_of(config.device, cards)
-    if card.free_bytes is not None and needed > card.free_bytes:
-        raise DoesNotFitError(
-            f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
-            f"{format_bytes(card.memory_bytes)}; choose a smaller --patch, --batch or --filters, or --force"
-        )
+    if card.free_bytes is None or needed <= card.free_bytes:
+        return
+    parts = "a smaller --micro-batch, " if config.micro > 1 else ""
+    if continued:
+        parts = "" if config.unet.norm == "batch" else parts
+        advice = f"free some of it, or take another --device, {parts}or --force"
+    else:
+        size = "a smaller --patch" if config.is_patch else "--mode patch"
+        advice = f"choose {size}, {parts}fewer --filters, or --force"
+    raise DoesNotFitError(
+        f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
+        f"{format_bytes(card.memory_bytes)}; {advice}"
+    )
 
 
 def check_fits(
-    foreseen: Optional[Estimate], host: Host, grids: Sequence[Tuple[str, Shape3]] = (), *, continued: bool = False
+    foreseen: Optional[Estimate],
+    host: Host,
+    grids: Sequence[Tuple[str, Shape3]] = (),
+    volumes: Optional[Volumes] = None,
+    *,
+    continued: bool = False,
 ) -> None:
     """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
 
-    `grids` are the grids that the store offers besides, each with its option. A run that is `continued` may change its
-    policy and, but for batch norm, its micro-batch; it has to keep its other settings: else it is another run. Between
-    the predicted peak and the upper bound it is a matter of luck whether a run is killed: luck is not for long runs.
+    `grids` are the grids that may be had besides, each with its option, the largest first. A run that is `continued`
+    may change its policy and, but for batch norm, its micro-batch; it has to keep its other settings: else it is
+    another run. Between the predicted peak and the upper bound it is a matter of luck whether a run is killed: luck is
+    not for long runs.
     """
     if foreseen is None or foreseen.upper_bound_bytes <= host.free_bytes:
         return
-    price: Price = lambda job: estimate(job, foreseen.constants, foreseen.accuracy, host.memory_bytes)  # noqa: E731
+    price = _priced(host, volumes, foreseen.constants, foreseen.accuracy)
     same = nearest(foreseen.job, price, host.free_bytes, same_training=True) if continued else []
+    grids = _mildest(grids, foreseen.job, price, host.free_bytes)
     options = same or nearest(foreseen.job, price, host.free_bytes, grids=grids)
     fits = "; ".join(map(str, options)) or "nothing smaller does"
     advice = f"what fits: {fits}; or --force"
     if continued and not same:
         advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
-    what = "the allocator's regions, which double in size," if foreseen.regions_short else "this training,"
+    what = "this training,"
+    if foreseen.regions_short:
+        what = "the allocator's regions, which double in size,"
+    elif volumes and 2 * volumes.bytes(foreseen.job) > foreseen.upper_bound_bytes:
+        what = "this training, most of it validation on whole volumes,"
     raise DoesNotFitError(
         f"memory must hold {what} up to {format_bytes(foreseen.upper_bound_bytes)}, got "
         f"{format_bytes(host.free_bytes)} free; {advice}"
@@ -166,20 +221,41 @@ def for_log(foreseen: Optional[Estimate]) -> Dict[str, Union[int, float, str]]:
     }
 
 
+def card_for_log(config: RunConfig) -> Dict[str, Union[int, str]]:
+    """What the run's log keeps of the plan of a run on a card, whose allocator holds all but the context."""
+    card_bytes = _card_bytes(config)
+    return {
+        "allocator_peak_bytes": card_bytes - gpu.CONTEXT_BYTES,
+        "card_bytes": card_bytes,
+        "constants": "assumed, not verified on a GPU",
+    }
+
+
 # --- Private helpers ---
-
-
-def _validation_bytes(unet: UNetConfig, volume: Shape3) -> int:
-    """A volume in use, one ahead and one in preparation; blended logits and their weights; the loss's float32 maps."""
-    value_bytes = DTYPE_BYTES[unet.dtype]
-    return math.prod(volume) * (3 * (unet.channels * value_bytes + unet.outputs) + 4 + LOSS_MAPS * 4 * unet.outputs)
 
 
 def _card_bytes(config: RunConfig) -> int:
     return gpu.gpu_bytes(job_of(dataclasses.replace(config, engine="stock"), threads=1, cases=0))
 
 
-def _price(job: Job, host: Host) -> Price:
-    """What jobs of these threads take on this host. Raises ValueError where its calibration cannot be read."""
-    constants = find_constants(job.threads, host)
-    return lambda one: estimate(one, constants, host_bytes=host.memory_bytes)
+def _priced(
+    host: Host, volumes: Optional[Volumes], constants: HostConstants, accuracy: Optional[Accuracy] = None
+) -> Price:
+    """What jobs take on this host, the run's volumes in their upper bound."""
+
+    def price(job: Job) -> Estimate:
+        said = estimate(job, constants, accuracy, host.memory_bytes)
+        beside = volumes.bytes(job) if volumes else 0
+        return dataclasses.replace(said, upper_bound_bytes=said.upper_bound_bytes + beside)
+
+    return price
+
+
+def _mildest(
+    grids: Sequence[Tuple[str, Shape3]], job: Job, price: Price, budget_bytes: int
+) -> Sequence[Tuple[str, Shape3]]:
+    """Of grids, largest first, the first one that fits; the last where none does."""
+    for option, shape in grids:
+        if price(dataclasses.replace(job, shape=shape)).upper_bound_bytes <= budget_bytes:
+            return [(option, shape)]
+    return grids[-1:]

@@ -31,10 +31,11 @@ from cpu3d.data.case import load_case
 from cpu3d.data.layouts import CaseFiles, case_files
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.ensemble import add_run_options, describe, joined, load_configs
-from cpu3d.errors import InputError
-from cpu3d.evaluate import check_finite, trained_predictors
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.evaluate import check_finite
 from cpu3d.inference_options import add_inference_options, inference_from
 from cpu3d.labels import THRESHOLD, code_meanings, label_from_regions, region_mask
+from cpu3d.predictors import trained_predictors
 from cpu3d.progress import bar
 
 SCHEMA = 1
@@ -74,18 +75,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     for code, meaning in code_meanings(predictor.regions, predictor.labels).items():
         console.print(f"code {code}: {meaning}", highlight=False)
-    done = []
+    done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for files in cases:
             try:
                 done.append(predict_case(predictor, files, args.out, probabilities=args.probabilities, about=about))
             except InputError as error:
                 problems.extend(error.problems)
+                kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
     if done:
         console.print(_table(done, predictor.regions))
     if problems:
-        raise InputError(*problems)
+        raise kind(*problems)
     return 0
 
 

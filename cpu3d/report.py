@@ -16,6 +16,7 @@ import numpy as np
 from cpu3d import pictures
 from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.evaluate import ranked, scores_path, warning
 from cpu3d.labels import region_mask
@@ -65,6 +66,7 @@ def render(files: RunFiles) -> str:
         title=f"Report of {files.folder.name}",
         files=files,
         config=sorted(flat(files.config)),
+        mode=files.config["mode"],
         starts=starts,
         facts=_facts(files, starts),
         missing=_missing(files),
@@ -74,7 +76,7 @@ def render(files: RunFiles) -> str:
         score_pictures=_score_pictures(scores) if scores else [],
         cases=_overlays(files) if scores else [],
         curves=_curves(events),
-        costs=_costs(events, scores),
+        costs=_costs(events, files.config, scores),
         foreseen=_foreseen(starts, events),
         split=files.store.manifest.split if files.store else {},
         colours=(pictures.PREDICTION_ONLY, pictures.TRUTH_ONLY, pictures.BOTH),
@@ -86,29 +88,66 @@ def render(files: RunFiles) -> str:
 
 def _facts(files: RunFiles, starts: Sequence[Mapping[str, Any]]) -> List[Tuple[str, str]]:
     """Name and value of what tells this run from others."""
-    manifest = files.store.manifest if files.store else None
+    config, manifest = files.config, files.store.manifest if files.store else None
     end = _end(files.events)
     steps = [event["step"] for event in files.events if event["event"] == "step"]
     first, last = (starts[0], starts[-1]) if starts else ({}, {})
     facts = [
         ("run", str(files.folder)),
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
-        ("store", str(files.config.get("store", "-"))),
-        ("split hash", str(files.config.get("split_hash") or first.get("split_hash") or "-")),
+        ("store", str(config.get("store", "-"))),
+        ("split hash", str(config.get("split_hash") or first.get("split_hash") or "-")),
+        *([("fold", config["fold"])] if config["fold"] else []),
         ("started", _when(first.get("time"))),
         ("steps", f"{max(steps):,}" if steps else "0"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
-        ("channels", ", ".join(files.config.get("channels", [])) or "-"),
-        ("grid", _grid(last.get("grid"))),
+        ("channels", ", ".join(config.get("channels", [])) or "-"),
+        *_seen(config, last.get("grid")),
         ("parameters", f"{last['parameters']:,}" if isinstance(last.get("parameters"), int) else "-"),
         ("precision", str(last.get("precision", "-"))),
         ("policy", str(last.get("policy", "-"))),
         ("micro-batch", str(last.get("micro_batch", "-"))),
         ("engine", str(last.get("engine", "-"))),
+        ("device", _device(last, config)),
     ]
+    if files.scores:
+        facts.append(("inference", _inference(files.scores)))
     if len(starts) > 1:
         facts.append(("restarts", ", ".join(f"at step {event.get('step', '?')}" for event in starts[1:])))
     return facts
+
+
+def _seen(config: Mapping[str, Any], grid: Any) -> List[Tuple[str, str]]:
+    """What a step saw of a case."""
+    if config["mode"] == "patch":
+        count = f"{config['patches_per_case']} an epoch, {percent(config['foreground'])} around labels"
+        return [("mode", "patches"), ("patch", _shape(grid)), ("patches of a case", count)]
+    share = config["resolution"]
+    at = [("resolution", f"{share:g} of the store's")] if share < 1 else []
+    return [("mode", "whole volumes"), ("grid", _shape(grid)), *at]
+
+
+def _inference(scores: Mapping[str, Any]) -> str:
+    """How the network was applied to the cases that were scored; "-" where the scores are too old to say."""
+    runs = scores.get("runs") or [scores]
+    ways = "; ".join({_way(run.get("inference")): None for run in runs})
+    if len(runs) == 1:
+        return ways
+    crossed = all("held_out" in run for run in runs)
+    return f"{ways}; {'each case by the fold that held it out' if crossed else f'mean of {len(runs)} runs'}"
+
+
+def _way(inference: Optional[Mapping[str, Any]]) -> str:
+    if not inference:
+        return "-"
+    window = inference.get("window")
+    way = f"window of {_shape(window)}, {100 * inference.get('overlap', 0):g} % overlap" if window else "in one pass"
+    return f"{way}, mean of 8 mirror images" if inference.get("flips") else way
+
+
+def _device(start: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """That of an attempt, as its start says; those of older logs do not, and were on the CPU as the settings are."""
+    return str(start.get("device") or config["device"])
 
 
 def _missing(files: RunFiles) -> List[str]:
@@ -126,7 +165,9 @@ def _missing(files: RunFiles) -> List[str]:
     return notes
 
 
-def _costs(events: Sequence[Mapping[str, Any]], scores: Optional[Mapping[str, Any]]) -> List[Tuple[str, str, str]]:
+def _costs(
+    events: Sequence[Mapping[str, Any]], config: Mapping[str, Any], scores: Optional[Mapping[str, Any]]
+) -> List[Tuple[str, str, str]]:
     """Memory and time: (what, value, how it was told)."""
     steps = [event for event in events if event["event"] == "step"]
     end = _end(events)
@@ -134,15 +175,10 @@ def _costs(events: Sequence[Mapping[str, Any]], scores: Optional[Mapping[str, An
     extra_s = sum(_column([event for event in events if event["event"] in ("validation", "checkpoint")], "seconds"))
     ends = [event for event in events if event["event"] == "end"]
     peak = max([0, *_column(ends, "peak_rss_bytes"), *_column(steps, "rss_bytes")])
-    allocated = max([0, *_column(ends, "allocator_peak_bytes")])
     wait_share = sum(wait_s) / sum(step_s) if sum(step_s) else None
     rows = [
         ("peak memory of the process", gib(peak), "largest resident set in the log"),
-        (
-            "peak of TensorFlow's allocator",
-            gib(allocated),
-            "with ITEX it holds oneDNN's scratch",
-        ),
+        *_allocated(events, config),
         ("time per step", f"{np.median(step_s):.2f} s" if step_s else "-", "median"),
         ("waiting for data", percent(wait_share), "of the time of the steps"),
         (
@@ -158,6 +194,24 @@ def _costs(events: Sequence[Mapping[str, Any]], scores: Optional[Mapping[str, An
         )
         rows.append(("scoring", f"{np.median(_column(scores['cases'], 'score_s')):.1f} s a volume", "median"))
     return [row for row in rows if row[1] != "-"]
+
+
+def _allocated(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> List[Tuple[str, str, str]]:
+    """The allocator's peak on every device that an attempt ended on: TensorFlow has one allocator for each."""
+    device, peaks = _device({}, config), {}
+    for event in events:
+        if event["event"] == "start":
+            device = _device(event, config)
+        elif event["event"] == "end":
+            peaks[device] = max([peaks.get(device, 0), *_column([event], "allocator_peak_bytes")])
+    what = "peak of TensorFlow's allocator"
+    rows = []
+    for device, peak in peaks.items():
+        if device == "cpu":
+            rows.append((what, gib(peak), "with ITEX it holds oneDNN's scratch"))
+        else:
+            rows.append((f"{what} on {device}", gib(peak), "cuDNN's workspaces are in it, CUDA's context is not"))
+    return rows
 
 
 def _foreseen(starts: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> List[Tuple[str, ...]]:
@@ -183,6 +237,8 @@ def _foreseen(starts: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
         ),
     ):
         told, found = predicted.get(key), measured.get(measured_key)
+        if not told:
+            continue
         off = f"{told / found - 1:+.1%}" if told and found else "-"
         rows.append((name, show(told), show(found), off))
     return rows
@@ -202,8 +258,8 @@ def _when(iso: Any) -> str:
     return str(iso).replace("T", " ")[:19] if iso else "-"
 
 
-def _grid(grid: Any) -> str:
-    return " \u00d7 ".join(map(str, grid)) if grid else "-"
+def _shape(shape: Any) -> str:
+    return by(shape, " \u00d7 ") if shape else "-"
 
 
 # --- Private helpers: pictures ---

@@ -1,6 +1,6 @@
 """A network over a volume larger than its patch: one tile after another, blended by Gaussian weights.
 
-    logits = sliding_window(network, image, (128, 128, 128), overlap=0.5)
+    logits = sliding_window(network, image, (128, 128, 128))
 
 A tile's border has seen the least around it, so the middle of a tile counts most: a Gaussian whose standard deviation
 is an eighth of the patch, as in nnU-Net (Isensee et al. 2021). The mean over tiles is a running one, mean += (answer -
@@ -11,21 +11,19 @@ from typing import Any, Callable
 
 import numpy as np
 
-from cpu3d.data.patches import patch_grid
+from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.region import Shape3, whole
 
 SIGMA_SHARE = 1 / 8
 """Standard deviation of the weights in sizes of the patch: nnU-Net's and MONAI's."""
 
 
-def sliding_window(
-    network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = 0.5, *, progress: Any = None
-) -> np.ndarray:
+def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
     """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
 
     `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles cover the image evenly, each with
     at least the share `overlap` of it covered by the next one along an axis, 0 or more and below 1; they are those of
-    `patch_grid`. In memory: the answer, a weight a voxel, and one tile's own. `progress` is called after every tile.
+    `patch_grid`. In memory: the answer, a weight a voxel, and one tile's own.
 
     Raises ValueError for an image smaller than the patch.
     """
@@ -44,8 +42,6 @@ def sliding_window(
         answer -= mean[here]
         answer *= (weight / weights[here])[..., None]
         mean[here] += answer
-        if progress:
-            progress()
     return mean
 
 

@@ -5,7 +5,7 @@
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
-The same command again continues a run that was cut off; a longer --epochs extends a finished one.
+The same command again continues a run that was cut off; a larger --epochs, or --steps, extends a finished one.
 """
 
 import argparse
@@ -23,15 +23,17 @@ from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, check_names, open_store
+from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.host.apply import describe, engine_name, in_force, set_up
-from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, read_gpus, use_device
+from cpu3d.host.gpu import Gpu, HostGpus, best_dtype, card_of, fits_memory, pick_device, why_no_card
 from cpu3d.lock import locked
-from cpu3d.patch_plan import check_patch, patch_of_card, patches_per_case, usual_patch
+from cpu3d.patch_plan import check_patch, patch_of_card, patch_of_memory, patches_per_case, usual_patch
 from cpu3d.recipes import RECIPES
 from cpu3d.run_log import read_events
 from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, chosen_settings, with_settings
 from memory_estimator.estimate import Estimate
+from memory_estimator.gpu import patch_shapes
 from memory_estimator.host import Host, read_host
 
 
@@ -64,28 +66,31 @@ def train(
     """
     store = open_store(store_folder)
     store.check_split()
-    host, gpus = read_host(), read_gpus()
+    host, gpus = read_host(), HostGpus()
     config = resolve(store, run_folder, host, settings or {}, recipe, gpus)
     store = with_fold(store, config.fold)
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
+    if config.device == "cpu":
+        _say(*why_no_card((settings or {}).get("device", saved.device if saved else "auto"), config.mode, gpus))
     pick = (settings or {}).get("policy", saved.unet.policy if saved else "auto") == "auto"
-    config, foreseen = _foresee(config, host, store, pick=pick, force=force)
+    volumes = memory_plan.volumes_of(config, store)
+    config, foreseen = _foresee(config, host, store, volumes, pick=pick, force=force)
 
     def check_fits() -> None:
         if not force:
-            memory_plan.check_card(config, gpus)
-            memory_plan.check_fits(foreseen, host, _other_grids(store, config), continued=saved is not None)
+            goes_on = saved is not None
+            memory_plan.check_card(config, gpus, continued=goes_on)
+            memory_plan.check_fits(foreseen, host, _other_grids(store, config), volumes, continued=goes_on)
 
     if saved is None:
         check_fits()
-    _, threads, tf = set_up(config.engine)
-    use_device(tf, config.device)
+    _, threads, tf = set_up(config.engine, config.device)
     engine = engine_name(tf)
 
     from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
 
     writable_folder(run_folder, "run")
-    with locked(run_folder, "run"):
+    with locked(run_folder, "run"), fits_memory("a training step", _smaller(config)):
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         fit = Fit(store, run_folder, config)
         if saved is not None and not fit.is_over:  # one that is over takes no memory any more
@@ -93,9 +98,12 @@ def train(
         save_config(config, run_folder)
         _say(*describe(host, threads, engine), *fit.plan(), *_changes(run_folder, engine, saved, config))
         if fit.is_over:
-            _say(f"nothing to do after step {fit.step}; a larger --epochs goes on")
+            fit.note_end()
+            _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
         else:
-            fit.log_start(host, engine, in_force(threads), memory_plan.for_log(foreseen))
+            on_cpu = config.device == "cpu"
+            predicted = memory_plan.for_log(foreseen) if on_cpu else memory_plan.card_for_log(config)
+            fit.log_start(host, engine, in_force(threads), predicted)
             fit.run()
     return config
 
@@ -110,9 +118,9 @@ def resolve(
 ) -> RunConfig:
     """The whole configuration of a run: recipe or saved run, then the chosen settings, then what store and host decide.
 
-    How a saved run computes its steps, in dtype, policy and micro-batch, only a setting changes, no recipe. A new run's
-    policy is left for `train` to pick by memory. Raises InputError when the settings do not suit the store, or when a
-    saved run cannot continue under them.
+    How a saved run computes its steps, in device, dtype, policy and micro-batch, only a setting changes, no recipe. A
+    new run's policy is left for `train` to pick by memory. Raises InputError when the settings do not suit the store,
+    or when a saved run cannot continue under them.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
@@ -120,13 +128,17 @@ def resolve(
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:
         config = with_settings(start, settings)
-        config = _for_store(config, with_fold(store, config.fold))
+        if saved and saved.mode != config.mode:
+            raise InputError(*differences(saved, config))
+        view = with_fold(store, config.fold)
+        config = _for_store(config, view)
         config = _for_host(config, saved, host, settings, gpus)
         if saved and "micro_batch" not in settings and saved.batch == config.batch:
             config = dataclasses.replace(config, micro_batch=saved.micro_batch)
         config = _with_grid(config, saved, store, settings, gpus)
     except ValueError as error:
         raise InputError(str(error)) from None
+    _check_batch(config, len(view.manifest.split["train"]))
     if saved is not None:
         problems = differences(saved, config)
         if problems:
@@ -145,7 +157,13 @@ def _say(*lines: str) -> None:
 
 
 def _foresee(
-    config: RunConfig, host: Host, store: Store, *, pick: bool, force: bool
+    config: RunConfig,
+    host: Host,
+    store: Store,
+    volumes: Optional[memory_plan.Volumes],
+    *,
+    pick: bool,
+    force: bool,
 ) -> Tuple[RunConfig, Optional[Estimate]]:
     """The run with its policy, picked where that was left open, and the plan, which is said too.
 
@@ -155,10 +173,9 @@ def _foresee(
         _say(*memory_plan.describe_card(config))
         return memory_plan.under(config, "speed") if pick else config, None
     cases = len(store.cases("train")) * config.patches_per_case
-    volume = grid_size(store, extent=config.extent, multiple=1) if config.is_patch else None
     try:
-        config, why = memory_plan.pick_policy(config, host, cases) if pick else (config, "")
-        foreseen = memory_plan.foresee(config, host, cases, volume)
+        config, why = memory_plan.pick_policy(config, host, cases, volumes) if pick else (config, "")
+        foreseen = memory_plan.foresee(config, host, cases, volumes)
     except InputError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
@@ -168,19 +185,20 @@ def _foresee(
     return config, foreseen
 
 
-def _free_memory(device: str, gpus: Sequence[Gpu]) -> str:
-    free_bytes = card_of(device, gpus).free_bytes
-    if free_bytes is None:
-        raise InputError(
-            f"the memory of {device} must be known, its driver is silent; give --gpu-memory or --patch"
-        )
-    return f"{free_bytes}B"
+def _smaller(config: RunConfig) -> str:
+    """What to do where a step has run out of memory. A run that continues keeps its grid."""
+    if config.is_patch:
+        return "train into another folder with a smaller --patch, or with less --gpu-memory"
+    return "take --policy lean, or train into another folder with fewer --filters"
 
 
 def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
-    """The grid that the store gives at the other extent, with the option for it, where it is smaller."""
+    """Smaller grids that the run could have, each with its option, the largest first."""
+    if config.is_patch:
+        *smaller, _ = patch_shapes(config.grid, config.unet.divisor)
+        return [(f"--patch {by(shape, ' ')}", shape) for shape in reversed(smaller)]
     brain = grid_size(store, extent="brain", multiple=config.unet.divisor)
-    smaller = config.mode == "whole" and config.resolution == 1 and config.extent == "full" and brain != config.grid
+    smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
     return [("--extent brain", brain)] if smaller else []
 
 
@@ -208,9 +226,6 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
     regions = config.regions or tuple(manifest.regions)
     check_names("channels", channels, manifest.channels)
     check_names("regions", regions, tuple(manifest.regions))
-    cases = len(manifest.split["train"])
-    if config.batch > cases:
-        raise InputError(f"batch must be at most the {cases} training cases, got {config.batch}; lower it")
     unet = dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed)
     return dataclasses.replace(
         config,
@@ -229,7 +244,7 @@ def _for_host(
     config: RunConfig, saved: Optional[RunConfig], host: Host, settings: Dict[str, Any], gpus: Sequence[Gpu]
 ) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
-    own = config.device if saved or config.device != "cpu" else "auto"
+    own = saved.device if saved else config.device if config.device != "cpu" else "auto"
     device = pick_device(settings.get("device", own), config.mode, gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
@@ -246,20 +261,33 @@ def _with_grid(
     config: RunConfig, saved: Optional[RunConfig], store: Store, settings: Dict[str, Any], gpus: Sequence[Gpu]
 ) -> RunConfig:
     """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
-    grid = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
+    extent, divisor = grid_size(store, extent=config.extent, multiple=1), config.unet.divisor
+    grid = network_grid(extent, config.resolution, divisor)
     if not config.is_patch:
         odd = [name for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground") if name in settings]
         if odd:
             raise InputError(f"--{odd[0].replace('_', '-')} must come with --mode patch, got mode whole; add it")
-        seen = network_grid(grid, config.resolution, config.unet.divisor)
-        return dataclasses.replace(config, grid=seen, patches_per_case=1)
+        return dataclasses.replace(config, grid=grid, patches_per_case=1)
+    whole = memory_plan.job_of(dataclasses.replace(config, grid=grid, engine="stock"), threads=1, cases=0)
     if "patch" in settings:
         patch = tuple(settings["patch"])
-    elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
-        whole = memory_plan.job_of(dataclasses.replace(config, grid=grid, engine="stock"), threads=1, cases=0)
-        patch = patch_of_card(whole, settings.get("gpu_memory") or _free_memory(config.device, gpus))
+    elif "gpu_memory" in settings:
+        patch = patch_of_memory(whole, settings["gpu_memory"])
+    elif saved is not None:
+        patch = saved.grid
+    elif config.device != "cpu":
+        patch = patch_of_card(whole, card_of(config.device, gpus))
     else:
-        patch = saved.grid if saved and saved.is_patch else usual_patch(grid)
+        patch = usual_patch(grid, divisor)
     check_patch(patch, grid, config.unet)
     count = settings.get("patches_per_case") or (saved.patches_per_case if saved else patches_per_case(grid, patch))
     return dataclasses.replace(config, grid=patch, patches_per_case=count)
+
+
+def _check_batch(config: RunConfig, cases: int) -> None:
+    """Raise InputError for a batch that no epoch fills: there would be no step."""
+    seen = cases * config.patches_per_case
+    if config.batch > seen:
+        what = f"{seen} patches of an epoch" if config.is_patch else f"{cases} training cases"
+        more = ", or raise --patches-per-case" if config.is_patch else ""
+        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")

@@ -68,10 +68,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     network("--deep-supervision", action="store_true", help="a loss at every decoder level")
     network("--dtype", choices=("auto", *DTYPES), help="compute dtype (default: bfloat16 where the CPU has it)")
     training = _group(parser, "training")
-    training(
-        "--epochs", type=int, metavar="N", help="passes over the training cases (default: 100); the decay spans them"
-    )
-    training("--steps", type=int, metavar="N", help="optimizer steps in all, instead of --epochs")
+    length = training.group.add_mutually_exclusive_group()
+    length.add_argument(
+        "--epochs", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="passes over the training cases (default: 100); the decay spans them",
+    )  # fmt: skip
+    length.add_argument(
+        "--steps", type=int, metavar="N", default=argparse.SUPPRESS, help="optimizer steps in all, instead of --epochs"
+    )  # fmt: skip
     training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
     training(
         "--micro-batch",
@@ -91,7 +95,15 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training("--schedule", choices=SCHEDULES, help="decay of the learning rate (default: cosine)")
     training("--warmup-steps", type=int, metavar="N", help="default: 10")
     training("--ema", type=float, metavar="D", help="decay of averaged weights, such as 0.99 (default: 0, off)")
-    training("--validate-every", type=int, metavar="N", help="epochs between validations (default: 1)")
+    often = training.group.add_mutually_exclusive_group()
+    often.add_argument(
+        "--validate-every", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="epochs between validations (default: 1)",
+    )  # fmt: skip
+    often.add_argument(
+        "--validations", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="validations in all, evenly spread, instead of that",
+    )  # fmt: skip
     training("--patience", type=int, metavar="N", help="stop after N validations without gain (default: 0, never)")
     training("--save-minutes", type=float, metavar="M", help="longest time between checkpoints (default: 10)")
     training("--seed", type=int, metavar="S", help="of weights, order and augmentation (default: 0)")
@@ -111,7 +123,8 @@ def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
 
 def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
     """`config` with the chosen settings in their places, but what is "auto" and the size of a patch, which the host
-    decides. Raises ValueError or InputError for values out of range.
+    decides. What is chosen in epochs takes the place of what `config` may have in steps and numbers. Raises ValueError
+    or InputError for values out of range.
     """
     settings = dict(settings)
     augment = NO_AUGMENT if settings.pop("no_augment", False) else config.augment
@@ -120,6 +133,9 @@ def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in _among(settings, RUN_FIELDS - {"unet"}).items()}
     if own.get("device") == "auto":
         del own["device"]
+    for name, instead in (("epochs", "steps"), ("validate_every", "validations")):
+        if name in own:
+            own.setdefault(instead, 0)
     return dataclasses.replace(config, **own, unet=unet, augment=augment)
 
 

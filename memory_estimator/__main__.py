@@ -29,6 +29,7 @@ from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.options import add_job_options, add_source_options, job_from, policy_is_open, source_job
+from memory_estimator.saved_run import notes_on_run
 from memory_estimator.units import format_bytes, parse_bytes
 from models.config import POLICIES
 
@@ -82,6 +83,7 @@ def _answer(args: argparse.Namespace) -> int:
     job = asked.job
     fits = asked.upper_bound_bytes <= memory_bytes
     advice = planner.advice(asked, price, memory_bytes)
+    notes = notes_on_run(args.run) if args.run else []
     caveats = asked.constants.for_threads(job.threads).caveats(None if args.calibration else host())
     policies = POLICIES if args.plan else ()
     plans = [planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in policies]
@@ -95,6 +97,7 @@ def _answer(args: argparse.Namespace) -> int:
         content = {**asked.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
         content["policy"] = {"name": job.policy, "picked": bool(choice), "reason": picked or "given"}
         content["constants"]["caveats"] = caveats
+        content["notes"] = notes
         if args.plan:
             content["plan"] = [one.to_json() for one in plans]
             content["savings"] = [option.to_json() for option in savings]
@@ -103,7 +106,7 @@ def _answer(args: argparse.Namespace) -> int:
         print(json.dumps(content))
     else:
         report.print_estimate(
-            asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats, picked=picked
+            asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats, picked=picked, notes=notes
         )
         if args.plan:
             report.print_plan(plans, savings, asked, memory_bytes=memory_bytes)

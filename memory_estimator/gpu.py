@@ -11,8 +11,7 @@ from memory_estimator.planner import largest_number
 from memory_estimator.program import StepOp, Tensor
 from memory_estimator.training_step import training_step
 from memory_estimator.units import format_bytes
-
-Shape3 = Tuple[int, int, int]
+from models.layer_plan import Shape3
 
 CONTEXT_BYTES = 2**30
 """CUDA's context, cuDNN's and cuBLAS's handles and kernels."""
@@ -68,28 +67,36 @@ def largest_patch(job: Job, memory_bytes: int) -> Optional[Patch]:
     return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape))
 
 
-def patch_for(job: Job, memory_bytes: int) -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits."""
+def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits.
+
+    `name` is what the error calls the memory.
+    """
     found = largest_patch(job, memory_bytes)
     if found:
         return found.job.shape
-    least = _of(job, patch_shapes(job.shape, job.unet.divisor)[0])
+    least = _of(job, least_patch(job.shape, job.unet.divisor))
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
     raise ValueError(
-        f"gpu_memory must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
+        f"{name} must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
         f"{format_bytes(gpu_bytes(least))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
     )
+
+
+def least_patch(volume: Shape3, divisor: int) -> Shape3:
+    """The smallest patch of a `volume` that a network learns from: BOTTOM voxels along each axis at the deepest level,
+    or as many as the volume has."""
+    return tuple(min(BOTTOM * divisor, side) for side in volume)
 
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
     """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
 
     Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
-    the volume, of equals the first. The first patch leaves BOTTOM voxels along each axis at the deepest level, or as
-    many as the volume has. All axes are divisible, as the volume's are.
+    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are.
     """
-    shape = [min(BOTTOM * divisor, side) for side in volume]
+    shape = list(least_patch(volume, divisor))
     shapes = [tuple(shape)]
     while shapes[-1] != tuple(volume):
         axis = min((axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis])

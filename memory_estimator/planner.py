@@ -14,8 +14,8 @@ from memory_estimator.job import ENGINES, Job, divisors
 from memory_estimator.recipes import BRAIN_BOX
 from memory_estimator.units import format_bytes, format_seconds
 from models.config import POLICIES
+from models.layer_plan import Shape3
 
-Shape3 = Tuple[int, int, int]
 Price = Callable[[Job], Estimate]
 Chain = Callable[[int], Job]
 """Number -> job, from 1 on, each at least as large as the one before."""

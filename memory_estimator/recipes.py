@@ -12,8 +12,8 @@ BRAIN_BOX = (144, 192, 144)
 FULL_GRID = (240, 240, 160)
 """The whole BraTS grid, 155 slices padded to a multiple of 16."""
 
-PATCH = (128, 128, 128)
-"""nnU-Net's patch for BraTS (Isensee et al. 2021)."""
+USUAL_PATCH = (128, 128, 128)
+"""nnU-Net's patch for BraTS (Isensee et al. 2021), where nothing is said and no card sets a limit."""
 
 JOBS: Dict[str, Job] = {
     "demo": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
@@ -26,7 +26,7 @@ JOBS: Dict[str, Job] = {
         cases=484,
     ),
     "brats-regions": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
-    "gpu-patch": Job(UNetConfig(filters=32, dtype="bfloat16"), PATCH, batch=2),
+    "gpu-patch": Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
 }
 """The grids are those of typical stores: `train` takes a store's own, or the patch that the card trains, and the dtype
 from the host unless one is asked for. "paper-2020" is as published, in float32 on a grid cropped to 144 slices, but

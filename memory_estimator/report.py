@@ -37,9 +37,11 @@ def print_estimate(
     advice: Sequence[str],
     caveats: Sequence[str] = (),
     picked: str = "",
+    notes: Sequence[str] = (),
 ) -> None:
     """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host", `caveats` why
-    speed and baseline may be less than measured, and `picked` why it has its policy where that was left open."""
+    speed and baseline may be less than measured, `picked` why it has its policy where that was left open, and `notes`
+    what else is to be known of it."""
     console = _console()
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
     say(describe(estimate.job))
@@ -55,8 +57,8 @@ def print_estimate(
     if estimate.job.from_store:
         say(f"note: {STORE_NOTE}")
     job = estimate.job
-    note = statistics_note(job.unet.norm, job.batch, job.micro)
-    if note:
+    statistics = statistics_note(job.unet.norm, job.batch, job.micro)
+    for note in (*notes, *([statistics] if statistics else [])):
         say(f"note: {note}")
     say(verdict(estimate, memory_bytes, whose))
     for line in advice:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator.job import ENGINES, Job
 from models.config import UNetConfig
@@ -14,10 +14,39 @@ SCHEMA = 1
 def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Optional[str] = None) -> Job:
     """What training the run in `folder` asks of a host.
 
-    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases is that of
-    the run's store, where this is still there, else unknown.
+    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases, or of
+    patches, is what follows from the run's store, where this is still there, else unknown.
     Raises ValueError for a folder without config.json, a damaged one, or one of another version.
     """
+    path, content = _read(folder)
+    try:
+        own = auto_engine if content["engine"] == "auto" else content["engine"]
+        return _job(content, engine or own)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"run config {path} must be complete, got {error!r}; restore it") from None
+    except ValueError as error:
+        raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
+
+
+def notes_on_run(folder: Union[str, Path]) -> List[str]:
+    """What the estimate of a run's job says nothing of, a sentence each. Raises ValueError as `job_of_run`."""
+    _, content = _read(folder)
+    device, notes = content.get("device", "cpu"), []
+    if device != "cpu":
+        notes.append(
+            f"the run is on {device}, and this is what its steps would take on a CPU, of its host's memory; `train` "
+            "says what they take of a card's"
+        )
+    if content.get("mode") == "patch" or content.get("resolution", 1) != 1:
+        notes.append("the run validates on whole volumes of the store, which is not counted; `train` adds it")
+    return notes
+
+
+# --- Private helpers ---
+
+
+def _read(folder: Union[str, Path]) -> Tuple[Path, Dict[str, Any]]:
+    """config.json of a run, and its content."""
     path = Path(folder) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -30,16 +59,7 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"run config {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
-    try:
-        own = auto_engine if content["engine"] == "auto" else content["engine"]
-        return _job(content, engine or own)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"run config {path} must be complete, got {error!r}; restore it") from None
-    except ValueError as error:
-        raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
-
-
-# --- Private helpers ---
+    return path, content
 
 
 def _job(content: Dict[str, Any], engine: str) -> Job:
@@ -64,13 +84,21 @@ def _job(content: Dict[str, Any], engine: str) -> Job:
         averaged=content["ema"] > 0,
         from_store=True,
         resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
-        cases=_training_cases(Path(content["store"])) * content.get("patches_per_case", 1),
+        cases=_training_cases(Path(content["store"]), content.get("fold", "")) * content.get("patches_per_case", 1),
     )
 
 
-def _training_cases(store: Path) -> int:
-    """0 where the store is gone or cannot be read: the run's memory does not hang on it."""
+def _training_cases(store: Path, fold: str) -> int:
+    """0 where the store is gone or cannot be read: the run's memory does not hang on it.
+
+    A fold holds out one of its parts of the training and validation cases; told as if each case had its own patient.
+    """
     try:
-        return len(json.loads((store / "manifest.json").read_text(encoding="utf-8"))["split"]["train"])
-    except (OSError, ValueError, KeyError, TypeError):
+        split = json.loads((store / "manifest.json").read_text(encoding="utf-8"))["split"]
+        if not fold:
+            return len(split["train"])
+        part, parts = map(int, fold.split("/"))
+        cases = len(split["train"]) + len(split["val"])
+        return cases - len(range(part - 1, cases, parts))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0

@@ -10,6 +10,9 @@ DTYPES = ("float32", "bfloat16")
 POLICIES = ("speed", "balanced", "lean")
 """What may be traded for memory in a training step, the fastest first."""
 
+EPSILON = 1e-5
+"""Added to the variance by every norm."""
+
 
 @dataclass(frozen=True)
 class UNetConfig:
@@ -80,13 +83,16 @@ class UNetConfig:
         below = self.encoder_widths(level + 1)[1]
         return below if self.network == "cicek2016" else below // 2
 
-    def check_shape(self, shape: Tuple[int, int, int]) -> None:
-        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), naming the nearest that fit."""
+    def check_shape(self, shape: Tuple[int, int, int], name: str = "input_shape") -> None:
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), naming the nearest that fit.
+
+        `name` is what the error calls the shape.
+        """
         if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"input_shape must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
+            raise ValueError(f"{name} must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):
             up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
             down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
             raise ValueError(
-                f"input_shape {tuple(shape)} must be divisible by {self.divisor}; pad to {up} or crop to {down}"
+                f"{name} {tuple(shape)} must be divisible by {self.divisor}; pad to {up} or crop to {down}"
             )

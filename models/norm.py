@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
+from models.config import EPSILON
 from models.ordered import add_bias
 
-EPSILON = 1e-5
 MOMENTUM = 0.9
 """Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
 

@@ -17,6 +17,8 @@ from memory_estimator.planner import with_policy
 from memory_estimator.recipes import JOBS
 from models.config import POLICIES, UNetConfig
 
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the first test that computes would take a card for all of them
+
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))
 
@@ -67,7 +69,7 @@ def policy_of_the_tests(pytestconfig):
     policy = pytestconfig.getoption("--policy")
     with pytest.MonkeyPatch.context() as patch:
         if policy:
-            given = lambda config, host, cases: (memory_plan.under(config, policy), f"policy {policy}: the tests'")
+            given = lambda config, *more: (memory_plan.under(config, policy), f"policy {policy}: the tests'")
             patch.setattr(memory_plan, "pick_policy", given)
         yield policy
 

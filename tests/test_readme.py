@@ -1,10 +1,15 @@
 """The README's figures are those of the records, and its commands and files exist."""
 
 import re
+import shlex
 from pathlib import Path
 
-from cpu3d.__main__ import COMMANDS
+import pytest
+
+from cpu3d.__main__ import COMMANDS, parse
 from cpu3d.bench.tables import data_page, tables
+from cpu3d.compare.variants import parse_variant
+from memory_estimator import __main__ as estimator
 from memory_estimator.paper import paper_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +30,39 @@ def test_every_subcommand_that_the_readme_names_exists():
     named = set(re.findall(r"\./run\.sh ([a-z]+)", README))
     assert named - set(COMMANDS) <= {"setup", "test", "estimate", "help"}
     assert {"prepare", "train", "evaluate", "predict", "report", "bench"} <= named
+
+
+def shown_commands(path):
+    """The command lines that a page or a docstring shows, without ./run.sh; of those in backticks such with options."""
+    text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
+    lines = re.findall(r"^(?:Examples?:)?\s*(?:\./run\.sh|python -m cpu3d) ([a-z].*)$", text, re.MULTILINE)
+    return lines + (re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else [])
+
+
+def check(words):
+    """Read a command line as the program that it is for does; SystemExit for what that would not take."""
+    if words[0] == "estimate":
+        estimator._parser().parse_args(words[1:])
+    elif words[0] not in ("setup", "test", "help"):
+        args = parse(words)
+        for name, options in getattr(args, "variant", None) or ():
+            parse_variant(name, options, {}, None)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = [path for room in ("cpu3d", "memory_estimator") for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES + MODULES if shown_commands(path)], ids=lambda path: path.name)
+def test_every_command_line_that_is_shown_is_one(path, capsys):
+    refused = []
+    for line in shown_commands(path):
+        try:
+            check(shlex.split(line, comments=True))
+        except SystemExit as ended:
+            if ended.code:
+                refused.append(f"{line}: {capsys.readouterr().err}")
+    assert not refused
 
 
 def test_every_file_of_the_tree_exists_and_every_module_is_in_it():

@@ -20,7 +20,8 @@ STUB = """#!/bin/bash
 case "$1 $2" in
   "-c import sys, rich"*) exit "${{STUB_WITHOUT_RICH:-0}}" ;;
   "-c "*) [ -z "$2" ] || echo "{answer}" ;;
-  "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "made by {name}" >"$3/pyvenv.cfg" ;;
+  "-m venv") [ -z "${{STUB_VENV_FAILS:-}}" ] || exit 1
+    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "made by {name}" >"$3/pyvenv.cfg" ;;
   "-m pip")
     [ "$3" = install ] || exit 0
     echo "pip ${{@: -1}}" >>"$JOURNAL"
@@ -57,6 +58,23 @@ class Sandbox(NamedTuple):
             check=False,
         )
         return done.returncode, done.stdout
+
+    def cut(self, *arguments, **environment):
+        """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
+        process = subprocess.Popen(
+            [str(self.root / "run.sh"), *arguments],
+            env=self.environment(STUB_PIP_HANGS="1", **environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        while not (self.journal.exists() and self.journal.read_text()):
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+        self.calls()
+        return process.returncode, said
 
     def environment(self, **more):
         return {"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **more}
@@ -350,23 +368,46 @@ def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):
 
 def test_an_interrupted_installation_is_completed_by_the_next_run(sandbox):
     sandbox.python("python3.11", "3.11")
-    process = subprocess.Popen(
-        [str(sandbox.root / "run.sh"), "setup"],
-        env=sandbox.environment(STUB_PIP_HANGS="1"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not (sandbox.journal.exists() and sandbox.journal.read_text()):
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    assert "interrupted" in process.communicate(timeout=20)[1]
-    assert process.returncode == 130
+    code, said = sandbox.cut("setup")
+    assert (code, "interrupted" in said) == (130, True)
     (sandbox.root / ".venv/downloaded").touch()
     assert sandbox.run("setup")[0] == 0
     assert sandbox.installed() == "requirements.txt 3.11"
     assert (sandbox.root / ".venv/downloaded").exists()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "latest"])
+def test_any_command_completes_the_engine_of_a_setup_that_was_cut(sandbox, kind):
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("python3.12", "3.12")
+    sandbox.run("setup")  # an environment of another engine was there before
+    sandbox.calls()
+    sandbox.cut("setup", f"--{kind}")
+    (sandbox.root / ".venv/downloaded").touch()
+    assert sandbox.run("train")[0] == 0
+    assert sandbox.installed() == f"requirements-{kind}.txt 3.12"
+    assert (sandbox.root / ".venv/downloaded").exists()
+
+
+def test_a_setup_that_was_cut_goes_on_with_its_own_python(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("mine", "3.10")
+    sandbox.cut("setup", PYTHON=str(sandbox.bin / "mine"))
+    (sandbox.bin / "mine").rename(sandbox.bin / "python3.10")
+    (sandbox.root / ".venv/downloaded").touch()
+    assert sandbox.run("train")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.10"
+    assert (sandbox.root / ".venv/downloaded").exists()
+
+
+def test_the_engine_of_a_setup_that_made_no_environment_is_kept_too_until_another_is_asked_for(sandbox):
+    sandbox.python("python3.11", "3.11")
+    assert sandbox.run("setup", "--gpu", STUB_VENV_FAILS="1")[0] == 1
+    assert sandbox.run("train")[0] == 0
+    assert sandbox.installed() == "requirements-gpu.txt 3.11"
+    assert sandbox.run("setup", "--gpu", STUB_VENV_FAILS="1")[0] == 0  # it is there
+    assert sandbox.run("setup")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.11"
 
 
 def test_an_environment_of_unknown_making_is_made_anew(sandbox):

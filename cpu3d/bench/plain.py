@@ -12,9 +12,9 @@ import tensorflow as tf
 from cpu3d.config import RunConfig
 from cpu3d.learner import optimizer_of
 from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
-from models.config import UNetConfig
+from models.config import EPSILON, UNetConfig
 from models.layers import precision
-from models.norm import EPSILON, MOMENTUM
+from models.norm import MOMENTUM
 
 
 class PlainLearner:

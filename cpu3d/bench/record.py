@@ -3,7 +3,7 @@
 import json
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, Hashable, List, Sequence
 
 from cpu3d.errors import InputError
 
@@ -35,3 +35,8 @@ def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
         if record["kind"] == kind:
             records.append(record)
     return records
+
+
+def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:
+    """The last record of each key, in the place of the first."""
+    return list({key(record): record for record in records}.values())

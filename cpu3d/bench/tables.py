@@ -19,12 +19,12 @@ from cpu3d.atomic import atomic_write
 from cpu3d.bench.data import markdown
 from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.policies import lines_of, unit_in_words
-from cpu3d.bench.record import read_records
+from cpu3d.bench.record import newest, read_records
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.bench.windows_markdown import newest as newest_windows
 from cpu3d.bench.windows_markdown import windows_lines
 from cpu3d.compare import markdown as compare_markdown
-from cpu3d.compare.study_markdown import study_lines
+from cpu3d.compare.study.markdown import study_lines
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
@@ -100,15 +100,22 @@ def data_page(folder: Path) -> List[str]:
 
 
 def compare_page(folder: Path) -> List[str]:
-    """The lines of all comparisons, of the studies of resolution, and of one pass against a sliding window."""
-    lines = ["## Whole volumes against patches", ""]
-    lines += compare_markdown.page_lines(read_records(folder / COMPARE, "compare"))
-    lines += ["## Resolution, effective batch and learning rate", ""]
-    for record in compare_markdown.newest(read_records(folder / RESOLUTIONS, "resolutions")):
-        lines += [*study_lines(record), ""]
-    lines += ["## One pass against a sliding window", ""]
-    for record in newest_windows(read_records(folder / WINDOWS, "windows")):
-        lines += [*windows_lines(record), ""]
+    """The lines of all comparisons, of the studies of resolution, and of one pass against a sliding window.
+
+    What was not recorded has no part.
+    """
+    lines: List[str] = []
+    if (folder / COMPARE).is_file():
+        lines += ["## Whole volumes against patches", ""]
+        lines += compare_markdown.page_lines(read_records(folder / COMPARE, "compare"))
+    if (folder / RESOLUTIONS).is_file():
+        lines += ["## Resolution, effective batch and learning rate", ""]
+        for record in newest(read_records(folder / RESOLUTIONS, "resolutions"), compare_markdown.title_of):
+            lines += [*study_lines(record), ""]
+    if (folder / WINDOWS).is_file():
+        lines += ["## One pass against a sliding window", ""]
+        for record in newest_windows(read_records(folder / WINDOWS, "windows")):
+            lines += [*windows_lines(record), ""]
     return lines
 
 
@@ -199,10 +206,10 @@ def _renew(page: Path, mark: str, lines: List[str]) -> None:
 
 
 def _newest(records: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """The last of every step, engine and CPU, in the place of the first."""
+    """The last of every step, engine and CPU."""
     names = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
-    key = lambda record: json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True)  # noqa: E731
-    return list({key(record): record for record in records}.values())
+    own = lambda record: [*(record[name] for name in names), record["host"]["cpu"]]  # noqa: E731
+    return newest(records, lambda record: json.dumps(own(record), sort_keys=True))
 
 
 def _predicted(record: Dict[str, Any], policy: str) -> Optional[Dict[str, Any]]:

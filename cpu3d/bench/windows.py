@@ -30,20 +30,21 @@ from cpu3d.bench.windows_table import ONE_PASS, title_of, windows_table
 from cpu3d.bench.windows_work import in_fresh_process
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.patches import patch_grid
+from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.records import SPLITS
 from cpu3d.data.region import Region, Shape3, crop, whole
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import UNTOUCHED, check_finite, check_same_split
+from cpu3d.evaluate import UNTOUCHED, check_finite
+from cpu3d.host.gpu import CPU, HostGpus, pick_device
 from cpu3d.inference_options import Inference
 from cpu3d.labels import label_from_regions, region_mask
 from cpu3d.patch_plan import usual_patch
+from cpu3d.predictors import store_of_run
 from cpu3d.progress import bar
 from cpu3d.scores import dice_coefficient
 
-OVERLAPS = (0.0, 0.5)
+OVERLAPS = (0.0, OVERLAP)
 """Tiles side by side, whose seams show, and what is usual."""
 
 OF_THE_HOST = ("engine_name", "threads", "host", "versions")
@@ -70,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--overlap", type=float, nargs="+", default=OVERLAPS, metavar="S",
-        help="shares of a window that the next one covers again, each measured (default: 0 0.5)",
+        help=f"shares of a window that the next one covers again, each measured (default: 0 {OVERLAP:g})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default=CPU, metavar="D",
+        help="of all ways: cpu, or gpu:0 (default: cpu; auto is that too, as one of them is one pass)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often, in turn (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
             writable_folder(path.parent, "folder")
     run_dir = args.run.resolve()
     config = load_config(run_dir)
-    store = with_fold(open_store(args.store or config.store), config.fold)
-    check_same_split(run_dir, store)
+    device = pick_device(args.device, "whole", HostGpus())
+    store = store_of_run(config, args.store)
     cases = _cases(store, args.split, args.case)
     ways = _ways(config, store, args.window, args.overlap)
     _check(run_dir, config, store, cases, args)
-    result = compare_ways(run_dir, store, cases, ways, rounds=args.rounds, weights=args.weights)
+    result = compare_ways(run_dir, store, cases, ways, rounds=args.rounds, weights=args.weights, device=device)
     result["split"] = args.split
     if args.json:
         print(json.dumps(result))
@@ -106,7 +111,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_ways(
-    run_dir: Path, store: Store, cases: Sequence[str], ways: Sequence[Way], *, rounds: int, weights: str = "best"
+    run_dir: Path,
+    store: Store,
+    cases: Sequence[str],
+    ways: Sequence[Way],
+    *,
+    rounds: int,
+    weights: str = "best",
+    device: str = CPU,
 ) -> Dict[str, Any]:
     """Predict `cases` in every way, `rounds` times in turn; the content of a record. The first way is the baseline.
 
@@ -130,6 +142,7 @@ def compare_ways(
                         "weights": weights,
                         "cases": list(cases),
                         "inference": way.inference.to_json(),
+                        "device": device,
                         "answers": None if number else str(answers[way.name]),
                     }
                     answers[way.name].mkdir(exist_ok=True)
@@ -157,6 +170,7 @@ def compare_ways(
         "grid": list(config.grid),
         "unet": dataclasses.asdict(config.unet),
         "weights": weights,
+        "device": device,
         "rounds": rounds,
         "rows": rows,
         **{name: measured[0][name] for name in OF_THE_HOST},
@@ -173,13 +187,13 @@ def _ways(
     problems = []
     if not windows:
         grid = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
-        windows = [config.grid if config.is_patch else usual_patch(grid)]
+        windows = [config.grid if config.is_patch else usual_patch(grid, config.unet.divisor)]
     ways = [Way(ONE_PASS, Inference(one_pass=True))]
     for window in map(tuple, windows):
         try:
-            config.unet.check_shape(window)
+            config.unet.check_shape(window, "--window")
         except ValueError as error:
-            problems.append(str(error).replace("input_shape", "--window", 1))
+            problems.append(str(error))
             continue
         for overlap in overlaps:
             name = f"{' x '.join(map(str, window))}, overlap {overlap:g}"

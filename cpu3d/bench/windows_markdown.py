@@ -3,18 +3,21 @@
 import json
 from typing import Any, Dict, List, Sequence
 
-from cpu3d.bench.windows_table import ONE_PASS, cells_of, mean_and_p99, title_of
+from cpu3d.bench.record import newest as newest_of
+from cpu3d.bench.windows_table import ONE_PASS, cells_of, device_of, mean_and_p99, title_of
 
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Voxels to a border that get a line."""
 
 
 def newest(records: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """The last record of every network, set of cases and CPU, in the place of the first."""
-    key = lambda record: json.dumps(  # noqa: E731
-        [record["name"], record["cases"], record["mode"], record["grid"], record["unet"], record["host"]["cpu"]]
-    )
-    return list({key(record): record for record in records}.values())
+    """The last record of every network, set of cases, CPU and device."""
+
+    def key(record: Dict[str, Any]) -> str:
+        own = [record[name] for name in ("name", "cases", "mode", "grid", "unet")]
+        return json.dumps([*own, record["host"]["cpu"], device_of(record)])
+
+    return newest_of(records, key)
 
 
 def windows_lines(record: Dict[str, Any]) -> List[str]:

@@ -57,12 +57,18 @@ def mean_and_p99(difference: Dict[str, Any]) -> str:
     return f"{difference['mean']:.2g} ({difference['p99']:.2g})"
 
 
+def device_of(result: Dict[str, Any]) -> str:
+    """The device of a record; those from before there was a choice are of the CPU."""
+    return result.get("device", "cpu")
+
+
 def title_of(result: Dict[str, Any]) -> str:
     unet, grid, count = result["unet"], " x ".join(map(str, result["grid"])), len(result["cases"])
     trained = f"patches of {grid}" if result["mode"] == "patch" else f"whole volumes, {grid}"
     return (
         f"{count} case{'s' * (count != 1)} of {result['name']}, a network trained on {trained}: "
         f"{unet['depth']} levels, {unet['filters']} filters, {unet['dtype']}"
+        f"{'' if device_of(result) == 'cpu' else f', on {device_of(result)}'}"
     )
 
 

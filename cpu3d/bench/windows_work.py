@@ -13,10 +13,11 @@ import numpy as np
 
 from cpu3d.bench.step import last_json_line
 from cpu3d.data.store import open_store
-from cpu3d.evaluate import trained_predictor
 from cpu3d.host.apply import engine_name, in_force, set_up
+from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference_options import Inference
+from cpu3d.predictors import trained_predictor
 from cpu3d.versions import versions
 
 
@@ -28,16 +29,15 @@ def in_fresh_process(request: Dict[str, Any]) -> Dict[str, Any]:
 def work(request: Dict[str, Any]) -> Dict[str, Any]:
     """Seconds of each case, from its image to its probabilities, what was seen of it, and the process's peaks.
 
-    `request` has run, weights, store, cases, inference (an `Inference` as JSON) and answers, a folder for the
-    probabilities as <case_id>.npy, or None. The first case is predicted once more before the clock runs: compiling for
-    a shape is of the run, not of a case.
+    `request` has run, weights, store, cases, inference (an `Inference` as JSON), device ("cpu" or a card) and answers,
+    a folder for the probabilities as <case_id>.npy, or None. The first case is predicted once more before the clock
+    runs: compiling for a shape is of the run, not of a case.
     """
-    host, plan, tf = set_up()
-    inference = request["inference"]
-    window = inference["window"] and tuple(inference["window"])
-    predictor = trained_predictor(
-        Path(request["run"]), request["weights"], Inference(**{**inference, "window": window})
-    )
+    device, asked = request["device"], request["inference"]
+    host, plan, tf = set_up(device=device)
+    window = asked["window"] and tuple(asked["window"])
+    inference = Inference(**{**asked, "window": window, "device": device})
+    predictor = trained_predictor(Path(request["run"]), request["weights"], inference)
     store = open_store(request["store"])
 
     def probabilities(case_id: str) -> np.ndarray:
@@ -59,7 +59,7 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
     return {
         "cases": cases,
         "process_peak_bytes": peak_rss_bytes(),
-        "allocator_peak_bytes": allocator_peak_bytes("GPU:0" if tf.config.get_visible_devices("GPU") else "CPU:0"),
+        "allocator_peak_bytes": allocator_peak_bytes(memory_device(device)),
         "engine_name": engine_name(tf),
         "threads": in_force(plan),
         "host": host.summary(),

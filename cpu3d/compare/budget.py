@@ -9,8 +9,11 @@ from cpu3d.errors import InputError
 
 KINDS = ("epochs", "voxels", "minutes")
 
-WARM_STEPS = 5
-"""Steps of the short run that tells a step's time. The first one compiles; the median of all does not see it."""
+TIMED_STEPS = 20
+"""Steps of a short run that tells a step's time: its first half compiles and warms up, its second one is told."""
+
+WARMUP_SHARE = 10
+"""The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,12 @@ class Budget:
         if not (math.isfinite(self.amount) and self.amount > 0):
             raise InputError(f"--{self.kind} must be positive, got {self.amount:g}; it is the budget of every run")
 
-    def __str__(self) -> str:
+    def words(self, baseline: str) -> str:
+        """What every run may spend, as in "each for the voxels of 25 epochs of whole"."""
         if self.kind == "voxels":
             return f"{self.amount / 1e6:,.4g} million voxels"
-        return f"{self.amount:,g} {self.kind if self.amount != 1 else self.kind[:-1]}"
+        amount = f"{self.amount:,g} {self.kind if self.amount != 1 else self.kind[:-1]}"
+        return f"the voxels of {amount} of {baseline}" if self.kind == "epochs" else f"{amount} of steps"
 
 
 def budget_of(epochs: Optional[float], voxels: Optional[float], minutes: Optional[float], usual_epochs: int) -> Budget:
@@ -58,6 +63,11 @@ def steps_for(voxels: float, config: RunConfig) -> int:
 def steps_within(minutes: float, step_s: float) -> int:
     """Steps of `step_s` seconds that fill so many minutes, to the nearest one, at least 1."""
     return max(round(minutes * 60 / step_s), 1)
+
+
+def warmup_within(warmup_steps: int, steps: int) -> int:
+    """The warm-up's steps in a run of so many: no more than the share that a warm-up may have."""
+    return min(warmup_steps, steps // WARMUP_SHARE)
 
 
 def validate_every(steps: int, steps_per_epoch: int, validations: int) -> int:

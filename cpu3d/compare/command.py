@@ -8,47 +8,48 @@
     ./run.sh compare --store store --out resolutions --resolutions 0.5 0.75 1
 
 Every run is trained and scored in a process of its own. What is learnt, on which cases, with which network and for how
-long is the same for all; the first variant is the baseline that the others are paired with, case by case and seed by
-seed. Options of `train` given to compare are for all variants; those of one are in its own quotes.
+long is the same for all, and each is validated 4 times, or --validations. The first variant is the baseline that the
+others are paired with, case by case and seed by seed. Options of `train` given to compare are for all variants; those
+of one are in its own quotes.
 
 Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they said in OUT/logs. The same
-command continues one that was cut off; with more --seeds it adds to one that is done.
+command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
+told, and the exit code is 1. Folders of --runs are only read: scores that they lack are in OUT/evaluations.
 """
 
 import argparse
 import dataclasses
-import json
-import shlex
-import shutil
-import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 from rich.console import Console
 
 from cpu3d.atomic import writable_folder
-from cpu3d.bench.record import append_record
-from cpu3d.compare import folders, resolutions, tables
-from cpu3d.compare.budget import WARM_STEPS, Budget, budget_of
-from cpu3d.compare.comparison import Comparison, compare, to_json
+from cpu3d.compare import tables, timing
+from cpu3d.compare.budget import Budget, budget_of
+from cpu3d.compare.comparison import compare
+from cpu3d.compare.folders import Grouped, grouped
 from cpu3d.compare.gather import read_run
-from cpu3d.compare.page import reading, write_page
-from cpu3d.compare.plan import Kept, asked_for, check_same, courses, load, planned_runs, run_options, with_minutes
-from cpu3d.compare.runner import Evaluation, PlannedRun, carry_out, evaluate_folder
+from cpu3d.compare.outcome import report
+from cpu3d.compare.plan import Json, Kept, asked_for, check_same, courses, load, planned_runs, with_minutes
+from cpu3d.compare.planned import Evaluation, is_evaluated
+from cpu3d.compare.runner import carry_out_all, evaluate_folder
+from cpu3d.compare.study import command as study
 from cpu3d.compare.variants import Resolved, Variant, common_settings, parse_variant, resolved, usual_variants
+from cpu3d.config import load_config
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import UNTOUCHED, warning
-from cpu3d.host.gpu import read_gpus
+from cpu3d.host.gpu import HostGpus
 from cpu3d.lock import locked
+from cpu3d.predictors import store_of_run
 from cpu3d.scores import TOLERANCE_MM
 from cpu3d.training_options import add_training_options, chosen_settings
-from cpu3d.versions import versions
 from memory_estimator.host import read_host
 
-NEVER = 10**6
-"""Epochs between the validations of a run that is only to be timed."""
+VALIDATIONS = 4
+"""Of every run, where no number is asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="budget of every run: wall time of its steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="default: 0 1 2")
-    parser.add_argument(
-        "--validations", type=int, default=4, metavar="N", help="of every run, evenly spread (default: 4)"
-    )
     parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
     parser.add_argument(
         "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
@@ -79,15 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="print compare.json instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--force", action="store_true", help="train although it may not fit the memory that is free")
-    resolutions.add_arguments(parser)
+    parser.add_argument(
+        "--force", action="store_true",
+        help="train although it may not fit the memory that is free; compare --runs that were cut off or had unequal "
+        "budgets",
+    )  # fmt: skip
+    study.add_arguments(parser)
     add_training_options(parser)
+    parser.set_defaults(validations=VALIDATIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.resolutions:
-        return resolutions.run_study(args)
+        return study.run_study(args)
     if args.runs:
         return _compare_folders(args)
     return _compare_variants(args)
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise InputError for options that do not go together, all at once."""
-    problems = []
+    problems = study.out_of_place(args)
     if not (args.runs or args.store):
         problems.append("--store must name a store to train on, got none; or give --runs with folders to compare")
     if args.validations < 1:
@@ -111,8 +114,7 @@ def _check(args: argparse.Namespace) -> None:
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
     if args.runs:
-        settings = chosen_settings(args)
-        given = [f"--{name.replace('_', '-')}" for name in settings]
+        given = [f"--{name.replace('_', '-')}" for name in chosen_settings(args) if name != "validations"]
         given += [option for option, value in _only_to_train(args).items() if value]
         if given:
             problems.append(f"--runs must come without {', '.join(given)}, which are for training; leave them out")
@@ -131,47 +133,61 @@ def _compare_variants(args: argparse.Namespace) -> int:
     evaluation = Evaluation(args.split, args.tolerance)
     variants = _variants(args, store)
     found = _resolve(variants, store)
-    epochs = getattr(args, "epochs", None)
-    budget = budget_of(epochs, args.voxels, args.minutes, found[0].config.epochs)
+    budget = budget_of(getattr(args, "epochs", None), args.voxels, args.minutes, found[0].config.epochs)
     asked = asked_for(variants, budget, args.validations, evaluation, store.manifest.split_hash)
-    kept = load(args.out)
-    if kept:
-        check_same(asked, kept, args.out)
-        added = [seed for seed in args.seeds if seed not in kept.seeds]
-        kept = dataclasses.replace(kept, seeds=[*kept.seeds, *added])
-    else:
-        kept = Kept(asked, list(args.seeds), courses(found, budget, args.validations))
-    messages = Console(stderr=True)
-    messages.print(tables.plan_table(kept.plan, kept.seeds, str(budget)))
-    if args.split != UNTOUCHED:
-        messages.print(f"[bold yellow]{warning(args.split)}")
+    words = budget.words(variants[0].name)
     if args.dry_run:
+        _say_plan(_kept(args, asked, found, budget), words, args.split)
         return 0
-    out = writable_folder(args.out, "folder of --out").resolve()
+    out, source = writable_folder(args.out, "folder of --out").resolve(), store.folder.resolve()
     with locked(out, "comparison"):
+        kept = _kept(args, asked, found, budget)
         kept.save(out)
+        _say_plan(kept, words, args.split)
         if any(course["steps"] is None for course in kept.plan):
-            kept = _timed(kept, budget, store, out, args)
+            step_s = timing.step_seconds(kept.plan, source, out, force=args.force)
+            kept = dataclasses.replace(kept, plan=with_minutes(kept.plan, budget.amount, step_s, args.validations))
             kept.save(out)
-            messages.print(tables.plan_table(kept.plan, kept.seeds, str(budget)))
+            _say_plan(kept, words, args.split)
+        timing.forget(out)  # after what it told is kept
         runs = planned_runs(kept.plan, kept.seeds, out)
-        carry_out(runs, store.folder.resolve(), out, evaluation, force=args.force)
-        comparison = compare([read_run(one.variant, one.seed, one.folder, args.split) for one in runs])
-        _report(args, comparison, kept, store, evaluation, f"{budget} each", out)
-    return 0
+        failed = carry_out_all(runs, source, out, evaluation, force=args.force)
+        lost = {(one.variant, one.seed) for one in failed}
+        comparison = compare(
+            [
+                read_run(run.variant, run.seed, run.folder, args.split, store=store)
+                for run in runs
+                if (run.variant, run.seed) not in lost
+            ],
+            baseline=variants[0].name,
+            failed=failed,
+            by_time=budget.kind == "minutes",
+        )
+        report(args, comparison, kept, store, evaluation, f"{words} each", out)
+    return 1 if failed else 0
+
+
+def _kept(args: argparse.Namespace, asked: Json, found: Sequence[Resolved], budget: Budget) -> Kept:
+    """What the folder holds with the seeds that are added, or a new plan. Results are of all seeds or none."""
+    kept = load(args.out)
+    if not kept:
+        return Kept(asked, list(args.seeds), courses(found, budget, args.validations))
+    check_same(asked, kept, args.out)
+    added = [seed for seed in args.seeds if seed not in kept.seeds]
+    return dataclasses.replace(kept, seeds=[*kept.seeds, *added], results=None) if added else kept
 
 
 def _variants(args: argparse.Namespace, store: Store) -> List[Variant]:
     """The variants as they were asked for."""
     common, recipe = common_settings(args)
     if not args.variant:
-        return usual_variants(common, recipe, store, read_host(), read_gpus())
+        return usual_variants(common, recipe, store, read_host(), HostGpus())
     return [parse_variant(name, options, common, recipe) for name, options in args.variant]
 
 
 def _resolve(variants: Sequence[Variant], store: Store) -> List[Resolved]:
     """Every variant on this store and host. Raises InputError with the problems of all of them."""
-    host, gpus, found, problems = read_host(), read_gpus(), [], []
+    host, gpus, found, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
             found.append(resolved(variant, store, host, gpus))
@@ -182,90 +198,69 @@ def _resolve(variants: Sequence[Variant], store: Store) -> List[Resolved]:
     return found
 
 
-def _timed(kept: Kept, budget: Budget, store: Store, out: Path, args: argparse.Namespace) -> Kept:
-    """The plan with the steps that fill the minutes, told by a short run of every variant."""
-    folder = out / "warm-up"
-    runs = [
-        PlannedRun(course["name"], 0, folder / course["name"], run_options(course, 0, WARM_STEPS, NEVER))
-        for course in kept.plan
-    ]
-    carry_out(runs, store.folder.resolve(), out, force=args.force)
-    step_s = {one.variant: read_run(one.variant, 0, one.folder, None).costs.step_s for one in runs}
-    shutil.rmtree(folder)
-    return dataclasses.replace(kept, plan=with_minutes(kept.plan, budget.amount, step_s, args.validations))
+def _say_plan(kept: Kept, budget: str, split: str) -> None:
+    messages = Console(stderr=True)
+    messages.print(tables.plan_table(kept.plan, kept.seeds, budget))
+    _warn(split)
+
+
+def _warn(split: str) -> None:
+    if split != UNTOUCHED:
+        Console(stderr=True).print(f"[bold yellow]{warning(split)}")
 
 
 def _compare_folders(args: argparse.Namespace) -> int:
-    found = folders.grouped([folder.resolve() for folder in args.runs])
+    found = grouped([folder.resolve() for folder in args.runs], force=args.force)
     evaluation = Evaluation(args.split, args.tolerance)
-    store = open_store(args.store or read_run(*found[0], None).config.store)
+    store = _store_of_folders(args, found, evaluation)
     asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": vars(evaluation)}
     messages = Console(stderr=True)
     for variant, seed, folder in found:
         messages.print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
-    kept = load(args.out)
-    if kept:
-        check_same(asked, kept, args.out)
+    _warn(args.split)
     if args.dry_run:
+        _check_is_of(args.out, asked)
         return 0
     out = writable_folder(args.out, "folder of --out").resolve()
     with locked(out, "comparison"):
+        _check_is_of(out, asked)
+        results = []
         for number, (variant, seed, folder) in enumerate(found, 1):
-            label = f"{number}/{len(found)} {variant}, seed {seed}"
-            evaluate_folder(folder, store.folder.resolve(), out, evaluation, label)
-        comparison = compare([read_run(variant, seed, folder, args.split) for variant, seed, folder in found])
+            # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
+            suits = is_evaluated(folder, evaluation)
+            scored = folder if suits else _scored_folder(out, variant, seed)
+            if store and not suits and not is_evaluated(folder, evaluation, scored):
+                label = f"{number}/{len(found)} {variant}, seed {seed}"
+                evaluate_folder(folder, scored, store.folder.resolve(), out, evaluation, label)
+            results.append(read_run(variant, seed, folder, args.split, store=store, scored=scored))
         kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
-        _report(args, comparison, kept, store, evaluation, "that of the runs", out)
+        report(args, compare(results), kept, store, evaluation, "that of the runs", out)
     return 0
 
 
-# --- Private helpers: what is said ---
+def _check_is_of(out: Path, asked: Json) -> None:
+    kept = load(out)
+    if kept:
+        check_same(asked, kept, out)
 
 
-def _report(
-    args: argparse.Namespace,
-    comparison: Comparison,
-    kept: Kept,
-    store: Store,
-    evaluation: Evaluation,
-    budget: str,
-    out: Path,
-) -> None:
-    """Keep the results, write the page and the record, print the tables."""
-    title = args.title or f"{' against '.join(comparison.variants)}: {store.manifest.name}"
-    results, lines = to_json(comparison), reading(comparison)
-    kept = dataclasses.replace(kept, results={**results, "reading": lines})
-    kept.save(out)
-    page = write_page(out / "report.html", comparison, store, evaluation, title=title, budget=budget)
-    if args.record:
-        append_record(args.record, "compare", _record(comparison, kept, store, title, budget))
-    console = Console()
-    if args.json:
-        json.dump(vars(kept), sys.stdout, indent=1)
-        print()
-    else:
-        console.print(tables.scores_table(comparison))
-        if comparison.differences:
-            console.print(tables.differences_table(comparison))
-        console.print(tables.costs_table(comparison))
-        for line in lines:
-            console.print(f"- {line}", highlight=False, markup=False)
-    Console(stderr=True).print(f"written: {page}", highlight=False, markup=False, soft_wrap=True)
+def _scored_folder(out: Path, variant: str, seed: int) -> Path:
+    return out.resolve() / "evaluations" / f"{variant}-seed{seed}"
 
 
-def _record(comparison: Comparison, kept: Kept, store: Store, title: str, budget: str) -> Dict[str, Any]:
-    """What a line of records/compare.jsonl holds: no paths, and nothing of one case."""
-    host: Optional[Dict[str, Any]] = comparison.runs[comparison.baseline][0].host or None
-    split: Dict[str, int] = {name: len(ids) for name, ids in store.manifest.split.items()}
-    shape: Tuple[int, ...] = tuple(store.manifest.largest_shape)
-    return {
-        "title": title,
-        "host": host or read_host().summary(),
-        "versions": versions(),
-        "data": {"name": store.manifest.name, "split": split, "shape": shape},
-        "budget": budget,
-        "seeds": kept.seeds,
-        "evaluation": kept.asked["evaluation"],
-        "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
-        **(kept.results or {}),
-    }
+def _store_of_folders(args: argparse.Namespace, found: Grouped, evaluation: Evaluation) -> Optional[Store]:
+    """The store of the runs; None where it is gone and no run needs it, as all are scored and no record is asked for.
+
+    Raises InputError where it is gone otherwise.
+    """
+    try:
+        return store_of_run(load_config(found[0][2]), args.store)
+    except InputError:
+        scored = all(
+            is_evaluated(folder, evaluation)
+            or is_evaluated(folder, evaluation, _scored_folder(args.out, variant, seed))
+            for variant, seed, folder in found
+        )
+        if args.store or args.record or not scored:
+            raise
+    return None

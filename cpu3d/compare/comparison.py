@@ -2,11 +2,12 @@
 
 import dataclasses
 import statistics
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.compare.gather import RunResult
+from cpu3d.compare.planned import Failed
 from cpu3d.compare.statistics import LARGER_IS_BETTER, Difference, mean_and_sd_over_seeds, paired_difference
 from cpu3d.errors import InputError
 from cpu3d.evaluate import METRICS
@@ -16,6 +17,7 @@ COSTS: Dict[str, Callable] = {
     "steps_s": statistics.median, "step_s": statistics.median, "validation_s": statistics.median,
     "case_train_s": statistics.median, "train_peak_bytes": max, "allocator_peak_bytes": max,
     "core_hours": statistics.median, "case_predict_s": statistics.median, "predict_peak_bytes": max,
+    "card_peak_bytes": max,
 }  # fmt: skip
 """Cost of a run -> how those of the seeds become one: seconds by the middle one, memory by the most."""
 
@@ -32,6 +34,10 @@ class Comparison:
     """With the mean over them last, where there are several."""
     differences: Dict[str, Dict[str, Dict[str, Difference]]]
     """Variant -> region -> metric -> its difference to the baseline."""
+    failed: Tuple[Failed, ...] = ()
+    """Runs that are not among `runs`, and why."""
+    by_time: bool = False
+    """Whether the budget was wall time, so that voxels may differ and seconds may not."""
 
     @property
     def variants(self) -> List[str]:
@@ -57,17 +63,26 @@ class Comparison:
         return COSTS[name](known) if known else None
 
 
-def compare(results: Sequence[RunResult]) -> Comparison:
-    """Put runs beside each other; the first one's variant is the baseline.
+def compare(
+    results: Sequence[RunResult],
+    *,
+    baseline: Optional[str] = None,
+    failed: Sequence[Failed] = (),
+    by_time: bool = False,
+) -> Comparison:
+    """Put runs beside each other. The `baseline` is the first one's variant where none is named.
 
     Raises InputError for runs that were not scored on the same cases and regions, and for a variant that shares no seed
-    with the baseline: then nothing can be paired.
+    with the baseline, as nothing can be paired then; one that lost its seeds to failures is left out instead.
     """
-    runs: Dict[str, List[RunResult]] = {}
+    baseline = baseline or results[0].variant
+    runs: Dict[str, List[RunResult]] = {baseline: []}
     for result in results:
         runs.setdefault(result.variant, []).append(result)
     runs = {variant: sorted(own, key=lambda run: run.seed) for variant, own in runs.items()}
-    first = results[0]
+    if not runs[baseline]:
+        raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
+    first = runs[baseline][0]
     cases, regions = list(next(iter(first.scores.values()))["dice"]), list(first.scores)
     problems = [
         f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
@@ -81,18 +96,25 @@ def compare(results: Sequence[RunResult]) -> Comparison:
     ]
     if problems:
         raise InputError(*problems)
-    comparison = Comparison(runs, cases, regions, {})
-    lonely = [variant for variant in comparison.variants if not comparison.shared_seeds(variant)]
-    if lonely:
-        raise InputError(
-            *(
-                f"variant {variant} must share a seed with {comparison.baseline}, got "
-                f"{[run.seed for run in runs[variant]]} and {[run.seed for run in runs[comparison.baseline]]}; "
-                "train one of each with the same --seed"
-                for variant in lonely
-            )
-        )
+    lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
+    if lonely and not failed:
+        raise InputError(*lonely.values())
+    left_out = [
+        Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs[variant]
+    ]
+    runs = {variant: own for variant, own in runs.items() if variant not in lonely}
+    comparison = Comparison(runs, cases, regions, {}, (*failed, *left_out), by_time)
     return dataclasses.replace(comparison, differences=_differences(comparison))
+
+
+def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
+    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+    return {
+        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
+        "train one of each with the same --seed"
+        for variant, own in seeds.items()
+        if not set(own) & set(seeds[baseline])
+    }
 
 
 def to_json(comparison: Comparison) -> Dict[str, Any]:
@@ -124,6 +146,7 @@ def to_json(comparison: Comparison) -> Dict[str, Any]:
             for of_variant in comparison.runs.values()
             for run in of_variant
         ],
+        "failed": [str(one) for one in comparison.failed],
     }
 
 

@@ -1,18 +1,18 @@
 """Where two variants differ: truth, both predictions and their errors on one slice, for the cases that differ most."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.compare.comparison import Comparison
 from cpu3d.compare.gather import MEAN, RunResult
+from cpu3d.config import RunConfig
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.region import bounding_box
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import scores_path
+from cpu3d.labels import code_meanings, label_from_regions, region_mask
 from cpu3d.pictures import grey_window, plane_of, plane_spacing
 from memory_estimator.figure import PALETTE, new_figure, png
 
@@ -31,7 +31,7 @@ class ErrorMap:
     picture: bytes
 
 
-def error_maps(comparison: Comparison, store: Optional[Store], split: str) -> List[ErrorMap]:
+def error_maps(comparison: Comparison, store: Optional[Store]) -> List[ErrorMap]:
     """The maps of the cases that differ most, of every variant some; none without a store. What is gone is left out."""
     if store is None or len(comparison.variants) < 2:
         return []
@@ -39,7 +39,7 @@ def error_maps(comparison: Comparison, store: Optional[Store], split: str) -> Li
     maps = []
     for variant in comparison.variants[1:]:
         for case_id, seed in most_different(comparison, variant)[:each]:
-            found = _error_map(comparison, variant, case_id, seed, store, split)
+            found = _error_map(comparison, variant, case_id, seed, store)
             maps += [found] if found else []
     return maps
 
@@ -57,6 +57,21 @@ def most_different(comparison: Comparison, variant: str) -> List[Tuple[str, int]
     order = sorted(range(len(comparison.cases)), key=lambda i: (-abs(of_cases[i]), comparison.cases[i]))
     nearest = np.abs(difference - of_cases).argmin(0)
     return [(comparison.cases[i], seeds[nearest[i]]) for i in order if of_cases[i] != 0]
+
+
+def in_regions(label: np.ndarray, regions: Mapping[str, Sequence[int]]) -> np.ndarray:
+    """A label `(X, Y, Z)` in the codes that the regions are painted in: what none of them tells apart is equal.
+
+    A network that learnt WT alone writes one code for all of it, and the truth's core is no error of it.
+    """
+    return label_from_regions(np.stack([region_mask(label, codes) for codes in regions.values()], -1), regions)
+
+
+def label_colours(config: RunConfig) -> Dict[int, Tuple[str, str]]:
+    """Code -> (colour, what it stands for) of what the maps draw: the codes that the learnt regions are painted in."""
+    meanings = code_meanings(_regions(config), config.label_names)
+    codes = [code for code in meanings if code != 0]
+    return {code: (PALETTE[at % len(PALETTE)], meanings[code]) for at, code in enumerate(codes)}
 
 
 def draw(
@@ -114,23 +129,21 @@ def draw(
 # --- Private helpers ---
 
 
-def _error_map(
-    comparison: Comparison, variant: str, case_id: str, seed: int, store: Store, split: str
-) -> Optional[ErrorMap]:
+def _error_map(comparison: Comparison, variant: str, case_id: str, seed: int, store: Store) -> Optional[ErrorMap]:
     baseline = comparison.baseline
     pair = [_run(comparison, name, seed) for name in (baseline, variant)]
     try:
-        first, second = (_prediction(run.folder, split, case_id) for run in pair)
-        record = store.case(case_id)
-        image, truth = store.image(case_id), np.asarray(store.label(case_id))
+        labels = [np.asarray(store.label(case_id)), *(_prediction(run, case_id) for run in pair)]
+        record, image = store.case(case_id), store.image(case_id)
     except (InputError, KeyError, OSError):
         return None
-    if not first.shape == second.shape == truth.shape:
+    if len({label.shape for label in labels}) > 1:
         return None
+    config = pair[0].config
+    truth, first, second = (in_regions(label, _regions(config)) for label in labels)
     channels = [name.lower() for name in store.manifest.channels]
     channel = channels.index("flair") if "flair" in channels else 0
-    codes = sorted({code for of_region in pair[0].config.region_codes.values() for code in of_region})
-    colour_of = {code: PALETTE[position % len(PALETTE)] for position, code in enumerate(codes)}
+    colour_of = {code: colour for code, (colour, _) in label_colours(config).items()}
     picture = draw(
         np.asarray(image[..., channel]), truth, first, second, record.spacing_mm, (baseline, variant), colour_of
     )
@@ -147,8 +160,13 @@ def _run(comparison: Comparison, variant: str, seed: int) -> RunResult:
     return next(run for run in comparison.runs[variant] if run.seed == seed)
 
 
-def _prediction(folder: Path, split: str, case_id: str) -> np.ndarray:
-    return to_ras(*read_volume(scores_path(folder, split).parent / "predictions" / f"{case_id}.nii.gz"))
+def _prediction(run: RunResult, case_id: str) -> np.ndarray:
+    return to_ras(*read_volume(run.evaluation / "predictions" / f"{case_id}.nii.gz"))
+
+
+def _regions(config: RunConfig) -> Dict[str, Tuple[int, ...]]:
+    """Those that were learnt."""
+    return {name: tuple(config.region_codes[name]) for name in config.regions or config.region_codes}
 
 
 def _labels(label: np.ndarray, colour_of: Mapping[int, str]) -> np.ndarray:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.compare.budget import step_voxels
+from cpu3d.compare.planned import end_of
 from cpu3d.config import RunConfig, load_config
+from cpu3d.data.extent import grid_size
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import METRICS, scores_path
+from cpu3d.evaluate import METRICS, UNTOUCHED, scores_path
 from cpu3d.run_log import read_events
 
 MEAN = "mean"
@@ -37,23 +40,26 @@ class Costs:
     voxels: int
     """Seen by the network while training."""
     train_s: Optional[float]
-    """Wall time of all attempts, validation and saving among it."""
+    """Wall time of all attempts, validation and saving among it; None where the last one did not end."""
     steps_s: float
     """Wall time of the steps alone, with the compilation in the first and the waiting for data."""
     step_s: Optional[float]
     """Median of the steps."""
     validation_s: float
     case_train_s: Optional[float]
-    """To see as much of a case as an epoch does, from `step_s`: the whole of it, or patches of as many voxels."""
+    """To see as many voxels as a whole case has, from `step_s`; None for patches whose store is not there."""
     train_peak_bytes: Optional[int]
     """Largest resident set of the process that trained."""
     allocator_peak_bytes: Optional[int]
+    """Of TensorFlow, in the memory of the host."""
     core_hours: Optional[float]
     """`train_s` on all cores that the process had; None on a card."""
     case_predict_s: Optional[float]
     """Median over the cases that were scored; the first one compiles."""
     predict_peak_bytes: Optional[int]
     """Largest resident set of the process that predicted."""
+    card_peak_bytes: Optional[int] = None
+    """Of TensorFlow, in the memory of a card."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +76,28 @@ class RunResult:
     costs: Costs
     host: Dict[str, Any]
     """Of the last attempt, from the log; empty where it does not say."""
-    store: str
-    """Folder whose cases were scored."""
+    evaluation: Path
+    """Folder of its scores.json and predictions/."""
 
 
-def read_run(variant: str, seed: int, folder: Path, split: Optional[str]) -> RunResult:
+def read_run(
+    variant: str,
+    seed: int,
+    folder: Path,
+    split: Optional[str],
+    *,
+    store: Optional[Store] = None,
+    scored: Optional[Path] = None,
+) -> RunResult:
     """Read a run that was trained and scored on `split`; with None one that was only trained, its scores empty.
 
-    Raises InputError where it was not, or its files are damaged.
+    `store` tells how large a whole case is to a run on patches; `scored` is the folder that holds evaluation/ where
+    that is not the run's. Raises InputError where the run was not trained or scored, or its files are damaged.
     """
     folder = Path(folder)
     config, events = load_config(folder), read_events(folder)
-    scores = _read_scores(scores_path(folder, split)) if split else {"cases": (), "regions": (), "store": config.store}
+    path = scores_path(scored or folder, split or UNTOUCHED)
+    scores = _read_scores(path) if split else {"cases": (), "regions": ()}
     starts = [event for event in events if event.get("event") == "start"]
     host = starts[-1].get("host", {}) if starts else {}
     return RunResult(
@@ -91,9 +107,9 @@ def read_run(variant: str, seed: int, folder: Path, split: Optional[str]) -> Run
         config=config,
         scores=_by_region(scores),
         curve=curve_of(events, config),
-        costs=costs_of(events, config, scores, host.get("cores")),
+        costs=costs_of(events, config, scores, host.get("cores"), case_voxels(config, store)),
         host=host,
-        store=scores["store"],
+        evaluation=path.parent,
     )
 
 
@@ -108,17 +124,32 @@ def curve_of(events: Sequence[Mapping[str, Any]], config: RunConfig) -> Tuple[Po
     return tuple(points)
 
 
+def case_voxels(config: RunConfig, store: Optional[Store]) -> Optional[int]:
+    """Voxels of a whole case as a run on whole volumes sees it; None for patches where there is no store to tell."""
+    if not config.is_patch:
+        return math.prod(config.grid)
+    if store is None:
+        return None
+    return math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
+
+
 def costs_of(
-    events: Sequence[Mapping[str, Any]], config: RunConfig, scores: Mapping[str, Any], cores: Optional[int]
+    events: Sequence[Mapping[str, Any]],
+    config: RunConfig,
+    scores: Mapping[str, Any],
+    cores: Optional[int],
+    whole_voxels: Optional[int],
 ) -> Costs:
     """What a log and the content of scores.json say of a run's cost."""
     steps = [event for event in events if event.get("event") == "step"]
     ends = [event for event in events if event.get("event") == "end"]
     step_s = statistics.median(_column(steps, "step_s")) if _column(steps, "step_s") else None
     count = max(_column(steps, "step"), default=0)
-    train_s = ends[-1].get("seconds") if ends else None
+    end = end_of(events)
+    train_s = end.get("seconds") if end else None
     predict_s = [case["predict_s"] for case in scores["cases"] if "predict_s" in case]
-    on_cores = train_s is not None and cores and config.device == "cpu"
+    on_cpu = config.device == "cpu"
+    peak_bytes = _most(_column(ends, "allocator_peak_bytes"))
     return Costs(
         steps=count,
         voxels=count * step_voxels(config),
@@ -126,12 +157,13 @@ def costs_of(
         steps_s=math.fsum(_column(steps, "step_s")),
         step_s=step_s,
         validation_s=math.fsum(_column([e for e in events if e.get("event") == "validation"], "seconds")),
-        case_train_s=None if step_s is None else step_s / config.batch * config.patches_per_case,
+        case_train_s=step_s / step_voxels(config) * whole_voxels if step_s and whole_voxels else None,
         train_peak_bytes=_most([*_column(ends, "peak_rss_bytes"), *_column(steps, "rss_bytes")]),
-        allocator_peak_bytes=_most(_column(ends, "allocator_peak_bytes")),
-        core_hours=train_s * cores / 3600 if on_cores else None,
+        allocator_peak_bytes=peak_bytes if on_cpu else None,
+        core_hours=train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
         case_predict_s=statistics.median(predict_s) if predict_s else None,
         predict_peak_bytes=scores.get("peak_rss_bytes"),
+        card_peak_bytes=None if on_cpu else peak_bytes,
     )
 
 
@@ -143,7 +175,7 @@ def _read_scores(path: Path) -> Dict[str, Any]:
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     try:
         scores = json.loads(path.read_text(encoding="utf-8"))
-        _by_region(scores), scores["store"], scores["split_hash"]
+        _by_region(scores)
         return scores
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} must be complete, got {error!r}; run `evaluate` again") from None

@@ -7,19 +7,24 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from cpu3d.atomic import atomic_write
 from cpu3d.compare import pictures, tables
 from cpu3d.compare.comparison import COSTS, Comparison
-from cpu3d.compare.error_maps import BOTH, FIRST, SECOND, error_maps
+from cpu3d.compare.error_maps import BOTH, FIRST, SECOND, error_maps, label_colours
 from cpu3d.compare.gather import MEAN
+from cpu3d.compare.limits import METHOD, caveats, limits
 from cpu3d.compare.runner import Evaluation
-from cpu3d.compare.statistics import RESAMPLES
-from cpu3d.compare.verdict import NAMES, cost_words, limits, verdict
+from cpu3d.compare.statistics import mean_and_sd_over_seeds
+from cpu3d.compare.verdict import NAMES, cost_words, verdict
 from cpu3d.data.store import Store
 from cpu3d.evaluate import UNTOUCHED, warning
 from cpu3d.page import flat, render_page
 from cpu3d.versions import versions
-from memory_estimator.figure import PALETTE
+from cpu3d.words import number
+from memory_estimator.units import GIB
 
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
+
+OF_PATCHES = ("foreground", "patches_per_case")
+"""Of a run's configuration: what says nothing of a run on whole volumes."""
 
 
 def write_page(
@@ -34,71 +39,102 @@ def write_page(
 
 def render(comparison: Comparison, store: Optional[Store], evaluation: Evaluation, *, title: str, budget: str) -> str:
     """The page as HTML."""
-    metrics = ["dice", "hd95_mm", "surface_dice"]
     several = len(comparison.variants) > 1
-    seeds = min(len(comparison.shared_seeds(variant)) for variant in comparison.variants)
     common, differing = settings(comparison)
     headline = MEAN if MEAN in comparison.regions else comparison.regions[0]
+    facts = _facts(comparison, store, evaluation, budget)
     return render_page(
         Path(__file__).with_name("page.html.j2"),
         title=title,
-        facts=_facts(comparison, store, evaluation, budget),
+        facts=facts,
+        scored=dict(facts)["scored"],
         warning="" if evaluation.split == UNTOUCHED else warning(evaluation.split),
         readings=reading(comparison),
-        limits=limits(
-            seeds,
-            len(comparison.cases),
-            split=evaluation.split,
-            untouched=evaluation.split == UNTOUCHED,
-            voxels=[comparison.cost(variant, "voxels") for variant in comparison.variants],
-        ),
+        limits=cautions(comparison, evaluation.split),
+        method=METHOD,
         tiles=[
-            (variant, colour, "mean Dice" if headline == MEAN else f"{headline} Dice", dice)
-            for (variant, colour), dice in zip(
-                pictures.colours(comparison).items(),
-                (tables.spread(*_mean_sd(comparison, variant, headline), "dice") for variant in comparison.variants),
+            (
+                variant,
+                colour,
+                "mean Dice" if headline == MEAN else f"{headline} Dice",
+                tables.spread(*mean_and_sd_over_seeds(comparison.values(variant, headline, "dice")), "dice"),
             )
+            for variant, colour in pictures.colours(comparison).items()
         ],
+        plus_minus=tables.PLUS_MINUS,
         variants=comparison.variants,
         baseline=comparison.baseline,
-        metrics=[NAMES[metric] for metric in metrics],
-        tolerance_mm=evaluation.tolerance_mm,
-        resamples=RESAMPLES,
+        metrics=list(NAMES.values()),
+        scores_caption=tables.scores_caption(evaluation.tolerance_mm),
+        differences_caption=tables.DIFFERENCES,
+        costs_caption=tables.COSTS,
         score_rows=tables.score_rows(comparison),
         difference_rows=_difference_rows(comparison) if several else [],
-        forests=[(f"Differences in {NAMES[m]}", pictures.forest(comparison, m)) for m in metrics] if several else [],
+        forests=[(f"Differences in {words}", pictures.forest(comparison, metric)) for metric, words in NAMES.items()]
+        if several
+        else [],
         strips=[
-            (f"{NAMES[metric]} of every case, {region}", pictures.case_strips(comparison, region, metric))
-            for metric in metrics[:1]
+            (f"{NAMES['dice']} of every case, {region}", pictures.case_strips(comparison, region, "dice"))
             for region in comparison.regions
         ],
         curves=pictures.all_curves(comparison),
+        best_steps=tables.best_steps(comparison),
         cost_rows=tables.cost_rows(comparison),
         cost_pictures=pictures.all_costs(comparison),
-        maps=error_maps(comparison, store, evaluation.split),
-        label_colours=_label_colours(comparison),
+        maps=error_maps(comparison, store),
+        label_colours=[
+            (colour, name) for colour, name in label_colours(comparison.runs[comparison.baseline][0].config).values()
+        ],
         error_colours=((FIRST, f"{comparison.baseline} alone"), (SECOND, "the other alone"), (BOTH, "both")),
         common=common,
         differing=differing,
-        runs=[
-            (run.variant, run.seed, str(run.folder), run.costs)
-            for runs in comparison.runs.values()
-            for run in runs
-        ],
+        runs=_run_rows(comparison),
         hosts=_hosts(comparison),
         versions=versions(),
     )  # fmt: skip
 
 
 def reading(comparison: Comparison) -> List[str]:
-    """The comparison in words."""
+    """The comparison in words: what differs, what so few seeds or cases leave open, what failed, what it costs."""
+    failed = [str(one) for one in comparison.failed]
+    if len(comparison.variants) < 2:
+        return failed
+    seeds = min(len(comparison.shared_seeds(variant)) for variant in comparison.variants)
     costs = {name: {cost: comparison.cost(name, cost) for cost in COSTS} for name in comparison.variants}
-    return [*verdict(comparison.differences, comparison.baseline), *cost_words(costs, comparison.baseline)]
+    devices = {name: runs[0].config.device for name, runs in comparison.runs.items()}
+    return [
+        *verdict(comparison.differences, comparison.baseline),
+        *caveats(seeds, len(comparison.cases)),
+        *failed,
+        *cost_words(costs, comparison.baseline, devices),
+    ]
+
+
+def cautions(comparison: Comparison, split: str) -> List[str]:
+    """What favours a side and what the numbers cannot say, in words."""
+    costs = {
+        name: {variant: comparison.cost(variant, name) for variant in comparison.variants}
+        for name in ("steps", "voxels", "steps_s")
+    }
+    return limits(
+        {variant: runs[0].config for variant, runs in comparison.runs.items()},
+        steps=costs["steps"],
+        voxels=costs["voxels"],
+        seconds=costs["steps_s"],
+        by_time=comparison.by_time,
+        split=split,
+        untouched=split == UNTOUCHED,
+    )
 
 
 def settings(comparison: Comparison) -> Tuple[List[Tuple[str, str]], List[Tuple[str, List[str]]]]:
     """Settings in common as (name, value), and those that differ as (name, a value for each variant)."""
-    of_variant = [dict(flat(dataclasses.asdict(runs[0].config))) for runs in comparison.runs.values()]
+    of_variant = []
+    for runs in comparison.runs.values():
+        config = runs[0].config
+        one = dict(flat(dataclasses.asdict(config)))
+        one.update({"foreground": f"{config.foreground:.3g}"} if config.is_patch else dict.fromkeys(OF_PATCHES, "-"))
+        of_variant.append(one)
     common, differing = [], []
     for name in sorted({name for one in of_variant for name in one}):
         if name.startswith(NOT_SETTINGS):
@@ -132,10 +168,6 @@ def _facts(
     ]
 
 
-def _mean_sd(comparison: Comparison, variant: str, region: str) -> Tuple[float, Optional[float]]:
-    return tables.mean_and_sd_over_seeds(comparison.values(variant, region, "dice"))
-
-
 def _difference_rows(comparison: Comparison) -> List[Tuple[str, str, List[Tuple[str, str, bool]]]]:
     """(variant, region, (difference, cases, whether it is clear) for each metric)."""
     return [
@@ -152,13 +184,21 @@ def _difference_rows(comparison: Comparison) -> List[Tuple[str, str, List[Tuple[
     ]
 
 
-def _label_colours(comparison: Comparison) -> List[Tuple[str, str]]:
-    """(colour, name) of the label codes that the maps draw."""
-    config = comparison.runs[comparison.baseline][0].config
-    codes = sorted({code for of_region in config.region_codes.values() for code in of_region})
+def _run_rows(comparison: Comparison) -> List[List[str]]:
+    """A row for each run: variant, seed, steps, the best weights' step, validations, seconds, GiB, folder."""
     return [
-        (PALETTE[position % len(PALETTE)], config.label_names.get(code, f"code {code}"))
-        for position, code in enumerate(codes)
+        [
+            run.variant,
+            str(run.seed),
+            f"{run.costs.steps:,}",
+            f"{tables.best_step(run):,}" if run.curve else "-",
+            str(len(run.curve)),
+            number(run.costs.train_s),
+            number(run.costs.train_peak_bytes, GIB),
+            str(run.folder),
+        ]
+        for runs in comparison.runs.values()
+        for run in runs
     ]
 
 

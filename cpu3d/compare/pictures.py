@@ -6,6 +6,7 @@ import numpy as np
 
 from cpu3d.compare.comparison import Comparison
 from cpu3d.compare.gather import MEAN, Point
+from cpu3d.compare.limits import unlike_devices
 from cpu3d.compare.statistics import LARGER_IS_BETTER
 from cpu3d.compare.verdict import NAMES
 from cpu3d.pictures import strips
@@ -125,10 +126,11 @@ def all_curves(comparison: Comparison) -> List[Tuple[str, bytes]]:
 
 def all_costs(comparison: Comparison) -> List[Tuple[str, bytes]]:
     """(what it shows, PNG) of Dice against what it took."""
-    pairs = (
-        ("Dice against seconds of training", dice_against(comparison, "steps_s", "seconds of steps, one run")),
-        ("Dice against peak memory", dice_against(comparison, "train_peak_bytes", "peak memory of training, GiB", GIB)),
-    )
+    pairs = [("Dice against seconds of training", dice_against(comparison, "steps_s", "seconds of steps, one run"))]
+    configs = [runs[0].config for runs in comparison.runs.values()]
+    if not unlike_devices(configs):
+        peak, of = ("train_peak_bytes", "training") if configs[0].device == "cpu" else ("card_peak_bytes", "the card")
+        pairs.append(("Dice against peak memory", dice_against(comparison, peak, f"peak memory of {of}, GiB", GIB)))
     return [(text, picture) for text, picture in pairs if picture]
 
 

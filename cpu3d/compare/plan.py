@@ -7,11 +7,11 @@ came to, steps, dtype, policy, patch, is decided once and then kept, so that eve
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.atomic import write_json
-from cpu3d.compare.budget import Budget, steps_for, steps_within, validate_every, voxels_of_epochs
-from cpu3d.compare.runner import Evaluation, PlannedRun
+from cpu3d.compare.budget import Budget, steps_for, steps_within, voxels_of_epochs, warmup_within
+from cpu3d.compare.planned import Evaluation, PlannedRun
 from cpu3d.compare.variants import Resolved, Variant
 from cpu3d.errors import InputError
 from cpu3d.page import flat
@@ -42,9 +42,14 @@ class Kept:
 
 
 def load(out: Path) -> Optional[Kept]:
-    """What a folder's compare.json holds; None where there is none. Raises InputError for a damaged one."""
+    """What a folder's compare.json holds; None where there is none.
+
+    Raises InputError for a damaged one, and for runs without one: nobody knows what they were to be.
+    """
     path = Path(out) / FILE
     if not path.is_file():
+        if (path.parent / "runs").is_dir() and any((path.parent / "runs").iterdir()):
+            raise InputError(f"{out} must hold a {FILE} beside its runs/, found none; choose another --out")
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -94,23 +99,13 @@ def courses(found: Sequence[Resolved], budget: Budget, validations: int) -> List
     voxels = budget.amount
     if budget.kind == "epochs":
         voxels = voxels_of_epochs(budget.amount, baseline.config, baseline.cases)
-    return [with_steps(course, steps_for(voxels, one.config), validations) for course, one in zip(plan, found)]
+    return _with_steps(plan, [steps_for(voxels, one.config) for one in found], validations)
 
 
 def with_minutes(plan: Sequence[Json], minutes: float, step_s: Dict[str, float], validations: int) -> List[Json]:
     """The plan with the steps that fill so many minutes; `step_s` are the variants' measured seconds a step."""
     timed = [{**course, "step_s": step_s[course["name"]]} for course in plan]
-    return [with_steps(course, steps_within(minutes, course["step_s"]), validations) for course in timed]
-
-
-def with_steps(course: Json, steps: int, validations: int) -> Json:
-    """A course of so many steps."""
-    return {
-        **course,
-        "steps": steps,
-        "voxels": steps * course["step_voxels"],
-        "validate_every": validate_every(steps, course["steps_per_epoch"], validations),
-    }
+    return _with_steps(timed, [steps_within(minutes, course["step_s"]) for course in timed], validations)
 
 
 def planned_runs(plan: Sequence[Json], seeds: Sequence[int], out: Path) -> List[PlannedRun]:
@@ -120,16 +115,25 @@ def planned_runs(plan: Sequence[Json], seeds: Sequence[int], out: Path) -> List[
             course["name"],
             seed,
             Path(out) / "runs" / f"{course['name']}-seed{seed}",
-            run_options(course, seed, course["steps"], course["validate_every"]),
+            run_options(course, seed, course["steps"], course.get("validations") or 1),
         )
         for seed in seeds
         for course in plan
     ]
 
 
-def run_options(course: Json, seed: int, steps: int, every: int) -> tuple:
-    """Those of `train` for one run of a course."""
-    return (*course["options"], "--steps", str(steps), "--validate-every", str(every), "--seed", str(seed))
+def run_options(course: Json, seed: int, steps: int, validations: int) -> Tuple[str, ...]:
+    """Those of `train` for one run of a course.
+
+    A course that was planned before there was a choice goes on as it was: validated by epochs, warmed up as it says.
+    """
+    own = {"steps": steps, "validations": validations, "seed": seed}
+    if course.get("validate_every"):
+        own = {"steps": steps, "validate_every": course["validate_every"], "seed": seed}
+    warmup_steps = course.get("warmup_steps", 0)
+    if warmup_within(warmup_steps, steps) < warmup_steps:
+        own["warmup_steps"] = warmup_within(warmup_steps, steps)
+    return (*course["options"], *as_options(own))
 
 
 # --- Private helpers ---
@@ -151,11 +155,21 @@ def _course(one: Resolved) -> Json:
             "steps_per_epoch": one.steps_per_epoch,
             "step_s": foreseen.step_s if foreseen else None,
             "peak_bytes": foreseen.process_peak_bytes if foreseen else None,
+            "warmup_steps": config.warmup_steps,
             "steps": None,
             "voxels": None,
-            "validate_every": None,
+            "validations": None,
         }
     )
+
+
+def _with_steps(plan: Sequence[Json], steps: Sequence[int], validations: int) -> List[Json]:
+    """The courses with their steps. All have equally many validations, so none has more chances at a lucky one."""
+    each = min(validations, *steps)
+    return [
+        {**course, "steps": count, "voxels": count * course["step_voxels"], "validations": each}
+        for course, count in zip(plan, steps)
+    ]
 
 
 def _plain(content: Json) -> Json:

@@ -5,18 +5,50 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from cpu3d.compare.budget import step_voxels
 from cpu3d.compare.comparison import Comparison
+from cpu3d.compare.gather import RunResult
 from cpu3d.compare.statistics import Difference, mean_and_sd_over_seeds
 from cpu3d.compare.verdict import NAMES
-from cpu3d.data.words import by
+from cpu3d.data.words import by, count
 from cpu3d.page import duration, gib
+from cpu3d.words import plus_minus, seconds
 from memory_estimator.units import GIB
+
+DIGITS = {"dice": 3, "hd95_mm": 2, "surface_dice": 3}
+"""Of a metric, after the point."""
+
+PLUS_MINUS = "\u00b1 is the standard deviation of the seeds\u2019 means"
+
+DIFFERENCES = (
+    "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Bold: counts as a difference, "
+    "as the interval leaves out 0 and seeds alone do not make as much."
+)
+"""Caption of the differences, on every page."""
+
+COSTS = (
+    "Of one run: the middle one of the seeds for times, the largest for memory. Every run had a process of its own. "
+    "A case trained: as many voxels as a whole case has. A step: the median. "
+    "Core-hours: the wall time on all cores that the process had. Training in all has validation and saving in it. "
+    "Memory of training is the largest resident set of its process, with validation and, in read mode ram, which is "
+    "usual for patches, the files kept in memory; that of prediction has the scoring in it. A card\u2019s memory is "
+    "what TensorFlow\u2019s allocator held there at most."
+)
+"""Caption of the costs, on every page."""
+
+
+def scores_caption(tolerance_mm: float) -> str:
+    """Caption of the scores, on every page."""
+    return (
+        f"Mean over cases and seeds; {PLUS_MINUS}. HD95 in mm; surface Dice at {tolerance_mm:g} mm. Scored are the "
+        "weights of the validation with the highest mean Dice."
+    )
 
 
 def plan_table(plan: Sequence[Mapping[str, Any]], seeds: Sequence[int], budget: str) -> Table:
     """What is about to happen, a line a variant; `plan` is that of compare.json."""
     table = Table(
-        title=f"{len(plan)} variants x {len(seeds)} seed{'s' * (len(seeds) != 1)}, each for {budget}",
+        title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
         title_justify="left",
     )
     table.add_column("variant", overflow="fold")
@@ -45,7 +77,7 @@ def scores_table(comparison: Comparison) -> Table:
     """The mean over cases and seeds, and how the seeds differ."""
     seeds = max(len(runs) for runs in comparison.runs.values())
     table = Table(
-        title=f"Scores on {len(comparison.cases)} case{'s' * (len(comparison.cases) != 1)}, full grids",
+        title=f"Scores on {count(comparison.cases, 'case')}, full grids",
         caption="mean \u00b1 sd over seeds; HD95 in mm" if seeds > 1 else "mean; one seed; HD95 in mm",
     )
     table.add_column("variant")
@@ -72,7 +104,7 @@ def differences_table(comparison: Comparison) -> Table:
     """Every difference to the baseline."""
     table = Table(
         title=f"Paired differences to {escape(comparison.baseline)}",
-        caption="95 % interval by bootstrap over cases and seeds; cases better / worse / equal",
+        caption="95 % interval by bootstrap over cases and seeds; cases better / worse / equal; bold counts",
     )
     for column in ("variant", "region", ""):
         table.add_column(column)
@@ -83,7 +115,8 @@ def differences_table(comparison: Comparison) -> Table:
             for metric, name in NAMES.items():
                 one, last = metrics[metric], name == [*NAMES.values()][-1]
                 first = (escape(variant), escape(region)) if metric == "dice" else ("", "")
-                table.add_row(*first, name, in_words(one, metric), cases(one), end_section=last)
+                size = f"[bold]{in_words(one, metric)}" if one.is_clear else in_words(one, metric)
+                table.add_row(*first, name, size, cases(one), end_section=last)
     return table
 
 
@@ -101,10 +134,6 @@ def costs_table(comparison: Comparison) -> Table:
 
 def cost_rows(comparison: Comparison) -> Dict[str, List[str]]:
     """What -> a cell for each variant."""
-
-    def seconds(value: Optional[float]) -> str:
-        return "-" if value is None else f"{value:.3g} s" if value < 100 else duration(value)
-
     rows = (
         ("steps", "steps", lambda value: f"{value:,.0f}"),
         ("voxels seen", "voxels", millions),
@@ -116,6 +145,7 @@ def cost_rows(comparison: Comparison) -> Dict[str, List[str]]:
         ("core-hours", "core_hours", lambda value: f"{value:.3g}"),
         ("peak memory, training", "train_peak_bytes", gib),
         ("of it TensorFlow's allocator", "allocator_peak_bytes", gib),
+        ("card's memory, training", "card_peak_bytes", gib),
         ("a case predicted", "case_predict_s", seconds),
         ("peak memory, prediction", "predict_peak_bytes", gib),
     )
@@ -123,8 +153,28 @@ def cost_rows(comparison: Comparison) -> Dict[str, List[str]]:
     for words, name, show in rows:
         values = [comparison.cost(variant, name) for variant in comparison.variants]
         if any(value is not None for value in values):
-            cells[words] = ["not known" if value is None else show(value) for value in values]
+            cells[words] = ["-" if value is None else show(value) for value in values]
     return cells
+
+
+def best_steps(comparison: Comparison) -> List[str]:
+    """For each variant the steps that its runs' best weights are of, seed by seed, and the number of validations."""
+    lines = []
+    for variant in comparison.variants:
+        runs = [run for run in comparison.runs[variant] if run.curve]
+        if runs:
+            steps = ", ".join(f"{best_step(run):,}" for run in runs)
+            counts = sorted({len(run.curve) for run in runs})
+            lines.append(
+                f"{variant}: {steps} of {max(run.costs.steps for run in runs):,} steps, "
+                f"{' or '.join(map(str, counts))} validation{'s' * (counts != [1])} a run"
+            )
+    return lines
+
+
+def best_step(run: RunResult) -> int:
+    """The step of the first validation with the highest mean Dice, whose weights are scored. Needs a validation."""
+    return max(run.curve, key=lambda point: point.mean_dice).voxels // step_voxels(run.config)
 
 
 def millions(voxels: float) -> str:
@@ -133,14 +183,13 @@ def millions(voxels: float) -> str:
 
 
 def spread(mean: float, sd: Optional[float], metric: str) -> str:
-    """ "0.912 +- 0.004"."""
-    digits = 2 if metric == "hd95_mm" else 3
-    return f"{mean:.{digits}f}" + ("" if sd is None else f" \u00b1 {sd:.{digits}f}")
+    """ "0.912 ± 0.004"."""
+    return plus_minus(mean, sd, DIGITS[metric])
 
 
 def in_words(difference: Difference, metric: str) -> str:
     """ "-0.210 (-0.330 to -0.100)"."""
-    digits = 2 if metric == "hd95_mm" else 3
+    digits = DIGITS[metric]
     if difference.interval is None:
         return f"{difference.mean:+.{digits}f}"
     low, high = difference.interval

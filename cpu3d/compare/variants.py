@@ -16,15 +16,19 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.patch_plan import BOTTOM
+from cpu3d.recipes import RECIPES
 from cpu3d.train import resolve
 from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, chosen_settings
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 
+OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
+"""Settings that a run on whole volumes does not have: given for all variants, they are for those on patches."""
+
 NOT_COMMON = ("seed", "steps", "validate_every", "patience")
 """Settings that the comparison decides for every run: an early stop would spend less than the budget."""
 
-NOT_OWN = (*NOT_COMMON, "epochs", "fold", "regions")
+NOT_OWN = (*NOT_COMMON, "epochs", "validations", "fold", "regions")
 """Settings that no variant may have for itself: with them it would answer another question."""
 
 
@@ -57,12 +61,13 @@ class Resolved:
 
 
 def common_settings(args: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[str]]:
-    """The settings that compare itself was given for all variants but its budget, and the recipe.
+    """The settings that compare itself was given for all variants, and the recipe. Its budget and validations are none.
 
     Raises InputError for those that are not for the user to choose here.
     """
     settings = chosen_settings(args)
-    settings.pop("epochs", None)  # the budget
+    for name in ("epochs", "validations"):
+        settings.pop(name, None)
     _check("compare", settings, NOT_COMMON)
     return settings, args.recipe
 
@@ -87,22 +92,26 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
     _check(f"variant {name}", own, NOT_OWN)
     if set(own) & set(SIZES_OF_PATCH):
         common = {key: value for key, value in common.items() if key not in SIZES_OF_PATCH}
-    return Variant(name, {**common, **own}, args.recipe or recipe)
+    recipe = args.recipe or recipe
+    usual = RECIPES[recipe or "brats-regions"]().mode
+    if own.get("mode", common.get("mode", usual)) == "whole":
+        common = {key: value for key, value in common.items() if key not in OF_PATCHES}
+    return Variant(name, {**common, **own}, recipe)
 
 
 def resolved(variant: Variant, store: Store, host: Host, gpus: Sequence[Gpu]) -> Resolved:
     """What a variant comes to. Raises InputError, which names the variant, where `train` would refuse it."""
     try:
         config = resolve(store, NO_RUN, host, variant.settings, variant.recipe, gpus)
-        cases = len(with_fold(store, config.fold).cases("train"))
-        foreseen = None
+        view = with_fold(store, config.fold)
+        cases, volumes = len(view.cases("train")), memory_plan.volumes_of(config, view)
+        foreseen, is_open = None, variant.settings.get("policy", "auto") == "auto"
         if config.device != "cpu":
-            if variant.settings.get("policy", "auto") == "auto":
-                config = memory_plan.under(config, "speed")
+            config = memory_plan.under(config, "speed") if is_open else config
         else:
-            if variant.settings.get("policy", "auto") == "auto":
-                config, _ = memory_plan.pick_policy(config, host, cases * config.patches_per_case)
-            foreseen = memory_plan.foresee(config, host, cases * config.patches_per_case)
+            if is_open:
+                config, _ = memory_plan.pick_policy(config, host, cases * config.patches_per_case, volumes)
+            foreseen = memory_plan.foresee(config, host, cases * config.patches_per_case, volumes)
     except InputError as error:
         raise InputError(*(f"variant {variant.name}: {problem}" for problem in error.problems)) from None
     return Resolved(dataclasses.replace(variant, settings=_pinned(variant, config)), config, cases, foreseen)
@@ -111,8 +120,16 @@ def resolved(variant: Variant, store: Store, host: Host, gpus: Sequence[Gpu]) ->
 def usual_variants(
     common: Dict[str, Any], recipe: Optional[str], store: Store, host: Host, gpus: Sequence[Gpu]
 ) -> List[Variant]:
-    """Whole volumes, and patches of half their grid along each axis."""
-    whole = Variant("whole", {**common, "mode": "whole"}, recipe)
+    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis.
+
+    Raises InputError for a common mode, as there is one of each.
+    """
+    if "mode" in common:
+        raise InputError(f"--mode must be left to the variants, got {common['mode']}; compare has one of each")
+    shared = {key: value for key, value in common.items() if key not in OF_PATCHES}
+    whole = Variant("whole", {**shared, "mode": "whole"}, recipe)
+    if set(common) & set(SIZES_OF_PATCH):
+        return [whole, Variant("patch", {**common, "mode": "patch"}, recipe)]
     config = resolved(whole, store, host, gpus).config
     patch = list(half(config.grid, config.unet.divisor))
     return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch}, recipe)]
@@ -146,6 +163,7 @@ def _check(who: str, settings: Dict[str, Any], refused: Sequence[str]) -> None:
         "steps": "give compare a budget: --epochs, --voxels or --minutes",
         "epochs": "give compare a budget: --epochs, --voxels or --minutes",
         "validate_every": "give --validations to compare",
+        "validations": "give it to compare, for all variants",
         "patience": "a run that stops early spends less than the others",
         "fold": "give it to compare, for all variants",
         "regions": "give them to compare, for all variants",

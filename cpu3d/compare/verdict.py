@@ -1,67 +1,52 @@
 """What a comparison says, in words that follow from its numbers and say no more. Pure functions."""
 
-from typing import Dict, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.compare.gather import MEAN
 from cpu3d.compare.statistics import LARGER_IS_BETTER, Difference
-
-FEW_SEEDS, FEW_CASES = 5, 10
-"""Below these an interval is told to be a narrow one."""
-
-UNEQUAL = 1.1
-"""Times more voxels than another variant saw that are worth a word: steps are whole, so budgets never match quite."""
+from cpu3d.words import listed
 
 NAMES = {"dice": "Dice", "hd95_mm": "HD95", "surface_dice": "surface Dice"}
 
 
 def verdict(differences: Mapping[str, Mapping[str, Mapping[str, Difference]]], baseline: str) -> List[str]:
-    """A sentence for all that differs from the baseline by more than its interval, and one for all that does not.
+    """Sentences for what differs from the baseline, for what may or may not, and for what does not.
 
-    `differences` is variant -> region -> metric -> Difference.
+    `differences` is variant -> region -> metric -> Difference. What counts as a difference is `Difference.is_clear`;
+    one whose interval leaves out 0 and that seeds alone may make is told to be undecided.
     """
     return [line for variant, regions in differences.items() for line in _of_variant(variant, regions, baseline)]
 
 
-def cost_words(costs: Mapping[str, Mapping[str, Optional[float]]], baseline: str) -> List[str]:
-    """What every variant takes of the baseline's seconds and memory. `costs` is variant -> name -> value."""
+def cost_words(
+    costs: Mapping[str, Mapping[str, Optional[float]]], baseline: str, devices: Mapping[str, str]
+) -> List[str]:
+    """What every variant takes of the baseline's seconds and memory. `costs` is variant -> name -> value.
+
+    `devices` is variant -> "cpu" or "gpu:0": on another kind of device than the baseline's there is no ratio.
+    """
     lines = []
     for variant, own in costs.items():
+        if variant == baseline:
+            continue
+        kinds = [devices[name].partition(":")[0] for name in (variant, baseline)]
+        if len(set(kinds)) > 1:
+            lines.append(
+                f"{variant} was trained on {devices[variant]} and {baseline} on {devices[baseline]}: their seconds and "
+                "memory are in the table of costs, and no ratio is made of them."
+            )
+            continue
         parts = []
         for name, words in (
             ("case_train_s", "the seconds to train a case once"),
-            ("train_peak_bytes", "the memory to train"),
+            ("train_peak_bytes" if kinds[0] == "cpu" else "card_peak_bytes", "the memory to train"),
             ("case_predict_s", "the seconds to predict one"),
             ("predict_peak_bytes", "the memory to predict"),
         ):
-            if variant != baseline and own.get(name) and costs[baseline].get(name):
+            if own.get(name) and costs[baseline].get(name):
                 parts.append(f"{own[name] / costs[baseline][name]:.2f} x {words}")
         if parts:
-            lines.append(f"{variant} takes, against {baseline}, {_listed(parts)}.")
-    return lines
-
-
-def limits(seeds: int, cases: int, *, split: str, untouched: bool, voxels: Sequence[float]) -> List[str]:
-    """What the numbers cannot say, given how many there are. `voxels` are those that a run of each variant saw."""
-    lines = []
-    if seeds == 1 and cases == 1:
-        lines.append("One seed and one case: there is no interval, and no difference can be told from chance.")
-    elif seeds == 1:
-        lines.append("One seed: intervals are over cases alone, and how much a start matters is not known.")
-    elif cases == 1:
-        lines.append("One case: intervals are over seeds alone, and say nothing of other cases.")
-    if 1 < seeds < FEW_SEEDS or 1 < cases < FEW_CASES:
-        lines.append(
-            f"{_count(seeds, 'seed')} and {_count(cases, 'case')}: so few make a bootstrap's interval too narrow; read "
-            "one that just leaves out 0 as undecided."
-        )
-    lines.append("Intervals are of one difference each; of twenty that are all 0, one leaves it out.")
-    if max(voxels) > UNEQUAL * min(voxels):
-        lines.append(
-            f"Variants saw from {min(voxels) / 1e6:,.1f} to {max(voxels) / 1e6:,.1f} million voxels, unequally."
-        )
-    if not untouched:
-        lines.append(f'The cases of split "{split}" were seen while training or choosing the weights.')
-    lines.append("One data set, one network, one budget: the order may differ with more of any of them.")
+            lines.append(f"{variant} takes, against {baseline}, {listed(parts)}.")
     return lines
 
 
@@ -69,7 +54,7 @@ def limits(seeds: int, cases: int, *, split: str, untouched: bool, voxels: Seque
 
 
 def _of_variant(variant: str, regions: Mapping[str, Mapping[str, Difference]], baseline: str) -> List[str]:
-    lines, unclear = [], {}
+    lines, undecided, unclear = [], [], {}
     names = sorted(regions, key=lambda region: region != MEAN)  # the mean first
     single = all(one.interval is None for metrics in regions.values() for one in metrics.values())
     for metric in NAMES:
@@ -79,20 +64,41 @@ def _of_variant(variant: str, regions: Mapping[str, Mapping[str, Difference]], b
             if difference.is_clear or (single and difference.mean):
                 way = _way(metric, difference.mean)
                 moved.setdefault(way, []).append(f"by {_size(difference, metric)} in {region} {NAMES[metric]}")
+            elif difference.leaves_out_zero:
+                undecided.append((f"{region} {NAMES[metric]}, {_way(metric, difference.mean)} by ", difference, metric))
             else:
                 unclear.setdefault(metric, []).append(region)
-        lines += [f"{variant} {way} than {baseline} {_listed(parts)}." for way, parts in moved.items()]
+        lines += [f"{variant} {way} than {baseline} {listed(parts)}." for way, parts in moved.items()]
+    if undecided:
+        lines.append(f"{variant} against {baseline}, undecided: {_undecided(undecided)}.")
     if unclear:
         everywhere = all(len(unclear.get(metric, ())) == len(regions) for metric in NAMES)
         where = [f"{NAMES[metric]} ({_which(some, regions)})" for metric, some in unclear.items()]
         same = all(regions[region][metric].mean == 0 for metric, some in unclear.items() for region in some)
         lines.append(
             f"{variant}: no difference to {baseline}{'' if same else ' beyond the interval'} in "
-            f"{'any score' if everywhere else _listed(where)}{_dice_of(regions, unclear)}."
+            f"{'any score' if everywhere else listed(where)}{_dice_of(regions, unclear)}."
         )
     if single:
         lines.append(f"{variant}: one case of one seed has no interval, so none of this can be told from chance.")
     return lines
+
+
+def _undecided(found: Sequence[Tuple[str, Difference, str]]) -> str:
+    """Each with its size and interval, and with what seeds alone may make where there are several."""
+    if all(one.seed_bound is None for _, one, _ in found):
+        parts = [words + _size(one, metric) for words, one, metric in found]
+        return f"{'; '.join(parts)}; the intervals leave out 0, but are over cases alone, of one seed"
+    parts = [
+        f"{words}{_size(one, metric)} where seeds alone may make {_bound(one, metric)}" for words, one, metric in found
+    ]
+    return "; ".join(parts)
+
+
+def _bound(difference: Difference, metric: str) -> str:
+    if difference.seed_bound is None:
+        return "any"
+    return f"{difference.seed_bound:.1f} mm" if metric == "hd95_mm" else f"{difference.seed_bound:.3f}"
 
 
 def _way(metric: str, mean: float) -> str:
@@ -123,11 +129,3 @@ def _dice_of(regions: Mapping[str, Mapping[str, Difference]], unclear: Dict[str,
         return ""
     low, high = difference.interval
     return f"; {region} Dice {difference.mean:+.3f} ({low:+.3f} to {high:+.3f})"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -19,6 +19,9 @@ from cpu3d.errors import InputError
 
 SAMPLINGS = ("random", "foreground", "grid", "centre")
 
+OVERLAP = 0.5
+"""Of the patches of a grid, and of the windows that a network slides, where nothing else is asked for: nnU-Net's."""
+
 
 @dataclass(frozen=True)
 class PatchSampling:
@@ -34,7 +37,7 @@ class PatchSampling:
     come to."""
     codes: Tuple[Tuple[int, ...], ...] = ()
     """Label codes of each region to be found with "foreground"."""
-    overlap: float = 0.5
+    overlap: float = OVERLAP
     """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
     extent: str = "brain"
     """What patches are taken from: the brain's box or the whole grid of a case."""

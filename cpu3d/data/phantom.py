@@ -10,7 +10,8 @@ its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, 
 
 With --context the tumours look alike and only what their rim is called depends on something far away: on the side of
 the head ("side", to be trained with --no-flip), on the distance of a bright nodule ("landmark"), or on whether there is
-another lesion ("count"). WT and TC are then to be had from a patch, ET from the whole volume alone.
+another lesion ("count"). WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
+gap in between: of volumes of 240 voxels up to 70 from front to back. What is written says how many it is.
 """
 
 import argparse
@@ -23,11 +24,13 @@ import numpy as np
 
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
-from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, drawn_scene
+from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, blind_patch, drawn_scene
 from cpu3d.data.phantom_head import Head, head_box, soft, tissues
 from cpu3d.data.phantom_signal import signal_of
 from cpu3d.data.phantom_tumours import ENHANCING, NON_ENHANCING, drawn_lesions, tumours
 from cpu3d.data.records import Geometry
+from cpu3d.data.region import Shape3
+from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar
@@ -100,8 +103,10 @@ def write_phantom(
     with locked(out, "phantom folder"):
         _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context})
         _write_cases([(out, index, shape, seed, context) for index in range(cases)], workers)
-        write_json(out / "dataset.json", _dataset_json(cases, context))
-    print(f"{cases} phantom cases of {'x'.join(map(str, shape))}x{len(CHANNELS)} in {out}")
+        write_json(out / "dataset.json", _dataset_json(cases, context, shape))
+    blind = blind_patch(context, shape)
+    told = f"; patches of up to {blind} voxels from front to back cannot tell enhancing tumour" if blind else ""
+    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}{told}")
     return out
 
 
@@ -110,8 +115,9 @@ def phantom_case(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
-    Every case has all three tumour codes; non-zero voxels are exactly the brain, the same in all channels. The rule of
-    `context` holds as told, or else in every other case, from the first one on.
+    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as told, or else in
+    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on; in
+    smaller volumes with a context the kernel, and with it code 3 where the rule does not hold, may vanish.
     """
     rng = np.random.default_rng([VERSION, seed, index])
     box, start = head_box(shape, rng)
@@ -187,9 +193,8 @@ def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
                     raise MemoryError
                 advance()
     except MemoryError:
-        told = "x".join(map(str, shape))
         raise InputError(
-            f"--shape must fit into memory, got {told}; choose a smaller one or run again with fewer --workers"
+            f"--shape must fit into memory, got {by(shape)}; choose a smaller one or run again with fewer --workers"
         ) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
@@ -214,7 +219,7 @@ def _case_id(index: int) -> str:
     return f"BRATS_{index + 1:03d}"
 
 
-def _dataset_json(cases: int, context: str) -> dict:
+def _dataset_json(cases: int, context: str, shape: Shape3) -> dict:
     """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
     if RULES[context]:
@@ -222,6 +227,9 @@ def _dataset_json(cases: int, context: str) -> dict:
             f". Context {context}: a rim is called {LABELS[ENHANCING]} where {RULES[context]}, "
             f"else {LABELS[NON_ENHANCING]}"
         )
+    blind = blind_patch(context, shape)
+    if blind:
+        description += f"; a patch of up to {blind} voxels from front to back has nothing in it that tells which"
     ids = [_case_id(index) for index in range(cases)]
     return {
         "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",

@@ -1,4 +1,4 @@
-"""Phantoms whose labels depend on what is far away: a whole volume can tell, a patch of it cannot.
+"""Phantoms whose labels depend on what is far away: a whole volume can tell, a patch shorter than the gap cannot.
 
 Every lesion looks the same, an enhancing rim and a small enhancing kernel in its necrosis. What the rim is *called*
 follows a rule about the rest of the head: enhancing tumour where the rule holds, non-enhancing where not. So whole
@@ -7,9 +7,11 @@ called enhancing: a region without any voxel has next to no gradient in a Dice o
 
 Nothing near a lesion tells the rule of `landmark` and `count`: with the same random numbers, a case where it holds and
 one where it does not are the same but for the voxels of the landmark, or of the other lesion, and those are at least
-`CLEARANCE` away. A volume is normalised by its own mean and spread, and a second lesion moves those a little: from them
-alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of `side` is the
-weak one: a patch that shows the midline or the edge of the brain can tell it.
+`CLEARANCE` away: a patch no longer than `blind_patch` never holds a core together with what tells its rule. A network
+sees no further than its own reach either: one of few levels is blind to the rule in a whole volume too. A volume is
+normalised by its own mean and spread, and a second lesion moves those a little: from them alone a linear guess is right
+in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of `side` is the weak one: a patch that shows
+the midline or the edge of the brain can tell it.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,9 @@ from typing import List, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.data.phantom_head import Head
+from cpu3d.data.phantom_head import SHARES, SMALLEST, Head
 from cpu3d.data.phantom_tumours import Lesion, rim_thickness
+from cpu3d.data.region import Shape3
 
 RULES = {
     "none": "",
@@ -65,6 +68,14 @@ def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator)
         landmark=place if context == "landmark" else None,
         enhancing=holds,
     )
+
+
+def blind_patch(context: str, shape: Shape3) -> Optional[int]:
+    """Voxels from front to back of the longest patch that cannot tell the rule in any head of volumes of this shape.
+
+    CLEARANCE of the shortest head: 70 of 240. None where patches of any size may tell, or there is nothing to tell.
+    """
+    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context in ("landmark", "count") else None
 
 
 # --- Private helpers ---

@@ -7,6 +7,12 @@ from typing import Dict, Sequence, Tuple
 
 import numpy as np
 
+SHARES = (135 / 240, 174 / 240, 136 / 155)
+"""Of a volume's voxels along each axis that a middling head takes."""
+
+SMALLEST, LARGEST = 0.96, 1.04
+"""Of a middling head along any axis."""
+
 
 class Head:
     """The grid of a head and its smooth random fields."""
@@ -40,7 +46,7 @@ class Head:
 
 def head_box(shape: Tuple[int, int, int], rng: np.random.Generator):
     """Size and first voxel of the head: 135x174x136 of 240x240x155, give or take, and near the middle."""
-    share = np.array([135 / 240, 174 / 240, 136 / 155]) * rng.uniform(0.96, 1.04, 3)
+    share = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
     box = tuple(round(float(n * s)) for n, s in zip(shape, share))
     start = tuple(int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box))
     return box, start

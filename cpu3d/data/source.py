@@ -28,7 +28,7 @@ from cpu3d.data.extent import case_region, grid_size
 from cpu3d.data.failures import Batches, own_errors
 from cpu3d.data.finish import Finish, check_dtype, padded
 from cpu3d.data.loader import BOX, Loader, normalise
-from cpu3d.data.patches import PatchSample, PatchSampling, patch_at
+from cpu3d.data.patches import OVERLAP, PatchSample, PatchSampling, patch_at
 from cpu3d.data.python_op import python_op
 from cpu3d.data.reading import Reading, labelled, open_reading
 from cpu3d.data.records import CaseRecord
@@ -141,7 +141,7 @@ def patch_dataset(
     split: str = "train",
     sampling: str = "random",
     foreground: float = 1 / 3,
-    overlap: float = 0.5,
+    overlap: float = OVERLAP,
     start: int = 0,
     stop: Optional[int] = None,
     shuffle: bool = True,

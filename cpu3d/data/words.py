@@ -9,6 +9,6 @@ def count(items: Union[int, Sized], what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def by(shape: Sequence[int]) -> str:
-    """Such as "240x240x155"."""
-    return "x".join(map(str, shape))
+def by(shape: Sequence[int], sign: str = "x") -> str:
+    """Such as "240x240x155", or with " x " between, or " " as on a command line."""
+    return sign.join(map(str, shape))

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -29,15 +30,18 @@ from cpu3d.atomic import write_json
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.export.contract import Contract
 from cpu3d.export.onnx_graph import require_onnx, write_onnx
 from cpu3d.export.usage import usage
 from cpu3d.export.verify import Case, NotReadableError, check_fits, verify
 from cpu3d.host.apply import set_up
+from cpu3d.lock import locked
 from cpu3d.predict import channels_of, find_cases
+from cpu3d.predictors import store_of_run
 from cpu3d.versions import versions
+
+CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"
 
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
 """Format -> what holds the network."""
@@ -119,9 +123,9 @@ def _contract(config: RunConfig, file: str, size: Any) -> Contract:
         )
     size = tuple(size or config.grid)
     try:
-        config.unet.check_shape(size)
+        config.unet.check_shape(size, "--size")
     except ValueError as error:
-        raise InputError(str(error).replace("input_shape", "--size", 1)) from None
+        raise InputError(str(error)) from None
     unet = dataclasses.replace(config.unet, dtype="float32", policy="speed")
     return Contract(dataclasses.replace(config, grid=size, unet=unet), config.unet.dtype, file)
 
@@ -142,10 +146,7 @@ def _given_case(paths: Any, predictor: Any) -> Case:
 
 def _stores_case(config: RunConfig) -> Case:
     """The first case of the run's store that was not trained on, or else that was."""
-    try:
-        store = open_store(config.store)
-    except InputError as error:
-        raise InputError(*error.problems, "--case must name a case to try it on if the store is gone") from None
+    store = store_of_run(config, way_out=CASE_INSTEAD)
     if store.manifest.channels != config.store_channels:
         raise InputError(
             f"channels of store {store.folder} must be the run's {config.store_channels}, got"
@@ -157,16 +158,24 @@ def _stores_case(config: RunConfig) -> Case:
 
 @contextlib.contextmanager
 def _finished_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out` that becomes it at the end; on an error it is removed and `out` is as it was."""
+    """Yield a folder beside `out` that becomes it at the end; on an error it is removed and `out` is as it was.
+
+    What an export that was killed has left there is removed first.
+    """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
+    name = re.compile(rf"\.{re.escape(out.name)}\.\d+\.partial")
+    for left in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
+        with contextlib.suppress(InputError), locked(left, "unfinished export"):  # InputError: it is being written
+            shutil.rmtree(left, ignore_errors=True)
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
-        yield partial
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
+        with locked(partial, "unfinished export"):
+            yield partial
+            if out.is_dir():
+                out.rmdir()
+            partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

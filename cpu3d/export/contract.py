@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 from cpu3d.config import RunConfig
+from cpu3d.data.patches import OVERLAP
 from cpu3d.data.region import Shape3
 from cpu3d.labels import THRESHOLD, code_meanings, paint_order
+from cpu3d.sliding_window import SIGMA_SHARE
 
 SCHEMA = 1
 """Version of export.json."""
 
 WRITER = "cpu3d export"
-
-OVERLAP = 0.5
-"""Of the windows of a network that was trained on patches: what `predict` has where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class Contract:
             "mode": config.mode,
             "size": self.size,
             "overlap": OVERLAP if self.slides else None,
+            "sigma": SIGMA_SHARE if self.slides else None,
             "recipe": self.recipe(),
             "network": {name: value for name, value in unet.items() if name != "policy"},
             "trained_dtype": self.trained_dtype,
@@ -120,7 +120,7 @@ class Contract:
                 f"Slide a window of {size} voxels over the crop: along each axis the fewest evenly spread windows that"
                 f" overlap by {OVERLAP:g} of their size or more, the first and the last flush with the crop's ends.",
                 "Blend the logits by a mean weighted with a Gaussian around each window's middle, whose standard"
-                " deviation is an eighth of the window's size along each axis; then take the sigmoid.",
+                f" deviation is {SIGMA_SHARE:g} of the window's size along each axis; then take the sigmoid.",
             ]
         else:
             steps.append(

@@ -12,14 +12,11 @@ import numpy as np
 
 from cpu3d.errors import InputError
 from cpu3d.export.contract import Contract
-from models.config import UNetConfig
+from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 
 OPSET, IR_VERSION = 17, 8
 """Of 2022: every onnxruntime from 1.12 on reads them."""
-
-EPSILON = 1e-5
-"""That of models/norm.py, which needs TensorFlow."""
 
 Weights = Mapping[str, Mapping[str, np.ndarray]]
 """Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}."""

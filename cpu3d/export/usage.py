@@ -112,7 +112,7 @@ _SLIDE = (
     + """\
 seen = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(image.shape[3])]
 mean, std = (np.float32([getattr(values, name)() for values in seen]) for name in ("mean", "std"))
-bells = [np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w / 8)) ** 2) for w in size]
+bells = [np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size]
 bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
 steps = [-(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(whole, size)]
 starts = [[i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(whole, size, steps)]

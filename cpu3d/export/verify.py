@@ -102,7 +102,9 @@ def _ask(contract: Contract, format_: str, folder: Path, case: Case, region: Any
             "window": contract.size if contract.slides else None, "question": str(question), "answer": str(answer),
         }  # fmt: skip
         command = [sys.executable, "-m", "cpu3d.export.answer", json.dumps(request)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+        # TensorFlow with CUDA would take a card by itself, and the answer is held against one of the CPU.
+        on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+        done = subprocess.run(command, cwd=ROOT, env=on_cpu, capture_output=True, text=True, check=False)
         if done.returncode:
             told = (done.stderr.strip().splitlines() or ["nothing"])[-1]
             raise NotReadableError(f"the exported network could not be run: exit code {done.returncode}, {told}")

@@ -1,9 +1,7 @@
-"""The one place that sets up this process for TensorFlow: environment, engine, threads. Before TensorFlow is imported.
+"""The one place that sets up this process for TensorFlow: environment, engine, threads, device. Before it is imported.
 
-    host = read_host()
-    plan = thread_plan(host)
-    apply(plan, engine="auto")
-    tf = import_tensorflow(engine="auto")
+    host, plan, tf = set_up()                       # on the CPU
+    host, plan, tf = set_up("stock", "gpu:0")
 
 Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock-no-onednn" without oneDNN as well,
 "auto" is "itex" where it is installed and "stock" elsewhere.
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from cpu3d.errors import InputError
+from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.thread_plan import ThreadPlan, thread_plan
 from memory_estimator.engines import itex_is_installed
 from memory_estimator.host import Host, read_host
@@ -71,16 +70,21 @@ def import_tensorflow(engine: str = "auto") -> Any:
     return tf
 
 
-def set_up(engine: str = "auto") -> Tuple[Host, ThreadPlan, Any]:
-    """Plan for this host, apply the plan, import TensorFlow: what every command that computes begins with.
+def set_up(engine: str = "auto", device: str = CPU) -> Tuple[Host, ThreadPlan, Any]:
+    """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
-    Where the process has imported TensorFlow before, the plan is only returned; the engine is still checked.
+    What every command that computes begins with. Nothing computes on a card but what has asked for it by its name, such
+    as "gpu:0": TensorFlow with CUDA would take one by itself. Where the process has imported TensorFlow before, the
+    plan is only returned; engine and device are still checked, and RuntimeError is raised where it computes already on
+    another device.
     """
     host = read_host()
     plan = thread_plan(host)
     if "tensorflow" not in sys.modules:
         apply(plan, engine)
-    return host, plan, import_tensorflow(engine)
+    tf = import_tensorflow(engine)
+    use_device(tf, device)
+    return host, plan, tf
 
 
 def in_force(plan: ThreadPlan) -> Dict[str, str]:

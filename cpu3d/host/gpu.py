@@ -1,32 +1,43 @@
 """The NVIDIA cards of this host: what there is, which one a run takes, and the call that gives TensorFlow only that.
 
-gpus = read_gpus()                              # asks the driver's nvidia-smi, no TensorFlow
+gpus = HostGpus()                               # asks the driver's nvidia-smi once it is looked at, no TensorFlow
 device = pick_device("auto", "patch", gpus)     # "gpu:0", or "cpu"
-use_device(tf, device)                          # after TensorFlow is imported, before it computes
+use_device(tf, device)                          # after TensorFlow is imported, before it computes: set_up does it
 """
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
-from cpu3d.errors import InputError
+from cpu3d.errors import DoesNotFitError, InputError
 
 AUTO, CPU = "auto", "cpu"
 
 QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")
 """What nvidia-smi is asked for, in this order."""
 
-TIMEOUT_S = 10.0
-"""A driver that hangs is no driver. One without its daemon takes 1 to 3 seconds for each card to wake up."""
+TIMEOUT_S = 60.0
+"""A driver that hangs is no driver. One without its daemon takes 1 to 3 seconds for each card to wake up, one after the
+other, and hosts have up to 16."""
 
 BFLOAT16_SINCE = (8, 0)
 """Compute capability of Ampere, the first with bfloat16 in its matrix units."""
 
+SPLIT = " (MIG)"
+"""What a split card's name ends in."""
+
 CUDA_PACKAGE = "nvidia-cudnn-cu12"
 """What requirements-gpu.txt brings and the other requirements do not."""
+
+
+LONGEST_REASON = 160
+"""Characters of TensorFlow's own words on memory; names of operations follow, and their inputs."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +60,38 @@ class Gpu:
         return f"gpu:{self.index}"
 
 
-def read_gpus() -> Tuple[Gpu, ...]:
-    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; () where there is none, or no driver that answers."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+class HostGpus(Sequence[Gpu]):
+    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; empty where there is none, or no driver that answers.
+
+    The driver is asked when somebody first looks, and only once: a run on the CPU does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._found: Optional[Tuple[Gpu, ...]] = None
+        self._is_silent = False
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._asked()[index]
+
+    def __len__(self) -> int:
+        return len(self._asked())
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is a driver that has not answered in time: then nobody knows what cards there are."""
+        self._asked()
+        return self._is_silent
+
+    def _asked(self) -> Tuple[Gpu, ...]:
+        if self._found is None:
+            self._found = ()
+            try:
+                self._found = parse_gpus(_answer(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+            except subprocess.TimeoutExpired:
+                self._is_silent = True
+            except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+                pass  # no driver, or one that fails
+        return self._found
 
 
 def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
@@ -64,7 +99,8 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
 
     Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
     CUDA takes the named cards in the named order, by number or by the beginning of an id, up to the first that is not
-    there; so does this. The instances of a card that MIG splits have ids of their own: such a name is not there.
+    there; so does this. An instance of a card that MIG splits has an id of its own, "MIG-...", which this answer does
+    not have: it is taken for there where some card is split, with memory that is not known.
     """
     found: List[Tuple[str, str, Gpu]] = []
     for line in text.splitlines():
@@ -75,7 +111,7 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         split = mig == "Enabled"
         gpu = Gpu(
             index=len(found),
-            name=f"{name} (MIG)" if split else name,
+            name=f"{name}{SPLIT}" if split else name,
             memory_bytes=None if split else _mebibytes(total),
             free_bytes=None if split else _mebibytes(free),
             compute_capability=_capability(capability),
@@ -85,11 +121,15 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         return tuple(gpu for _, _, gpu in found)
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
-        matching = [gpu for number, uuid, gpu in found if word == number or (word and uuid.startswith(word))]
+        if word.startswith("MIG-"):
+            # Of several split cards it may be any: the oldest promises the least.
+            split = [gpu for _, _, gpu in found if gpu.name.endswith(SPLIT)]
+            matching = sorted(split, key=lambda gpu: gpu.compute_capability)[:1]
+        else:
+            matching = [gpu for number, uuid, gpu in found if word == number or (word and uuid.startswith(word))]
         if len(matching) != 1:
             break
-        gpu = matching[0]
-        taken.append(Gpu(len(taken), gpu.name, gpu.memory_bytes, gpu.free_bytes, gpu.compute_capability))
+        taken.append(dataclasses.replace(matching[0], index=len(taken)))
     return tuple(taken)
 
 
@@ -125,12 +165,32 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if gpu.device == device:
             return gpu
+    if _is_silent(gpus):
+        raise InputError(
+            f"device must be a GPU of this host, got {device} with a driver that has not answered within "
+            f"{TIMEOUT_S:g} s; see what `nvidia-smi` says, or use --device {CPU}"
+        )
     found = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
     way_out = "" if gpus else ", or a host with an NVIDIA GPU and its driver"
     raise InputError(
         f"device must be a GPU of this host, got {device} with {found} found; use --device "
         f"{gpus[0].device if gpus else CPU}{way_out}"
     )
+
+
+def why_no_card(asked: str, mode: str, gpus: Sequence[Gpu]) -> List[str]:
+    """A line to print where `pick_device` has chosen the CPU although "auto" might have had a card; else nothing."""
+    if asked != AUTO or mode != "patch":
+        return []
+    if gpus and not cuda_is_installed():
+        first = gpus[0]
+        return [
+            f"{first.device} ({first.name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
+            f"--device {first.device} where CUDA is there in another way"
+        ]
+    if _is_silent(gpus):
+        return [f"the NVIDIA driver has not answered within {TIMEOUT_S:g} s: no GPU is used"]
+    return []
 
 
 def cuda_is_installed() -> bool:
@@ -148,8 +208,9 @@ def cuda_is_installed() -> bool:
 def use_device(tf: Any, device: str) -> None:
     """Leave TensorFlow the one card that `device` names, its memory taken as it is needed, or with "cpu" none.
 
-    To be called after TensorFlow is imported and before it computes; again with the same device it changes nothing.
-    Raises InputError where TensorFlow sees no such card, and RuntimeError where the process computes on another device.
+    `host.apply.set_up` calls it for every command. To be called after TensorFlow is imported and before it computes;
+    again with the same device it changes nothing. Raises InputError where TensorFlow sees no such card, and
+    RuntimeError where the process computes on another device.
     """
     cards = tf.config.list_physical_devices("GPU")
     number = None if device == CPU else int(device.partition(":")[2])
@@ -174,7 +235,34 @@ def memory_device(device: str) -> str:
     return "CPU:0" if device == CPU else "GPU:0"
 
 
+@contextlib.contextmanager
+def fits_memory(what: str, advice: str) -> Iterator[None]:
+    """Compute in here: where TensorFlow finds no memory, DoesNotFitError says so with `advice`.
+
+    `what` is what asked for it, such as "a training step". TensorFlow tells of a card, and of a host whose limit makes
+    a request fail; a process that the kernel kills says nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        tf = sys.modules.get("tensorflow")
+        if tf is None or not isinstance(error, tf.errors.ResourceExhaustedError):
+            raise
+        told = (str(error.message).strip().splitlines() or ["nothing more"])[0][:LONGEST_REASON]
+        raise DoesNotFitError(f"memory must hold {what}, got out of memory ({told}); {advice}") from None
+
+
 # --- Private helpers ---
+
+
+def _answer() -> str:
+    """Of the driver. Raises OSError, SubprocessError or UnicodeDecodeError where there is none to be had."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+
+
+def _is_silent(gpus: Sequence[Gpu]) -> bool:
+    return isinstance(gpus, HostGpus) and gpus.is_silent
 
 
 def _mebibytes(text: str) -> Optional[int]:

@@ -24,27 +24,27 @@ def weights(folder, name="last"):
     return load_checkpoint(folder / "checkpoints" / f"{name}.npz")[0]
 
 
-def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, **settings):
-    """Leaves both runs, folder/whole and folder/cut, which died in its sixth of so many steps."""
-    options = {"ema": 0.9, "save_minutes": 0.0, **settings}
+def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, done=5, **settings):
+    """Leaves both runs, folder/whole and folder/cut, which died after `done` of so many steps."""
+    options = {"ema": 0.9, "save_minutes": 0.0, "steps": steps, **settings}
     start(store, folder / "whole", **options).run()
     expected = weights(folder / "whole")
 
     cut = start(store, folder / "cut", **options)
     step, taken = Fit._train_step, []
 
-    def die_in_the_sixth(self, batches):
-        if len(taken) == 5:
+    def die(self, batches):
+        if len(taken) == done:
             raise MemoryError
         taken.append(1)
         return step(self, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Fit, "_train_step", die_in_the_sixth)
+        patch.setattr(Fit, "_train_step", die)
         with pytest.raises(MemoryError):
             cut.run()
     again = start(store, folder / "cut", **options)
-    assert again.step == 5
+    assert again.step == done
     again.run()
     for name, array in weights(folder / "cut").items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)

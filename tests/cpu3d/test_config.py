@@ -36,6 +36,11 @@ def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
     assert differences(CONFIG, other) == []
 
 
+def test_of_another_mode_nothing_else_is_told():
+    (problem,) = differences(CONFIG, dataclasses.replace(CONFIG, mode="patch", grid=(8, 8, 8), patches_per_case=9))
+    assert problem.startswith("mode must stay as the run was started, got 'patch' for 'whole'; ")
+
+
 BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm="batch"))
 
 

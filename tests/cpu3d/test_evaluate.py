@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d import evaluate
+from cpu3d import evaluate, exchange
 from cpu3d.data.folds import with_fold
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import check_same_split, evaluate_split, scores_path, summarise
+from cpu3d.evaluate import evaluate_split, scores_path, summarise
 from cpu3d.inference_options import Inference
 from cpu3d.run_files import gather
 from cpu3d.scores import CaseScores, RegionScores
@@ -120,14 +120,14 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     before = content()
     fake_predictor.shift = 1
-    done, rename, bring_back = [], Path.rename, evaluate._bring_back
+    done, rename, bring_back = [], Path.rename, exchange._bring_back
 
     def cut_off(path, target):
         if path.parent.name == ".new" or target.parent.name == ".old":
             done.append(path)
         if len(done) > position:
             if killed:  # nothing is put in order any more
-                monkeypatch.setattr(evaluate, "_bring_back", lambda *_: None)
+                monkeypatch.setattr(exchange, "_bring_back", lambda *_: None)
             monkeypatch.setattr(Path, "rename", rename)
             raise KeyboardInterrupt
         return rename(path, target)
@@ -137,7 +137,7 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
         evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     if killed:
         assert position == 0 or not scores_path(tiny_run).exists()
-        monkeypatch.setattr(evaluate, "_bring_back", bring_back)
+        monkeypatch.setattr(exchange, "_bring_back", bring_back)
         fake_predictor.sure = np.nan  # the next attempt fails early
         with pytest.raises(InputError):
             evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
@@ -188,17 +188,17 @@ def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fa
     assert [problem.split()[0] for problem in caught.value.problems] == ["channels", "labels"]
 
 
-def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run):
-    check_same_split(tiny_run, tiny_store)
+def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run, trained):
     split = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
     write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
     with pytest.raises(InputError, match="may have been trained on"):
-        check_same_split(tiny_run, open_store(tiny_store.folder))
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert trained == []
 
 
-def test_a_folder_that_is_no_run_is_refused(tiny_store, tmp_path):
+def test_a_folder_that_is_no_run_is_refused(trained, tmp_path):
     with pytest.raises(InputError, match=r"must hold a config\.json"):
-        check_same_split(tmp_path, tiny_store)
+        evaluate.run(arguments("--run", str(tmp_path)))
 
 
 def test_the_store_can_have_moved(tiny_store, tiny_run, trained, tmp_path):
@@ -254,14 +254,14 @@ def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it
     tiny_run, trained, fake_predictor
 ):
     fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
-    asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips")
+    asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
     assert evaluate.run(arguments("--run", str(tiny_run), *asked)) == 0
     scores = json.loads(scores_path(tiny_run).read_text())
     assert scores["run"] == str(tiny_run)
     assert scores["fold"] == ""
     assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
     assert scores["peak_rss_bytes"] > 2**24
-    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True)
+    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
 
 
 def test_scores_from_before_folds_are_still_read(tiny_run, trained):

@@ -7,11 +7,27 @@ import pytest
 
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.folds import with_fold
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.memory_plan import check_fits, describe, for_log, foresee, job_of, pick_policy, under
+from cpu3d.host.gpu import Gpu
+from cpu3d.memory_plan import (
+    Volumes,
+    card_for_log,
+    check_card,
+    check_fits,
+    describe,
+    for_log,
+    foresee,
+    job_of,
+    pick_policy,
+    under,
+    volumes_of,
+)
+from cpu3d.train import resolve
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.host import Host
+from memory_estimator.gpu import CONTEXT_BYTES, gpu_bytes
+from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from models.config import UNetConfig
 
@@ -172,3 +188,95 @@ def test_a_calibration_that_cannot_be_read_is_bad_input(content, tmp_path, monke
     monkeypatch.setattr("cpu3d.memory_plan.find_constants", lambda threads, host: find_constants(threads, host, own))
     with pytest.raises(InputError, match=r"calibration .*calibration\.json must"):
         foresee(RUN, HOST, cases=8)
+
+
+# --- Runs whose steps see less than whole volumes ---
+
+PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, micro_batch=1)
+WHOLE = Volumes((240, 240, 155))
+
+
+def test_what_whole_volumes_take_is_counted_by_hand():
+    voxels, job = 240 * 240 * 155, job_of(PATCHES, threads=2, cases=8)
+    # Three volumes of 4 float32 channels and 3 masks, weights, 8 float32 maps of 3 regions.
+    assert WHOLE.bytes(job) == voxels * (3 * (4 * 4 + 3) + 4 + 8 * 4 * 3)
+    # At half the resolution of two at a time: five volumes, two float32 copies and their half, what is rotated.
+    job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
+    shrinking = 2 * 4 * 4 * 1.5 + 13 * 4
+    assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 8 * 4 * 3 + shrinking)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mode": "patch", "patch": [16, 16, 16]}, {"resolution": 0.5}, {"resolution": 0.75}]
+)
+def test_the_volumes_of_a_run_are_those_that_it_is_validated_on(phantom_store, tmp_path, settings):
+    config = resolve(phantom_store, tmp_path, read_host(), {"filters": 4, "depth": 3, **settings}, None)
+    volumes = volumes_of(config, phantom_store)
+    if not settings:
+        assert volumes is None
+        return
+    covered = (math.ceil(n / config.resolution) for n in config.grid)
+    assert volumes == Volumes(tuple(map(max, phantom_store.manifest.largest_box, covered)), config.resolution)
+    store = with_fold(phantom_store, "1/2")
+    store.manifest = dataclasses.replace(store.manifest, split=dict(store.manifest.split, val=()))
+    assert (volumes_of(config, store) is None) == config.is_patch, "patches without a validation see no volume"
+
+
+def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refused_by(monkeypatch):
+    priced(monkeypatch)
+    alone, beside = foresee(PATCHES, HOST, 8), WHOLE.bytes(job_of(PATCHES, threads=2, cases=8))
+    bound = alone.upper_bound_bytes + beside
+    assert foresee(PATCHES, HOST, 8, WHOLE) == dataclasses.replace(alone, upper_bound_bytes=bound)
+    assert foresee(PATCHES, HOST, 8, Volumes(WHOLE.shape, 0.5)).upper_bound_bytes > bound
+    host = with_free(bound - 1)
+    assert pick_policy(PATCHES, host, 8)[0].unet.policy == "speed"
+    assert pick_policy(PATCHES, host, 8, WHOLE)[0].unet.policy == "balanced"
+    check_fits(foresee(PATCHES, host, 8), host)
+    with pytest.raises(DoesNotFitError, match=r"most of it validation on whole volumes, up to .*: --policy"):
+        check_fits(foresee(PATCHES, host, 8, WHOLE), host, volumes=WHOLE)
+    host = with_free(beside // 2)
+    with pytest.raises(DoesNotFitError, match="; what fits: nothing smaller does; or --force"):
+        check_fits(foresee(PATCHES, host, 8, WHOLE), host, volumes=WHOLE)
+
+
+def test_of_smaller_patches_the_largest_that_fits_is_proposed(monkeypatch):
+    priced(monkeypatch)
+    foreseen = foresee(PATCHES, HOST, 8)
+    grids = [("--patch 64 64 48", (64, 64, 48)), ("--patch 64 48 48", (64, 48, 48)), ("--patch 48 48 48", (48,) * 3)]
+    host = with_free(round(0.6 * foreseen.upper_bound_bytes))  # of which 64 x 48 x 48 takes 9/16
+    with pytest.raises(DoesNotFitError, match=r"; --patch 64 48 48: up to [^;]*; ") as caught:
+        check_fits(foreseen, host, grids)
+    assert str(caught.value).count("--patch") == 1
+    host = with_free(round(0.12 * foreseen.upper_bound_bytes))  # none alone: a half, a half, and 27/64 of it
+    with pytest.raises(DoesNotFitError, match="what fits: --policy lean --dtype bfloat16 --patch 48 48 48: up to"):
+        check_fits(foreseen, host, grids)
+
+
+# --- Runs on a card ---
+
+CARD = Gpu(index=0, name="made up", memory_bytes=16 * GIB, free_bytes=GIB, compute_capability=(8, 0))
+ON_CARD = dataclasses.replace(PATCHES, device="gpu:0", batch=2, micro_batch=2, engine="auto")
+
+
+def test_what_a_card_does_not_hold_is_told_with_what_may_be_changed():
+    def told(config, **how):
+        with pytest.raises(DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16") as caught:
+            check_card(config, [CARD], **how)
+        return str(caught.value).partition("16.00 GiB; ")[2]
+
+    assert told(ON_CARD) == "choose a smaller --patch, a smaller --micro-batch, fewer --filters, or --force"
+    keeps = "free some of it, or take another --device, "
+    assert told(ON_CARD, continued=True) == keeps + "a smaller --micro-batch, or --force"
+    single = dataclasses.replace(ON_CARD, micro_batch=1)
+    assert told(single, continued=True) == keeps + "or --force"
+    batch_norm = dataclasses.replace(ON_CARD, unet=dataclasses.replace(RUN.unet, norm="batch"))
+    assert told(batch_norm, continued=True) == keeps + "or --force", "its micro-batch has to stay"
+    check_card(ON_CARD, [dataclasses.replace(CARD, free_bytes=None)])
+    check_card(PATCHES, [])
+
+
+def test_the_log_of_a_run_on_a_card_says_what_was_predicted_of_it():
+    needed = gpu_bytes(job_of(dataclasses.replace(ON_CARD, engine="stock"), 1, 0))
+    told = card_for_log(ON_CARD)
+    assert (told["card_bytes"], told["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
+    assert "not verified" in told["constants"]

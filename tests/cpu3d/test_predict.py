@@ -10,7 +10,7 @@ import pytest
 from cpu3d import predict
 from cpu3d.data.layouts import case_files
 from cpu3d.data.nifti import read_volume, write_volume
-from cpu3d.errors import InputError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.predict import find_cases, predict_case
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
 
@@ -288,6 +288,25 @@ def test_a_diverged_network_is_told_and_writes_nothing(predictor, tmp_path):
     with pytest.raises(InputError, match="must be finite"):
         predict_case(predictor, write_case(tmp_path / "in", "a", seed=1), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_case_that_memory_does_not_hold_is_told_at_the_end_as_such_and_the_others_are_done(
+    predictor, tmp_path, call, monkeypatch
+):
+    images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in "abc"]
+    (tmp_path / "in/c.nii.gz").write_bytes(b"damaged")
+    answer = predictor.probabilities
+
+    def out_of_memory(image, record, channels):
+        if record.case_id == "a":
+            raise DoesNotFitError("memory must hold the prediction")
+        return answer(image, record, channels)
+
+    monkeypatch.setattr(predictor, "probabilities", out_of_memory)
+    with pytest.raises(DoesNotFitError) as caught:
+        call("--image", *images, "--out", tmp_path / "out")
+    assert len(caught.value.problems) == 2
+    assert (tmp_path / "out/b.nii.gz").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The page of a run: complete, self-contained, and made from whatever is there."""
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from cpu3d import report
+from cpu3d.config import load_config, save_config
 from cpu3d.errors import InputError
 from cpu3d.evaluate import evaluate_split
 from cpu3d.report import write_report
@@ -92,6 +94,92 @@ def test_policy_and_micro_batch_are_the_last_attempt_s_and_open_in_older_logs(ti
         others.append(json.dumps({**json.loads(first), **more}))
     path.write_text("".join(f"{line}\n" for line in (first, *others)))
     assert "policy lean micro-batch 2" in read(write_report(tiny_run))[1]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They take most of a page's time."""
+    for draw in ("chart", "strips", "overlay"):
+        monkeypatch.setattr(report.pictures, draw, lambda *args, **kwargs: b"PNG")
+
+
+END = {"event": "end", "step": 40, "reason": "finished", "seconds": 90.0}
+
+
+def change(run, *ends, **settings):
+    """Give a run other settings, those of devices to the starts in its log too, and attempts that ended."""
+    save_config(dataclasses.replace(load_config(run), **settings), run)
+    start, *lines = (json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()[:-1])
+    events = [*lines, *(event for device, peak in ends for event in (
+        {**start, "step": 40, "device": device}, {**END, "allocator_peak_bytes": peak}
+    ))]  # fmt: skip
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ({**start, **settings}, *events)))
+
+
+def test_a_run_on_patches_says_what_its_steps_saw_and_where(tiny_run, no_pictures):
+    change(tiny_run, mode="patch", grid=(8, 8, 16), patches_per_case=4, foreground=0.25, fold="1/2", device="gpu:1")
+    _, text = read(write_report(tiny_run))
+    assert "3D U-Net on patches" in text
+    assert "mode patches patch 8 \u00d7 8 \u00d7 16 patches of a case 4 an epoch, 25.0 % around labels" in text
+    assert "fold 1/2" in text
+    assert "device gpu:1" in text
+    assert " grid 8" not in text.split("Settings and split")[0]
+
+
+def test_a_log_from_before_there_were_patches_and_cards_is_of_whole_volumes_on_the_cpu(tiny_run, no_pictures):
+    _, text = read(write_report(tiny_run))
+    assert "3D U-Net on whole volumes" in text
+    assert "mode whole volumes grid 16 \u00d7 16 \u00d7 16 parameters" in text
+    assert "device cpu" in text
+    for name in ("fold", "resolution"):
+        assert f" {name} " not in text.split("Settings and split")[0]
+
+
+def test_a_lower_resolution_stands_beside_the_grid(tiny_run, no_pictures):
+    change(tiny_run, resolution=0.5)
+    assert "grid 16 \u00d7 16 \u00d7 16 resolution 0.5 of the store's" in read(write_report(tiny_run))[1]
+
+
+def test_the_allocator_s_peak_is_told_for_every_device_by_itself(tiny_run, no_pictures):
+    change(tiny_run, ("cpu", 2 * 2**30), ("gpu:0", 6 * 2**30), ("gpu:0", 5 * 2**30))
+    _, text = read(write_report(tiny_run))
+    assert "peak of TensorFlow's allocator 2.00 GiB with ITEX it holds oneDNN's scratch" in text
+    assert (
+        "peak of TensorFlow's allocator on gpu:0 6.00 GiB cuDNN's workspaces are in it, CUDA's context is not" in text
+    )
+
+
+def test_of_a_card_only_what_was_predicted_is_set_beside_what_was_measured(tiny_run, no_pictures):
+    change(tiny_run, ("gpu:0", 2 * 2**30))
+    events = [json.loads(line) for line in (tiny_run / "log.jsonl").read_text().splitlines()]
+    events[-2]["predicted"] = {"allocator_peak_bytes": 3 * 2**30, "card_bytes": 4 * 2**30}
+    (tiny_run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    text = read(write_report(tiny_run))[1].split("Predicted before the start")[1].split("Host and software")[0]
+    assert "peak of TensorFlow's allocator 3.00 GiB 2.00 GiB +50.0%" in text
+    assert "time per step" not in text
+    assert "upper bound" not in text
+
+
+WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
+ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({}, "inference -"),
+        ({"inference": ONE_PASS}, "inference in one pass"),
+        ({"inference": WINDOW}, "inference window of 8 \u00d7 8 \u00d7 16, 50 % overlap, mean of 8 mirror images"),
+        ({"runs": [{"inference": ONE_PASS}] * 3}, "inference in one pass; mean of 3 runs"),
+        (
+            {"runs": [{"inference": ONE_PASS, "held_out": ["a"]}] * 2},
+            "inference in one pass; each case by the fold that held it out",
+        ),
+    ],
+)
+def test_how_the_network_was_applied_for_the_scores(tiny_store, tiny_run, fake_predictor, no_pictures, about, told):
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run, about=about)
+    assert told in read(write_report(tiny_run))[1]
 
 
 def test_without_predictions_nothing_is_said_of_them(tiny_run):

@@ -64,9 +64,3 @@ def test_weights_are_positive_symmetric_and_one_in_the_middle():
 def test_a_volume_smaller_than_the_patch_is_refused():
     with pytest.raises(ValueError, match=r"at least as large as the patch \(8, 6, 4\), got \(8, 5, 4\)"):
         sliding_window(lambda tile: tile, image((8, 5, 4)), PATCH)
-
-
-def test_progress_is_told_after_every_tile():
-    calls = []
-    sliding_window(lambda tile: tile, image((16, 6, 4)), PATCH, 0.0, progress=lambda: calls.append(1))
-    assert len(calls) == 2

@@ -1,7 +1,9 @@
 """A run as a whole: it learns, it is cut and goes on, it refuses to become another."""
 
+import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,16 +18,20 @@ import pytest
 from cpu3d import fit as fit_module
 from cpu3d.__main__ import main
 from cpu3d.checkpoint import load_checkpoint
-from cpu3d.config import save_config
+from cpu3d.config import RunConfig, save_config
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path, remake
+from cpu3d.data.region import round_up
+from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.fit import Fit
+from cpu3d.host.gpu import Gpu
 from cpu3d.inference import load_predictor
 from cpu3d.lock import locked
 from cpu3d.run_log import append_event, read_events
 from cpu3d.train import resolve, train
+from cpu3d.training_options import add_training_options, with_settings
 from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from models.config import UNetConfig
@@ -72,6 +78,7 @@ def test_early_stopping_ends_after_patience_validations_without_gain(phantom_sto
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
+    assert fit.longer == "--patience"
 
 
 class _Counts:
@@ -134,6 +141,34 @@ def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store,
     assert resolve(phantom_store, tmp_path, slow, {}, recipe) == config
     with pytest.raises(InputError, match=r"unet\.dtype must stay as the run was started, got 'float32' for 'bfloat16'"):
         resolve(phantom_store, tmp_path, fast, {"dtype": "float32"}, recipe)
+
+
+CARDS = tuple(Gpu(index, "made up", 2**34, free, (8, 0)) for index, free in enumerate((2**33, 2**34)))
+
+
+@pytest.mark.parametrize("recipe", [None, "demo", "paper-flair", "gpu-patch"])
+def test_the_same_command_continues_on_the_device_that_was_picked(phantom_store, tmp_path, monkeypatch, recipe):
+    monkeypatch.setattr("cpu3d.host.gpu.cuda_is_installed", lambda: True)
+    settings = {"mode": "patch", "depth": 3}
+    config = resolve(phantom_store, tmp_path, read_host(), settings, recipe, CARDS)
+    # Of two cards the one with more memory free, but for the recipe that names one.
+    assert config.device == ("gpu:0" if recipe == "gpu-patch" else "gpu:1")
+    save_config(config, tmp_path)
+    assert resolve(phantom_store, tmp_path, read_host(), settings, recipe, CARDS) == config
+    moved = resolve(phantom_store, tmp_path, read_host(), {**settings, "device": "cpu"}, recipe, CARDS)
+    assert moved == dataclasses.replace(config, device="cpu")
+    save_config(moved, tmp_path)
+    assert resolve(phantom_store, tmp_path, read_host(), settings, recipe, CARDS) == moved
+
+
+def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(phantom_store, tmp_path):
+    extent, seen = phantom_store.manifest.largest_box, {}
+    for resolution in (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9):
+        config = resolve(phantom_store, tmp_path, read_host(), {**SMALL, "resolution": resolution}, None)
+        seen[resolution] = config.grid
+        assert config.grid == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
+    # What is rounded up to the divisor first and then shrunk is more.
+    assert any(seen[one] != network_grid(round_up(extent, 4), one, 4) for one in seen)
 
 
 def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_store, tmp_path):
@@ -200,6 +235,29 @@ def test_a_finished_run_is_left_as_it_is(phantom_store, tmp_path):
     train(phantom_store.folder, tmp_path)
     assert (tmp_path / "log.jsonl").read_bytes() == log
     assert (tmp_path / "checkpoints" / "last.npz").read_bytes() == last
+
+
+def test_a_run_of_steps_goes_on_by_epochs_where_these_are_asked_for(phantom_store, tmp_path, capsys):
+    def go(**settings):
+        config = train(phantom_store.folder, tmp_path, settings={**small, **settings})
+        taken = [event for event in read_events(tmp_path) if event["event"] == "step"]
+        return config.epochs, config.steps, len(taken), capsys.readouterr().err
+
+    small = {**{key: value for key, value in SMALL.items() if key != "epochs"}, "depth": 2}
+    assert go(steps=2)[1:3] == (2, 2)
+    assert "nothing to do after step 2; a larger --steps goes on" in go()[3]
+    assert go(epochs=1)[:3] == (1, 0, 4)
+    assert "nothing to do after step 4; a larger --epochs goes on" in go()[3]
+
+
+def test_a_length_is_given_once(capsys):
+    parser = argparse.ArgumentParser()
+    add_training_options(parser)
+    for pair in (["--epochs", "2", "--steps", "9"], ["--validate-every", "2", "--validations", "3"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(pair)
+        assert "not allowed with" in capsys.readouterr().err
+    assert with_settings(RunConfig(validations=3), {"validate_every": 2}).validations == 0
 
 
 def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
@@ -324,3 +382,25 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
     again = subprocess.run([*command, "--epochs", str(state["step"] // 4 + 1)], cwd=ROOT, env=os.environ, check=False)
     assert again.returncode == 0
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == state["step"] // 4 + 1
+
+
+def test_validations_are_as_many_as_asked_for_and_evenly_spread(phantom_store, tmp_path):
+    fit = start(phantom_store, tmp_path, steps=10, validations=3)
+    due = []
+    for fit.step in range(1, 11):
+        if fit._validation_is_due():
+            due.append(fit.step)
+    assert due == [4, 7, 10]
+
+
+def test_a_finished_run_whose_last_line_was_lost_gets_it_when_it_is_called_again(phantom_store, tmp_path):
+    settings = {**SMALL, "steps": 2}
+    train(phantom_store.folder, tmp_path, settings=settings)
+    events = read_events(tmp_path)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:-1]))
+    for _ in range(2):
+        train(phantom_store.folder, tmp_path, settings=settings)
+        again = read_events(tmp_path)
+        assert [event["event"] for event in again] == [event["event"] for event in events]
+        assert again[-1]["seconds"] == events[-1]["seconds"]
+        assert again[-1]["reason"] == "finished"

@@ -128,6 +128,8 @@ def test_a_card_too_small_for_any_patch_is_told_what_the_smallest_takes(job, lea
     with pytest.raises(ValueError, match="gpu_memory must hold a patch of at least") as raised:
         patch_for(job, GIB)
     assert re.search(rf"at least {least} which takes 1\.\d\d GiB, got 1\.00 GiB; lower {lower}", str(raised.value))
+    with pytest.raises(ValueError, match=r"^gpu:3 must hold a patch"):
+        patch_for(job, GIB, "gpu:3")
 
 
 # --- What a step takes ---

@@ -11,7 +11,7 @@ from cpu3d.recipes import RECIPES
 from memory_estimator.job import Job, divisors, statistics_note
 from memory_estimator.options import add_job_options, add_source_options, job_from, network_from, policy_is_open
 from memory_estimator.recipes import JOBS
-from memory_estimator.saved_run import job_of_run
+from memory_estimator.saved_run import job_of_run, notes_on_run
 from models.config import POLICIES, UNetConfig
 
 
@@ -176,6 +176,29 @@ def test_a_saved_run_is_the_job_that_it_trained(tmp_path):
         from_store=True,
     )  # fmt: skip
     assert job_of_run(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("fold", "cases"), [("", 7), ("1/3", 6), ("2/3", 7), ("odd", 0)])
+def test_the_cases_of_a_saved_run_are_those_that_its_fold_leaves(fold, cases, tmp_path):
+    """Of 7 to train on and 3 to validate on, dealt out to three parts in turn, the first part holds out 4."""
+    split = {"train": list("abcdefg"), "val": list("hij"), "test": ["k"]}
+    (tmp_path / "manifest.json").write_text(json.dumps({"split": split}))
+    save_config(dataclasses.replace(CONFIG, store=str(tmp_path), mode="patch", patches_per_case=5), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fold": fold}))
+    assert job_of_run(tmp_path).cases == 5 * cases
+
+
+def test_what_the_estimate_of_a_saved_run_leaves_out_is_told(tmp_path):
+    save_config(CONFIG, tmp_path)
+    assert notes_on_run(tmp_path) == []
+    save_config(dataclasses.replace(CONFIG, resolution=0.5), tmp_path)
+    (whole,) = notes_on_run(tmp_path)
+    assert "validates on whole volumes" in whole
+    save_config(dataclasses.replace(CONFIG, mode="patch", device="gpu:1"), tmp_path)
+    card, whole = notes_on_run(tmp_path)
+    assert card.startswith("the run is on gpu:1, and this is what its steps would take on a CPU")
+    assert "validates on whole volumes" in whole
 
 
 @pytest.mark.policy_left_open

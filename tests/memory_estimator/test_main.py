@@ -187,6 +187,18 @@ def test_a_run_folder_is_a_job_fed_from_its_store(tmp_path, capsys):
     content = answer(f"--run {tmp_path} --threads 2 --host-memory 64GiB", capsys)
     assert content["job"]["from_store"] is True
     assert "input pipeline, next batch" in {line["name"] for line in content["components"]}
+    assert content["notes"] == []
+
+
+def test_what_the_estimate_of_a_run_leaves_out_is_noted(tmp_path, capsys):
+    unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
+    save_config(RunConfig(mode="patch", grid=(32, 32, 32), unet=unet, device="gpu:0"), tmp_path)
+    ask = f"--run {tmp_path} --threads 2 --host-memory 64GiB"
+    notes = answer(ask, capsys)["notes"]
+    assert len(notes) == 2
+    assert main(ask.split()) == 0
+    out = capsys.readouterr().out
+    assert all(f"note: {note}" in out for note in notes)
 
 
 def test_the_cases_of_a_run_are_those_of_its_store(tmp_path, capsys):

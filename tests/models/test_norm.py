@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import NORMS
-from models.norm import EPSILON, NormActivation
+from models.config import EPSILON, NORMS
+from models.norm import NormActivation
 
 GRID = (4, 6, 8)
 

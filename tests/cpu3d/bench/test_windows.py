@@ -13,11 +13,11 @@ from cpu3d.__main__ import main
 from cpu3d.bench import windows, windows_work
 from cpu3d.bench.record import append_record, read_records
 from cpu3d.bench.step import ProcessFailedError
-from cpu3d.bench.tables import tables
+from cpu3d.bench.tables import compare_page
 from cpu3d.bench.windows import Way, compare_ways
 from cpu3d.bench.windows_markdown import newest, windows_lines
 from cpu3d.bench.windows_picture import draw_windows
-from cpu3d.bench.windows_table import ONE_PASS, cells_of, windows_table
+from cpu3d.bench.windows_table import ONE_PASS, cells_of, title_of, windows_table
 from cpu3d.config import load_config, save_config
 from cpu3d.inference_options import Inference
 from models.config import UNetConfig
@@ -188,17 +188,23 @@ def test_the_markdown_has_a_line_a_way_and_a_line_a_distance(result):
     assert "\n12 x 10 x 8, overlap 0.5: killed, as the kernel does when memory runs out." in lines
 
 
-def test_the_newest_record_of_a_network_is_in_the_tables(result, tmp_path):
-    records = Path(__file__).parents[3] / "records"
-    for name in ("step.jsonl", "engines.jsonl"):
-        (tmp_path / name).write_bytes((records / name).read_bytes())
-    without = tables(tmp_path)
+def test_the_newest_record_of_a_network_is_on_the_page(result, tmp_path):
     for rounds in (3, 7):
         append_record(tmp_path / "windows.jsonl", "windows", {**result, "rounds": rounds})
-    more = tables(tmp_path)[len(without) :]
+    more = compare_page(tmp_path)
     assert sum("of 7 rounds in turn" in line for line in more) == 1
     assert not any("of 3 rounds in turn" in line for line in more)
-    assert len(newest([result, {**result, "cases": ["e"]}])) == 2
+    assert len(newest([result, {**result, "cases": ["e"]}, {**result, "device": "gpu:0"}])) == 3
+    old = {name: value for name, value in result.items() if name != "device"}  # from before there was a choice
+    assert newest([old, result]) == [result]
+
+
+def test_all_ways_are_measured_on_the_device_that_is_asked_for(answered, truth, tiny_run, tiny_store):
+    answers, asked = answered
+    answers.update({ONE_PASS: [(1.0, 1, truth)], "6x10x8": [(1.0, 1, truth)]})
+    result = compare_ways(tiny_run, tiny_store, ["e"], WAYS[:2], rounds=1, device="gpu:1")
+    assert [request["device"] for _, request in asked] == ["gpu:1", "gpu:1"]
+    assert title_of(result).endswith(", on gpu:1")
 
 
 def test_a_picture_is_a_png_whatever_died(result):
@@ -261,6 +267,7 @@ def test_the_process_of_a_measurement_answers_in_json(real_run, phantom_store):
         "weights": "best",
         "cases": list(phantom_store.manifest.split["test"]),
         "inference": Inference(window=(16, 16, 16)).to_json(),
+        "device": "cpu",
         "answers": None,
     }
     answer = windows_work.in_fresh_process(request)
@@ -281,6 +288,8 @@ def test_the_process_of_a_measurement_answers_in_json(real_run, phantom_store):
         (["--window", "20", "20", "20"], "--window (20, 20, 20) must be divisible by 16; pad to (32, 32, 32)"),
         (["--overlap", "1"], "--overlap must be in [0, 1), got 1.0"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--device", "gpu:9"], "device must be a GPU of this host, got gpu:9"),
+        (["--device", "tpu"], "device must be auto, cpu, or a card such as gpu:0, got 'tpu'"),
         (["--weights", "last"], "must hold its last weights, found none; train it first"),
         (["--run", "/nowhere"], "run /nowhere must hold a config.json, found none"),
     ],

@@ -3,9 +3,15 @@
 import dataclasses
 import json
 import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Tuple
 
 import pytest
 
+from cpu3d.compare import process
 from cpu3d.config import load_config, save_config
 from cpu3d.evaluate import evaluate_split
 
@@ -17,16 +23,17 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
     `scored=False` leaves it without scores, `trained=False` without weights, `end` is what its last event holds.
     """
 
-    def make(variant, seed=0, *, shift=0, scored=True, trained=True, end=None, mean_dice=0.7, **settings):
+    def make(variant, seed=0, *, shift=0, scored=True, trained=True, end=None, mean_dice=0.7, step_s=1.5, **settings):
         folder = tmp_path / "runs" / f"{variant}-seed{seed}"
         (folder / "checkpoints").mkdir(parents=True)
         config = load_config(tiny_run)
-        unet = dataclasses.replace(config.unet, seed=seed)
+        own = {name: settings.pop(name) for name in ("norm", "policy") if name in settings}
+        unet = dataclasses.replace(config.unet, seed=seed, **own)
         config = dataclasses.replace(config, **{"seed": seed, "unet": unet, "steps": 4, **settings})
         save_config(config, folder)
         lines = [{"event": "start", "step": 0, "host": {"cpu": "made up", "cores": 2}}]
         for step in range(1, 5):
-            lines.append({"event": "step", "step": step, "step_s": 1.5 if step > 1 else 9.0, "rss_bytes": 2**30})
+            lines.append({"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, "rss_bytes": 2**30})
             if step % 2 == 0:
                 lines.append({"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5})
         default = {"reason": "finished", "step": 4, "seconds": 36.0, "peak_rss_bytes": 3 * 2**30}
@@ -45,3 +52,42 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         return folder
 
     return make
+
+
+@dataclass
+class Stage:
+    """The folder where `stand_in.py` finds what it shall do and leaves what was done."""
+
+    folder: Path
+    program: Tuple[str, ...]
+
+    def calls(self):
+        """What was called since the last question, such as ["train whole-seed0"]."""
+        path = self.folder / "calls.txt"
+        found = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return found
+
+    def tell(self, name, text=""):
+        (self.folder / name).write_text(text)
+
+    def untell(self, name):
+        (self.folder / name).unlink()
+
+    def waited(self, name, most_s=20.0):
+        """The content of a file that the stand-in leaves, once it is there."""
+        end = time.monotonic() + most_s
+        while not (self.folder / name).exists():
+            assert time.monotonic() < end, f"no {name}"
+            time.sleep(0.01)
+        return (self.folder / name).read_text()
+
+
+@pytest.fixture
+def stage(make_run, monkeypatch) -> Stage:
+    """In the place of the real program, `stand_in.py`."""
+    template = make_run("template", shift=1)
+    program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
+    monkeypatch.setattr(process, "PROGRAM", program)
+    monkeypatch.setattr(process, "POLL_S", 0.05)
+    return Stage(template.parent, program)

@@ -1,10 +1,15 @@
-"""Stands in for `python -m cpu3d` where a test is about who is called when: copies a run that is there.
+"""Stands in for `python -m cpu3d` where a test is about who is called when: it makes up what a run leaves behind.
 
-stand_in.py TEMPLATE train|evaluate ...: train copies the template without its scores, evaluate its scores. Every call
-is added to TEMPLATE/../calls.txt. A file TEMPLATE/../fail makes train fail; a file "wait" makes it run until SIGINT,
-which it notes in "told" a moment later, as a step takes its time.
+stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is there, and evaluate
+copies the template's scores. Every call is added to "calls.txt" beside the template. Other files there make train
+    fail       "NAME CODE WORDS": a run of this name says the words and ends with the code, after its first step
+    cut        stop after half of its steps, as if they took for ever: until SIGINT or SIGTERM, which "told" then holds
+    lose-end   end without its last line, as one does that is killed late
+A step takes 2 s of a whole volume and 0.5 s of a patch, with 0.25 s of waiting for data, and 9 s in the first half.
 """
 
+import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -13,37 +18,89 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, os.getcwd())
 
-def main(template: Path, command: str, *options: str) -> int:
-    around, run = template.parent, Path(options[options.index("--run") + 1])
-    with (around / "calls.txt").open("a") as file:
-        file.write(f"{command} {run.name}\n")
-    if command == "evaluate":
-        shutil.copytree(template / "evaluation", run / "evaluation", dirs_exist_ok=True)
-        (run / "evaluation" / "scores.json").touch()
-        return 0
-    if (around / "fail").exists():
-        print("error: loss must be finite, got nan at step 3", file=sys.stderr)
-        return 2
-    if (around / "wait").exists():
-        told = []
-        signal.signal(signal.SIGINT, lambda *_: told.append(1))
-        (around / "ready").write_text(str(os.getpgid(0)))
-        (around / "told-to-wait").touch()
-        while not told:
-            time.sleep(0.02)
-        time.sleep(0.2)
-        (around / "told").write_text(str(len(told)))
-        return 130
-    shutil.copytree(template, run, ignore=shutil.ignore_patterns("evaluation"))
-    config = json.loads((run / "config.json").read_text())
-    config["steps"] = int(options[options.index("--steps") + 1])
-    config["seed"] = int(options[options.index("--seed") + 1])
-    (run / "config.json").write_text(json.dumps(config))
-    end = {"event": "end", "reason": "finished", "step": config["steps"], "seconds": 36.0, "peak_rss_bytes": 2**31}
-    with (run / "log.jsonl").open("a") as file:
-        file.write(json.dumps(end) + "\n")
+from cpu3d.config import load_config, save_config
+from cpu3d.recipes import RECIPES
+from cpu3d.run_log import append_event, read_events
+from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+
+
+def main(template: Path, command: str, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store")
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--split")
+    parser.add_argument("--tolerance", type=float)
+    parser.add_argument("--out", type=Path)
+    add_training_options(parser)
+    args = parser.parse_args(words)
+    with (template.parent / "calls.txt").open("a") as file:
+        file.write(f"{command} {args.run.name}\n")
+    return evaluate(template, args) if command == "evaluate" else train(template, args)
+
+
+def evaluate(template: Path, args: argparse.Namespace) -> int:
+    config, target = load_config(args.run), args.out or args.run
+    shutil.copytree(template / "evaluation", target / "evaluation", dirs_exist_ok=True)
+    path = target / "evaluation" / "scores.json"
+    scores = json.loads(path.read_text())
+    window = list(config.grid) if config.is_patch else None
+    how = {"window": window, "one_pass": not config.is_patch, "overlap": 0.5, "flips": False}
+    path.write_text(json.dumps({**scores, "inference": how, "tolerance_mm": args.tolerance}))
     return 0
+
+
+def train(template: Path, args: argparse.Namespace) -> int:
+    around, run, settings = template.parent, args.run, chosen_settings(args)
+    store = load_config(template)
+    config = with_settings(RECIPES[args.recipe or "brats-regions"](), settings)
+    config = dataclasses.replace(
+        config,
+        grid=tuple(settings.get("patch", store.grid)),
+        **{name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")},
+    )
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    save_config(config, run)
+    events = read_events(run)
+    done = max((event["step"] for event in events), default=0)
+    if done < config.steps:
+        append_event(run, {"event": "start", "step": done, "host": {"cpu": "made up", "cores": 2}})
+    stop = config.steps // 2 if (around / "cut").exists() else config.steps
+    for step in range(done + 1, stop + 1):
+        name, code, said = (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
+        step_s = 9.0 if step <= config.steps // 2 else 0.5 if config.is_patch else 2.0
+        append_event(run, {"event": "step", "step": step, "step_s": step_s + 0.25, "wait_s": 0.25, "rss_bytes": 2**30})
+        if name == run.name:
+            print(said, file=sys.stderr)
+            return int(code)
+    append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
+    for name in ("best", "last"):
+        (run / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
+    if stop < config.steps:
+        told = wait(around)
+        append_event(run, {"event": "end", "reason": "interrupted", "step": stop, "seconds": 9.0})
+        (around / "told").write_text(" ".join(map(str, told)))
+        return 130
+    if not (around / "lose-end").exists() and (not events or events[-1]["event"] != "end"):
+        end = {"event": "end", "reason": "finished", "step": config.steps, "seconds": 36.0, "peak_rss_bytes": 2**31}
+        append_event(run, end)
+    return 0
+
+
+def wait(around: Path) -> list:
+    """The signals that arrive, and a moment more for others, as a step takes its time."""
+    told = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: told.append(int(number)))
+    (around / "waits.new").write_text(f"{os.getpid()} {os.getpgid(0)}")
+    (around / "waits.new").rename(around / "waits")
+    end = time.monotonic() + 60  # else a test that fails leaves this behind
+    while not told and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return told
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from cpu3d.compare.budget import (
     steps_within,
     validate_every,
     voxels_of_epochs,
+    warmup_within,
 )
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
@@ -45,6 +46,24 @@ def test_validations_are_spread_over_the_run(steps, per_epoch, validations, ever
     assert validate_every(steps, per_epoch, validations) == every
     times = {*range(every * per_epoch, steps + 1, every * per_epoch), steps}
     assert len(times) <= validations
+
+
+@pytest.mark.parametrize(("warmup", "steps", "within"), [(10, 100, 10), (10, 99, 9), (10, 5, 0), (0, 5, 0)])
+def test_a_warm_up_is_at_most_a_tenth(warmup, steps, within):
+    assert warmup_within(warmup, steps) == within
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (Budget("epochs", 25), "the voxels of 25 epochs of whole"),
+        (Budget("epochs", 1), "the voxels of 1 epoch of whole"),
+        (Budget("voxels", 2e9), "2,000 million voxels"),
+        (Budget("minutes", 60), "60 minutes of steps"),
+    ],
+)
+def test_a_budget_says_what_of(budget, words):
+    assert budget.words("whole") == words
 
 
 def test_the_recipes_epochs_are_the_budget_where_none_is_named():

@@ -1,13 +1,18 @@
 import argparse
 import json
-import sys
-from pathlib import Path
+import os
+import shutil
+import signal
+import threading
 
 import pytest
 
 from cpu3d.bench.record import read_records
-from cpu3d.compare import command, runner
+from cpu3d.compare import command, outcome
+from cpu3d.compare.gather import read_run
 from cpu3d.compare.markdown import page_lines, summary_lines
+from cpu3d.compare.timing import FOLDER
+from cpu3d.config import load_config
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 
@@ -21,57 +26,130 @@ def compare(*options):
     return command.run(parser.parse_args(list(map(str, options))))
 
 
+def kept(out):
+    return json.loads((out / "compare.json").read_text())
+
+
+def done(*runs):
+    return [f"{what} {name}" for name in runs for what in ("train", "evaluate")]
+
+
 @pytest.fixture
-def stage(make_run, monkeypatch):
-    """Runs are copies of one that is there, and `calls.txt` says which were asked for."""
-    template = make_run("template", shift=1)
-    stand_in = Path(__file__).with_name("stand_in.py")
-    monkeypatch.setattr(runner, "PROGRAM", (sys.executable, str(stand_in), str(template)))
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
-    return template.parent
+def asked(stage, tiny_store, tmp_path):
+    """Options of a comparison of whole volumes and patches that `stand_in.py` carries out."""
+    return ["--store", tiny_store.folder, "--out", tmp_path / "out", *SMALL, *VARIANTS]
 
 
-def calls(stage):
-    path = stage / "calls.txt"
-    found = path.read_text().splitlines() if path.exists() else []
-    path.unlink(missing_ok=True)
-    return found
+@pytest.fixture
+def no_page(monkeypatch):
+    """The pictures of a page take most of the time, and are seen in other tests."""
+    monkeypatch.setattr(outcome, "write_page", lambda path, *args, **more: path)
 
 
-def test_a_comparison_is_carried_out_added_to_and_kept(stage, tiny_store, tmp_path, capsys):
-    asked = ["--store", tiny_store.folder, "--out", tmp_path / "out", "--epochs", 2, *SMALL, *VARIANTS]
+def test_a_comparison_is_carried_out_added_to_and_kept(stage, asked, tmp_path, capsys):
+    asked, out = [*asked, "--epochs", 2], tmp_path / "out"
     record = tmp_path / "records" / "compare.jsonl"
     assert compare(*asked, "--seeds", 0, "--record", record) == 0
-    assert calls(stage) == [f"{what} {name}-seed0" for name in ("whole", "patch") for what in ("train", "evaluate")]
+    assert stage.calls() == done("whole-seed0", "patch-seed0")
     assert "Paired differences to whole" in capsys.readouterr().out
 
+    before = kept(out)
     assert compare(*asked, "--seeds", 0) == 0
-    assert calls(stage) == [], "all is done"
+    assert stage.calls() == [], "all is done"
+    assert kept(out) == before
     assert compare(*asked, "--seeds", 1, "--json") == 0
-    assert calls(stage) == [f"{what} {name}-seed1" for name in ("whole", "patch") for what in ("train", "evaluate")]
-    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert kept["seeds"] == [0, 1]
-    assert kept["results"]["differences"]["patch"]["mean"]["dice"]["mean"] == 0
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert stage.calls() == done("whole-seed1", "patch-seed1")
+    assert kept(out)["seeds"] == [0, 1]
+    assert kept(out)["results"]["differences"]["patch"]["mean"]["dice"]["mean"] == 0
+    assert (out / "report.html").is_file()
+    runs = [load_config(out / "runs" / f"{name}-seed{seed}") for name in ("whole", "patch") for seed in (0, 1)]
+    assert [run.validations for run in runs] == [4] * 4
 
     (line,) = read_records(record, "compare")
-    assert line["reading"][0] == "patch: no difference to whole in any score."
+    assert line["budget"] == "the voxels of 2 epochs of whole each"
+    assert "patch: no difference to whole" in line["reading"][0]
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
-    assert len(summary_lines([line])) == (2 + 4) + 1 + (2 + 2), "four regions, two variants"
+    assert any(row.startswith(f"| {line['title']} | patch, mean |") for row in summary_lines([line]))
     assert any(row.startswith("| mean | patch |") for row in page_lines([line, line]))
     assert page_lines([line, line]) == page_lines([line]), "the newest of a title counts"
 
 
-def test_other_settings_in_the_same_folder_are_refused_all_at_once(stage, tiny_store, tmp_path):
-    asked = ["--store", tiny_store.folder, "--out", tmp_path / "out", *SMALL, *VARIANTS, "--seeds", 0]
+def test_a_folder_from_before_validations_were_counted_is_accepted(no_page, stage, asked, tmp_path):
+    """As an earlier version planned it: by epochs between validations, and with no word of the warm-up."""
+    out = tmp_path / "out"
+    asked = [*asked, "--epochs", 2, "--seeds", 0]
+    compare(*asked)
+    content = kept(out)
+    for course in content["plan"]:
+        del course["validations"], course["warmup_steps"]
+        course["validate_every"] = 3
+        path = out / "runs" / f"{course['name']}-seed0" / "config.json"
+        config = {**json.loads(path.read_text()), "validate_every": 3, "warmup_steps": 10}
+        del config["validations"]
+        path.write_text(json.dumps(config))
+    (out / "compare.json").write_text(json.dumps({**content, "results": None}))
+    stage.calls()
+    assert compare(*asked) == 0
+    assert stage.calls() == []
+    assert kept(out)["plan"] == content["plan"]
+    assert kept(out)["results"] == content["results"]
+
+
+def test_a_run_that_diverges_is_left_out_and_told(stage, asked, tmp_path, capsys):
+    stage.tell("fail", "patch-seed0 2 error: loss must be finite, got nan at step 1")
+    record = tmp_path / "compare.jsonl"
+    assert compare(*asked, "--epochs", 2, "--seeds", 0, 1, "--record", record) == 1
+    assert stage.calls() == [*done("whole-seed0"), "train patch-seed0", *done("whole-seed1", "patch-seed1")]
+    words = "patch, seed 0, is left out: train diverged."
+    assert "loss must be finite, got nan" in capsys.readouterr().err
+    assert kept(tmp_path / "out")["results"]["failed"] == [words]
+    assert read_records(record, "compare")[0]["failed"] == [words]
+    assert words in (tmp_path / "out" / "report.html").read_text()
+    assert kept(tmp_path / "out")["results"]["variants"]["patch"]["seeds"] == [1]
+    assert compare(*asked, "--epochs", 2, "--seeds", 0, 1) == 1
+    assert stage.calls() == [], "the verdict is kept"
+
+
+def test_added_seeds_drop_the_results_until_they_are_done(no_page, stage, asked, tmp_path):
+    asked = [*asked, "--epochs", 2]
+    compare(*asked, "--seeds", 0)
+    stage.tell("cut")
+
+    def interrupt():
+        stage.waited("waits")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compare(*asked, "--seeds", 0, 1)
+    assert kept(tmp_path / "out")["seeds"] == [0, 1]
+    assert kept(tmp_path / "out")["results"] is None
+
+
+def test_minutes_become_steps_once_and_for_all(no_page, stage, asked, tmp_path):
+    """A step on whole volumes is made up to take 2 s, one on patches 0.5 s."""
+    out, asked = tmp_path / "out", [*asked, "--minutes", 0.2, "--seeds", 0]
+    assert compare(*asked) == 0
+    timed = ["whole-timed0", "patch-timed0", "patch-timed1", "whole-timed1"]
+    assert stage.calls() == [*(f"train {name}" for name in timed), *done("whole-seed0", "patch-seed0")]
+    assert [(course["steps"], course["step_s"]) for course in kept(out)["plan"]] == [(6, 2.0), (24, 0.5)]
+    assert not (out / FOLDER).exists()
+    (out / FOLDER / "whole-timed0").mkdir(parents=True)  # as a kill between keeping and removing leaves it
+    assert compare(*asked) == 0
+    assert stage.calls() == []
+    assert not (out / FOLDER).exists()
+
+
+def test_other_settings_in_the_same_folder_are_refused_all_at_once(no_page, stage, asked):
+    asked = [*asked, "--seeds", 0]
     compare(*asked, "--epochs", 2)
-    calls(stage)
+    stage.calls()
     with pytest.raises(InputError) as caught:
         compare(*asked, "--epochs", 3, "--learning-rate", 0.5)
     assert "budget.amount must stay as comparison" in caught.value.problems[0]
     assert "got 3 for 2" in caught.value.problems[0]
     assert "variants.whole.learning_rate" in caught.value.problems[1]
-    assert calls(stage) == []
+    assert stage.calls() == []
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, tmp_path, capsys):
@@ -79,25 +157,56 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, tmp_pat
     assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run") == 0
     assert "patch-half" in capsys.readouterr().err
     assert not out.exists()
-    assert calls(stage) == []
+    assert stage.calls() == []
 
 
 def test_two_processes_do_not_write_one_comparison(stage, tiny_store, tmp_path):
     (tmp_path / "out").mkdir()
     with locked(tmp_path / "out", "test"), pytest.raises(InputError, match="one process at a time"):
         compare("--store", tiny_store.folder, "--out", tmp_path / "out", *SMALL, *VARIANTS)
-    assert calls(stage) == []
+    assert stage.calls() == []
 
 
-def test_folders_that_are_there_are_compared_without_training(stage, make_run, tmp_path, capsys):
+def test_runs_whose_plan_is_gone_are_refused(no_page, stage, asked, tmp_path):
+    compare(*asked, "--epochs", 2, "--seeds", 0)
+    (tmp_path / "out" / "compare.json").unlink()
+    with pytest.raises(InputError, match=r"must hold a compare\.json beside its runs/, found none"):
+        compare(*asked, "--epochs", 2, "--seeds", 0)
+
+
+def test_folders_that_are_there_are_compared_without_training(no_page, stage, make_run, tmp_path, capsys):
     folders = [make_run("whole", 0), make_run("patch", 0, scored=False, mode="patch", grid=(8, 8, 8))]
     with pytest.raises(InputError, match=r"--runs must come without --epochs, --variant"):
         compare("--runs", *folders, "--out", tmp_path / "out", "--epochs", 3, *VARIANTS)
-    assert compare("--runs", *folders, "--out", tmp_path / "out") == 0
-    assert calls(stage) == ["evaluate patch-seed0"], "what has scores keeps them"
+    for called in (["evaluate patch-seed0"], []):
+        assert compare("--runs", *folders, "--out", tmp_path / "out") == 0
+        assert stage.calls() == called, "what has scores keeps them"
+        assert kept(tmp_path / "out")["results"]["baseline"] == "whole"
     assert "patch" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert kept["results"]["baseline"] == "whole"
+    assert not (folders[1] / "evaluation").exists(), "a user's folder is left as it is"
+
+
+def test_a_user_s_own_scores_are_neither_taken_for_others_nor_replaced(no_page, stage, make_run, tmp_path):
+    folders = [make_run("whole", 0), make_run("other", 0, learning_rate=0.5)]
+    before = [(folder / "evaluation" / "scores.json").read_bytes() for folder in folders]
+    assert compare("--runs", *folders, "--out", tmp_path / "out", "--tolerance", 2.5) == 0
+    assert stage.calls() == ["evaluate whole-seed0", "evaluate other-seed0"]
+    assert [(folder / "evaluation" / "scores.json").read_bytes() for folder in folders] == before
+    ours = tmp_path / "out" / "evaluations" / "other-seed0"
+    assert json.loads((ours / "evaluation" / "scores.json").read_text())["tolerance_mm"] == 2.5
+    assert read_run("other", 0, folders[1], "test", scored=ours).evaluation == ours / "evaluation"
+
+
+def test_scored_folders_are_compared_when_their_store_is_gone(stage, make_run, tiny_store, tmp_path):
+    folders = [make_run("whole", 0), make_run("other", 0, learning_rate=0.5, shift=1)]
+    bare = make_run("bare", 0, learning_rate=0.1, scored=False)
+    shutil.rmtree(tiny_store.folder)
+    assert compare("--runs", *folders, "--out", tmp_path / "out") == 0
+    assert stage.calls() == []
+    with pytest.raises(InputError, match="must hold a finished manifest"):
+        compare("--runs", *folders, bare, "--out", tmp_path / "more")
+    with pytest.raises(InputError, match="must hold a finished manifest"):
+        compare("--runs", *folders, "--out", tmp_path / "out", "--record", tmp_path / "record.jsonl")
 
 
 def test_runs_of_another_split_are_refused(make_run, tmp_path):
@@ -125,7 +234,7 @@ def test_bad_variants_are_told_all_at_once(tiny_store, tmp_path):
     variants = ["--variant", "a", "--mode patch --patch 99 99 99", "--variant", "b", "--mode patch --patch 10 8 8"]
     with pytest.raises(InputError) as caught:
         compare("--store", tiny_store.folder, "--out", tmp_path / "out", *SMALL, *variants)
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["variant a", "variant a", "variant b"]
+    assert {problem.split(":")[0] for problem in caught.value.problems} == {"variant a", "variant b"}
 
 
 REAL = ["--epochs", 1, "--validations", 1, "--seeds", 3, "--policy", "speed"]
@@ -134,9 +243,9 @@ REAL = ["--epochs", 1, "--validations", 1, "--seeds", 3, "--policy", "speed"]
 def test_a_variant_is_really_trained_and_scored(phantom_store, tmp_path):
     asked = ["--store", phantom_store.folder, "--out", tmp_path, *SMALL, *REAL]
     assert compare(*asked, "--variant", "patch", "--mode patch --patch 16 16 16") == 0
-    kept = json.loads((tmp_path / "compare.json").read_text())
-    (run,) = kept["results"]["runs"]
-    assert (run["variant"], run["seed"], run["steps"]) == ("patch", 3, kept["plan"][0]["steps"])
+    found = kept(tmp_path)
+    (run,) = found["results"]["runs"]
+    assert (run["variant"], run["seed"], run["steps"]) == ("patch", 3, found["plan"][0]["steps"])
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
     assert run["predict_peak_bytes"] > 0
     assert (tmp_path / "report.html").stat().st_size > 50_000
@@ -146,8 +255,8 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, tmp_path):
 def test_whole_volumes_and_patches_really_see_as_much(phantom_store, tmp_path):
     asked = ["--store", phantom_store.folder, "--out", tmp_path, *SMALL, *REAL]
     assert compare(*asked) == 0
-    kept = json.loads((tmp_path / "compare.json").read_text())
-    whole, patch = kept["results"]["runs"]
+    found = kept(tmp_path)
+    whole, patch = found["results"]["runs"]
     assert [run["variant"] for run in (whole, patch)] == ["whole", "patch-half"]
-    assert abs(whole["voxels"] - patch["voxels"]) <= kept["plan"][1]["step_voxels"]
-    assert kept["results"]["differences"]["patch-half"]["WT"]["dice"]["cases"] == 1
+    assert abs(whole["voxels"] - patch["voxels"]) <= found["plan"][1]["step_voxels"]
+    assert found["results"]["differences"]["patch-half"]["WT"]["dice"]["cases"] == 1

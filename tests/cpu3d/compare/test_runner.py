@@ -1,119 +1,165 @@
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 
-from cpu3d.compare import runner
-from cpu3d.compare.runner import Evaluation, PlannedRun, RunFailedError, carry_out, is_evaluated, is_trained
+from cpu3d.compare.planned import PlannedRun, is_trained
+from cpu3d.compare.process import ROOT
+from cpu3d.compare.runner import Evaluation, RunDivergedError, RunFailedError, carry_out, carry_out_all
+from cpu3d.config import load_config
+from cpu3d.errors import InputError
+from cpu3d.run_log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
 
-
-@pytest.fixture
-def stage(tmp_path, make_run, monkeypatch):
-    """A folder whose `calls.txt` says what was done, with `stand_in.py` in the place of the real program."""
-    template = make_run("template")
-    stand_in = Path(__file__).with_name("stand_in.py")
-    monkeypatch.setattr(runner, "PROGRAM", (sys.executable, str(stand_in), str(template)))
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
-    return template.parent
+DIVERGED = "error: loss must\nbe finite, got nan at step 3"
 
 
-def calls(stage):
-    path = stage / "calls.txt"
-    found = path.read_text().splitlines() if path.exists() else []
-    path.unlink(missing_ok=True)
-    return found
-
-
-def planned(out, *names):
-    return [PlannedRun(name, 0, out / "runs" / name, OPTIONS) for name in names]
+def planned(out, *names, options=OPTIONS):
+    return [PlannedRun(name, 0, out / "runs" / name, options) for name in names]
 
 
 def test_every_run_is_trained_and_scored_once(stage, tmp_path):
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
-    carry_out(runs, tmp_path / "store", out, Evaluation())
-    assert calls(stage) == ["train a", "evaluate a", "train b", "evaluate b"]
-    carry_out(runs, tmp_path / "store", out, Evaluation())
-    assert calls(stage) == []
+    carry_out(runs, tmp_path / "store", out, Evaluation(tolerance_mm=1 / 3))
+    assert stage.calls() == ["train a", "evaluate a", "train b", "evaluate b"]
+    carry_out(runs, tmp_path / "store", out, Evaluation(tolerance_mm=1 / 3))
+    assert stage.calls() == [], "a third is told with all of its digits"
 
 
-def test_without_an_evaluation_nothing_is_scored(stage, tmp_path):
-    carry_out(planned(tmp_path / "out", "a"), tmp_path / "store", tmp_path / "out")
-    assert calls(stage) == ["train a"]
-
-
-def test_what_was_cut_off_goes_on(stage, tmp_path):
+def test_without_an_evaluation_nothing_is_scored_until_there_is_one(stage, tmp_path):
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
     carry_out(runs[:1], tmp_path / "store", out)
-    assert calls(stage) == ["train a"]
+    assert stage.calls() == ["train a"]
     carry_out(runs, tmp_path / "store", out, Evaluation())
-    assert calls(stage) == ["evaluate a", "train b", "evaluate b"]
+    assert stage.calls() == ["evaluate a", "train b", "evaluate b"]
 
 
-def test_younger_weights_and_other_tolerances_are_scored_again(stage, tmp_path):
+def test_a_run_that_was_killed_goes_on(stage, tmp_path):
     out = tmp_path / "out"
     (run,) = planned(out, "a")
-    carry_out([run], tmp_path / "store", out, Evaluation())
-    assert is_evaluated(run, Evaluation())
-    assert not is_evaluated(run, Evaluation(tolerance_mm=2))
-    assert not is_evaluated(run, Evaluation("val"))
-    later = time.time() + 60
-    os.utime(run.folder / "checkpoints" / "best.npz", (later, later))
-    assert not is_evaluated(run, Evaluation())
+    stage.tell("cut")
+    killer = threading.Thread(target=lambda: os.kill(int(stage.waited("waits").split()[0]), signal.SIGKILL))
+    killer.start()
+    with pytest.raises(RunFailedError, match="got signal 9"):
+        carry_out([run], tmp_path / "store", out)
+    killer.join()
+    assert not is_trained(run)
+    stage.untell("cut")
+    carry_out([run], tmp_path / "store", out)
+    assert [event["step"] for event in read_events(run.folder) if event["event"] == "step"] == [1, 2, 3, 4]
+    assert stage.calls() == ["train a", "train a"]
 
 
-def test_scores_of_another_way_to_predict_do_not_count(make_run):
-    """A whole-volume run scored by hand with a window is scored again as it was trained."""
-    run = PlannedRun("a", 0, make_run("a"), OPTIONS)
-    assert is_evaluated(run, Evaluation())
-    path = run.folder / "evaluation" / "scores.json"
-    path.write_text(path.read_text().replace('"flips": false', '"flips": true'))
-    assert not is_evaluated(run, Evaluation())
+def test_a_lost_last_line_is_asked_for_again(stage, tmp_path):
+    out = tmp_path / "out"
+    (run,) = planned(out, "a")
+    stage.tell("lose-end")
+    carry_out([run], tmp_path / "store", out)
+    assert not is_trained(run)
+    stage.untell("lose-end")
+    carry_out([run], tmp_path / "store", out)
+    assert is_trained(run)
+    assert len([event for event in read_events(run.folder) if event["event"] == "step"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("end", "done"),
-    [
-        ({"reason": "finished", "step": 4}, True),
-        ({"reason": "finished", "step": 3}, False),
-        ({"reason": "interrupted", "step": 4}, False),
-        ({"reason": "early stop", "step": 2}, True),
-        ("none", False),
-    ],
-)
-def test_a_run_is_trained_when_its_last_step_is_done(make_run, end, done):
-    assert is_trained(PlannedRun("a", 0, make_run("a", scored=False, end=end), OPTIONS)) is done
+def test_a_run_of_other_options_is_neither_taken_nor_continued(stage, tmp_path):
+    out = tmp_path / "out"
+    carry_out(planned(out, "a"), tmp_path / "store", out)
+    stage.calls()
+    for more in (("--learning-rate", "0.5"), ("--steps", "3"), ("--mode", "patch", "--patch", "8", "8", "8")):
+        with pytest.raises(InputError, match=r"run .*a must be of its options, got (learning_rate|steps|mode) "):
+            carry_out(planned(out, "a", options=(*OPTIONS, *more)), tmp_path / "store", out)
+    assert stage.calls() == []
+    assert load_config(out / "runs" / "a").learning_rate == 0.002
 
 
 def test_a_failed_run_stops_all_with_its_last_words_and_where_they_are(stage, tmp_path):
-    (stage / "fail").touch()
+    stage.tell("fail", "a 1 No space left on device")
     out = tmp_path / "out"
-    with pytest.raises(RunFailedError, match="loss must be finite, got nan") as caught:
+    with pytest.raises(RunFailedError, match="No space left") as caught:
         carry_out(planned(out, "a", "b"), tmp_path / "store", out, Evaluation())
-    assert caught.value.exit_code == 2
+    assert (caught.value.exit_code, caught.value.why) == (1, "train ended with exit code 1")
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
-    assert calls(stage) == ["train a"]
+    assert stage.calls() == ["train a"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_is_passed_on_once_and_waited_for(stage, tmp_path, number):
-    (stage / "wait").touch()
+def test_the_rest_is_done_where_that_is_asked_for(stage, tmp_path):
+    stage.tell("fail", "a 1 No space left on device")
+    out = tmp_path / "out"
+    (failed,) = carry_out_all(planned(out, "a", "b"), tmp_path / "store", out, Evaluation())
+    assert str(failed) == "a, seed 0, is left out: train ended with exit code 1."
+    assert stage.calls() == ["train a", "train b", "evaluate b"]
+    with pytest.raises(RunFailedError, match="No space left"):
+        carry_out_all(planned(out, "a"), tmp_path / "store", out, Evaluation())
+
+
+def test_a_diverged_run_is_not_trained_again_to_find_out(stage, tmp_path):
+    stage.tell("fail", f"a 2 {DIVERGED}")
+    out = tmp_path / "out"
+    (run,) = planned(out, "a")
+    for _ in range(2):
+        with pytest.raises(RunDivergedError, match="be finite, got nan") as caught:
+            carry_out([run], tmp_path / "store", out)
+        assert (caught.value.run, caught.value.why, caught.value.exit_code) == (run, "train diverged", 2)
+        stage.tell("fail", "nobody 0 ")
+    assert stage.calls() == ["train a"]
+    with pytest.raises(InputError, match="must be of its options"):
+        carry_out(planned(out, "a", options=("--steps", "4", "--seed", "1")), tmp_path / "store", out)
+
+
+def test_only_what_this_process_said_is_a_verdict(stage, tmp_path):
+    stage.tell("fail", f"a 1 {DIVERGED}")
+    out = tmp_path / "out"
+    with pytest.raises(RunFailedError) as caught:
+        carry_out(planned(out, "a"), tmp_path / "store", out)
+    assert not isinstance(caught.value, RunDivergedError), "a code of 1 is another failure"
+    stage.tell("fail", "a 2 error: something else")
+    with pytest.raises(RunFailedError) as caught:
+        carry_out(planned(out, "a"), tmp_path / "store", out)
+    assert not isinstance(caught.value, RunDivergedError), "the words are of the attempt before"
+    assert "be finite" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_once_and_waited_for(stage, tmp_path, number):
+    stage.tell("cut")
 
     def interrupt():
-        while not (stage / "told-to-wait").exists():
-            time.sleep(0.01)
+        stage.waited("waits")
         os.kill(os.getpid(), number)
 
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         carry_out(planned(tmp_path / "out", "a"), tmp_path / "store", tmp_path / "out")
-    assert (stage / "told").read_text() == "1"
-    assert int((stage / "ready").read_text()) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert stage.waited("told") == str(int(signal.SIGINT))
+    assert int(stage.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+ALONE = """
+import json, sys
+from pathlib import Path
+from cpu3d.compare import process
+from cpu3d.compare.runner import PlannedRun, carry_out
+process.PROGRAM, out = tuple(json.loads(sys.argv[1])), Path(sys.argv[2])
+carry_out([PlannedRun("a", 0, out / "runs" / "a", ("--steps", "4", "--seed", "0"))], out / "store", out)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parents are watched on Linux alone")
+def test_a_training_saves_and_ends_when_its_comparison_is_killed(stage, tmp_path):
+    stage.tell("cut")
+    command = [sys.executable, "-c", ALONE, json.dumps(stage.program), str(tmp_path / "out")]
+    comparison = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    stage.waited("waits")
+    comparison.kill()
+    comparison.wait()
+    assert stage.waited("told") == str(int(signal.SIGTERM))

@@ -1,9 +1,18 @@
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.compare.statistics import bootstrap_mean, mean_and_sd_over_seeds, paired_difference
+from cpu3d.compare.statistics import (
+    bootstrap_mean,
+    difference_from_json,
+    mean_and_sd_over_seeds,
+    paired_difference,
+    seed_bound,
+)
 
 BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases; sums are exact in binary
 
@@ -80,3 +89,44 @@ def test_the_sd_is_of_the_seeds_means():
 def test_values_that_do_not_pair_are_refused(values):
     with pytest.raises(ValueError, match="seeds, cases"):
         paired_difference(values, BASE)
+
+
+def test_the_bound_of_the_seeds_is_students():
+    """Of differences 0.1, 0.2 and 0.3 the deviation is 0.1; t(0.975, 2) is 4.303."""
+    assert seed_bound([0.1, 0.2, 0.3]) == pytest.approx(4.3027 * 0.1 / np.sqrt(3), rel=1e-4)
+    assert seed_bound([0.1, 0.3]) == pytest.approx(12.706 * 0.1414214 / np.sqrt(2), rel=1e-4)
+    assert seed_bound([0.1]) is None
+    assert seed_bound([0.1, 0.1, 0.1]) == 0
+
+
+def test_of_three_seeds_students_interval_is_2_7_times_the_bootstraps():
+    """So much narrower is the interval that resamples three seeds: what every report says of it."""
+    values = np.random.default_rng(0).normal(0, 1, (3, 1))
+    share = 1.96 * np.sqrt(2 / 3) * values.std(ddof=1) / np.sqrt(3)
+    assert seed_bound(values[:, 0]) / share == pytest.approx(2.7, abs=0.02)
+
+
+def test_a_difference_that_seeds_alone_may_make_does_not_count():
+    """Three seeds are all better, by 0.1, 0.2 and 0.6: the interval leaves out 0, but Student's t is 0.657."""
+    differences = np.array([[0.1], [0.2], [0.6]]) + np.zeros((1, 4))
+    found = paired_difference(differences, np.zeros((3, 4)))
+    assert found.leaves_out_zero
+    assert found.mean == pytest.approx(0.3)
+    assert found.seed_bound == pytest.approx(2.4841 * 0.264575, rel=1e-3)
+    assert not found.is_clear
+    assert paired_difference(differences + 1, np.zeros((3, 4))).is_clear
+
+
+def test_with_one_seed_nothing_counts():
+    found = paired_difference([[0.9, 0.8, 0.7]], [[0.1, 0.1, 0.1]])
+    assert found.leaves_out_zero
+    assert not found.is_clear
+
+
+def test_a_difference_goes_to_json_and_back_and_one_without_a_bound_does_not_count():
+    found = paired_difference(BASE - 0.125, BASE)
+    content = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert difference_from_json(content) == found
+    del content["seed_bound"]
+    assert difference_from_json(content).mean == -0.125
+    assert not difference_from_json(content).is_clear

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from cpu3d.compare.budget import Budget
-from cpu3d.compare.plan import courses, planned_runs, with_minutes
+from cpu3d.compare.plan import courses, planned_runs, run_options, with_minutes
 from cpu3d.compare.variants import Variant, common_settings, half, parse_variant, resolved, usual_variants
 from cpu3d.errors import InputError
 from cpu3d.train import add_arguments, resolve
@@ -25,11 +25,31 @@ def found(store, *variants):
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
-    common = {"filters": 8, "patch": [64, 64, 64], "learning_rate": 0.1}
+    common = {"filters": 8, "patch": [64, 64, 64], "foreground": 0.5, "learning_rate": 0.1}
     variant = parse_variant("p", "--mode patch --gpu-memory 8GiB --learning-rate 0.2", common, "demo")
-    assert variant.settings == {"filters": 8, "learning_rate": 0.2, "mode": "patch", "gpu_memory": "8GiB"}
+    assert variant.settings == {
+        "filters": 8, "foreground": 0.5, "learning_rate": 0.2, "mode": "patch", "gpu_memory": "8GiB"
+    }  # fmt: skip
     assert variant.recipe == "demo"
     assert parse_variant("p", "--recipe paper-flair", {}, "demo").recipe == "paper-flair"
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "common", "whole"),
+    [
+        ("--mode whole", None, {}, True),
+        ("", None, {}, True),
+        ("", "gpu-patch", {}, False),
+        ("--mode whole", "gpu-patch", {}, True),
+        ("--recipe gpu-patch", None, {}, False),
+        ("", None, {"mode": "patch"}, False),
+    ],
+)
+def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, recipe, common, whole):
+    of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
+    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}, recipe).settings
+    assert settings["filters"] == 8
+    assert (set(of_patches) & set(settings)) == (set() if whole else set(of_patches))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +63,7 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
         ("--fold 1/2", "without --fold"),
         ("--regions WT", "without --regions"),
         ("--patience 2", "without --patience"),
+        ("--validations 2", "without --validations, got 2; give it to compare"),
     ],
 )
 def test_what_a_variant_may_not_have_is_told_with_its_name(options, words):
@@ -79,6 +100,21 @@ def test_the_usual_variants_are_whole_volumes_and_patches_of_half_their_grid(pha
     assert patch.config.grid == half(whole.config.grid, 4)
 
 
+def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
+    common = {**SMALL, "patch": [16, 8, 16], "foreground": 0.5, "patches_per_case": 5}
+    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store, read_host(), []))
+    assert (whole.variant.name, patch.variant.name) == ("whole", "patch")
+    assert (patch.config.grid, patch.config.foreground, patch.config.patches_per_case) == ((16, 8, 16), 0.5, 5)
+    del common["patch"]
+    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store, read_host(), []))
+    assert (patch.config.grid, patch.config.patches_per_case) == (half(whole.config.grid, 4), 5)
+
+
+def test_the_usual_variants_take_no_mode(phantom_store):
+    with pytest.raises(InputError, match="--mode must be left to the variants, got patch"):
+        usual_variants({**SMALL, "mode": "patch"}, None, phantom_store, read_host(), [])
+
+
 @pytest.mark.parametrize(
     ("grid", "divisor", "expected"),
     [((144, 192, 144), 16, (64, 96, 64)), ((48, 80, 64), 16, (32, 32, 32)), ((16, 32, 48), 16, (16, 32, 32))],
@@ -104,6 +140,22 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         course = next(course for course in plan if course["name"] == run.variant)
         assert (config.steps, list(config.grid), config.seed) == (course["steps"], course["grid"], run.seed)
         assert config.unet.policy == course["policy"]
+        assert (config.validations, config.warmup_steps) == (3, min(10, course["steps"] // 10))
+
+
+def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(phantom_store):
+    variants = [Variant("whole", SMALL), Variant("p", {**SMALL, "mode": "patch", "patch": [8, 8, 8]})]
+    plan = courses(found(phantom_store, *variants), Budget("voxels", 3 * 40 * 48 * 36), 9)
+    assert plan[0]["steps"] < 9 < plan[1]["steps"]
+    assert {course["validations"] for course in plan} == {plan[0]["steps"]}
+
+
+def test_a_plan_from_before_there_was_a_choice_keeps_its_own_options():
+    old = {"name": "whole", "options": ["--filters", "2"], "validate_every": 3, "steps": 40}
+    assert run_options(old, 1, 40, 4) == (*old["options"], "--steps", "40", "--validate-every", "3", "--seed", "1")
+    new = {"name": "whole", "options": [], "validations": 4, "steps": 40, "warmup_steps": 10}
+    words = "--steps 40 --validations 4 --seed 1 --warmup-steps 4"
+    assert run_options(new, 1, 40, 4) == tuple(words.split())
 
 
 def test_under_a_budget_of_minutes_the_faster_step_is_taken_more_often(phantom_store):
@@ -112,6 +164,7 @@ def test_under_a_budget_of_minutes_the_faster_step_is_taken_more_often(phantom_s
     assert [course["steps"] for course in plan] == [None, None]
     timed = with_minutes(plan, 1, {"whole": 2.0, "p": 0.5}, 4)
     assert [course["steps"] for course in timed] == [30, 120]
+    assert [course["validations"] for course in timed] == [4, 4]
 
 
 @pytest.mark.parametrize("option", ["--seed 1", "--steps 10", "--validate-every 3", "--patience 1"])

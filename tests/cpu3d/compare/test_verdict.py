@@ -1,9 +1,10 @@
 from cpu3d.compare.statistics import Difference
-from cpu3d.compare.verdict import cost_words, limits, verdict
+from cpu3d.compare.verdict import cost_words, verdict
 
 
-def difference(mean, interval, cases=20):
-    return Difference(mean, interval, 5, cases, 0, 0, cases)
+def difference(mean, interval, bound=0.0, cases=20):
+    """Of five seeds; `bound` is what they alone may make."""
+    return Difference(mean, interval, 5, cases, 0, 0, cases, bound)
 
 
 NONE = difference(0.0, (0.0, 0.0))
@@ -30,6 +31,23 @@ def test_what_the_interval_does_not_leave_out_is_no_difference():
     ]
 
 
+def test_what_seeds_alone_may_make_is_undecided():
+    dice, hd95 = difference(-0.21, (-0.334, -0.101), 0.25), difference(3.0, (1.0, 5.0), 4.0)
+    assert verdict({"p": {"ET": of(dice, hd95)}}, "whole") == [
+        "p against whole, undecided: ET Dice, scores lower by 0.210 (0.101 to 0.334) where seeds alone may make 0.250; "
+        "ET HD95, is further off by 3.0 mm (1.0 to 5.0) where seeds alone may make 4.0 mm.",
+        "p: no difference to whole in surface Dice (ET).",
+    ]
+
+
+def test_of_one_seed_nothing_is_decided():
+    one = difference(-0.21, (-0.334, -0.101), None)
+    assert verdict({"p": {"ET": of(one)}}, "whole")[0] == (
+        "p against whole, undecided: ET Dice, scores lower by 0.210 (0.101 to 0.334); the intervals leave out 0, but "
+        "are over cases alone, of one seed."
+    )
+
+
 def test_identical_runs_are_told_to_be_alike():
     assert verdict({"p": {"WT": of(NONE), "mean": of(NONE)}}, "whole") == ["p: no difference to whole in any score."]
 
@@ -54,25 +72,25 @@ def test_a_single_pair_is_told_to_have_no_interval():
     assert "one case of one seed has no interval" in lines[-1]
 
 
+COSTS = {
+    "whole": {"case_train_s": 2.0, "train_peak_bytes": 8, "case_predict_s": None},
+    "p": {"case_train_s": 1.0, "train_peak_bytes": 2, "case_predict_s": 3.0},
+}
+
+
 def test_costs_are_told_against_the_baseline_and_what_is_not_known_is_left_out():
-    costs = {
-        "whole": {"case_train_s": 2.0, "train_peak_bytes": 8, "case_predict_s": None},
-        "p": {"case_train_s": 1.0, "train_peak_bytes": 2, "case_predict_s": 3.0},
-    }
-    assert cost_words(costs, "whole") == [
+    assert cost_words(COSTS, "whole", {"whole": "cpu", "p": "cpu"}) == [
         "p takes, against whole, 0.50 x the seconds to train a case once and 0.25 x the memory to train."
     ]
 
 
-def test_few_seeds_and_cases_are_owned_up_to():
-    words = lambda seeds, cases, **more: " ".join(
-        limits(seeds, cases, **{"split": "test", "untouched": True, "voxels": [1e6, 1e6], **more})
-    )
-    assert "One seed and one case" in words(1, 1)
-    assert "One seed: intervals are over cases alone" in words(1, 30)
-    assert "One case: intervals are over seeds alone" in words(6, 1)
-    assert "3 seeds and 8 cases: so few" in words(3, 8)
-    assert "so few" not in words(6, 30)
-    assert "unequally" not in words(6, 30)
-    assert "from 1.0 to 2.0 million voxels" in words(6, 30, voxels=[1e6, 2e6])
-    assert 'split "val" were seen' in words(6, 30, split="val", untouched=False)
+def test_no_ratio_is_made_of_a_cpu_and_a_card():
+    (line,) = cost_words(COSTS, "whole", {"whole": "cpu", "p": "gpu:1"})
+    assert line.startswith("p was trained on gpu:1 and whole on cpu")
+    assert " x " not in line
+
+
+def test_two_cards_are_compared_by_their_own_memory():
+    costs = {name: {**own, "card_peak_bytes": 10} for name, own in COSTS.items()}
+    (line,) = cost_words(costs, "whole", {"whole": "gpu:0", "p": "gpu:1"})
+    assert "1.00 x the memory to train" in line

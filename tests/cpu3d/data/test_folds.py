@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.config import load_config
 from cpu3d.data.folds import deal, parse_fold, with_fold
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import check_same_split, evaluate_split
+from cpu3d.evaluate import evaluate_split
+from cpu3d.predictors import store_of_run
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 
@@ -113,8 +115,7 @@ def test_cases_of_one_patient_are_held_out_together(tiny_store):
 
 
 def test_a_run_is_scored_on_the_cases_of_its_fold(tiny_store, tiny_run):
-    view = with_fold(tiny_store, "2/2")
-    check_same_split(tiny_run, view)
+    view = store_of_run(dataclasses.replace(load_config(tiny_run), fold="2/2"))
     scores = evaluate_split(FakePredictor(tiny_store.folder, REGIONS, LABELS), view, "val", tiny_run)
     assert tuple(case["case_id"] for case in scores["cases"]) == view.manifest.split["val"]
 

@@ -20,6 +20,7 @@ from cpu3d.export.usage import program
 from cpu3d.inference import load_predictor
 from cpu3d.labels import label_from_regions
 from cpu3d.learner import weight_names
+from cpu3d.lock import locked
 from cpu3d.train import resolve
 from memory_estimator.host import read_host
 from models.unet3d import build_unet3d
@@ -169,6 +170,29 @@ def test_another_size_and_a_case_of_ones_own(call, store, tmp_path):
     assert about["verification"]["case_id"] == "b"
 
 
+def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(call, tmp_path):
+    for name in (".out.7.partial", ".out.8.partial", ".out.mine.partial", ".output.7.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.onnx").touch()
+    with locked(tmp_path / ".out.8.partial", "export"):
+        assert call()[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "out",
+        ".out.8.partial",
+        ".out.mine.partial",
+        ".output.7.partial",
+    }
+
+
+def test_the_exported_network_is_asked_on_the_cpu(call, monkeypatch):
+    environments, run = [], subprocess.run
+    monkeypatch.setattr(
+        "cpu3d.export.verify.subprocess.run", lambda *a, **more: environments.append(more["env"]) or run(*a, **more)
+    )
+    assert call()[0] == 0
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["-1"]
+
+
 def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -229,6 +253,16 @@ def test_a_store_that_is_gone_asks_for_a_case(call, tiny, tmp_path):
     (run / "checkpoints/best.npz").write_bytes((tiny / "checkpoints/best.npz").read_bytes())
     save_config(dataclasses.replace(load_config(tiny), store=str(tmp_path / "gone")), run)
     assert "--case must name a case" in call(run=run)[1]
+
+
+def test_a_store_with_another_split_is_not_the_run_s(call, tiny, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tiny / "checkpoints")
+    save_config(dataclasses.replace(load_config(tiny), split_hash="another"), run)
+    said = call(run=run)[1]
+    assert "must have the split another that the run was trained with" in said
+    assert "--case must name a case" in said
 
 
 def test_the_tolerance_is_what_is_held_against(call, monkeypatch):

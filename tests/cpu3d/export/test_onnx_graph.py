@@ -15,8 +15,7 @@ from cpu3d.export import onnx_graph
 from cpu3d.export.contract import Contract
 from cpu3d.export.onnx_graph import onnx_model
 from cpu3d.export.saved_model import exported_network, layer_weights, write_saved_model
-from models.config import NETWORKS, NORMS, UPS, UNetConfig
-from models.norm import EPSILON
+from models.config import EPSILON, NETWORKS, NORMS, UPS, UNetConfig
 from models.unet3d import build_unet3d
 
 SIZE = (8, 4, 12)
@@ -120,10 +119,6 @@ def test_statistics_of_a_large_map_keep_their_digits():
     maps = np.random.default_rng(0).normal(3, 1, (1, 1, *size)).astype(np.float32)
     expected = (maps - maps.mean(dtype=np.float64)) / np.sqrt(maps.var(dtype=np.float64) + EPSILON)
     np.testing.assert_allclose(run(model, image=maps), expected, atol=1e-5)
-
-
-def test_the_norms_epsilon_is_the_networks():
-    assert onnx_graph.EPSILON == EPSILON
 
 
 def test_without_onnx_the_error_says_what_to_install(monkeypatch):

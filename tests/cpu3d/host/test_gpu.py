@@ -6,18 +6,20 @@ import sys
 
 import pytest
 
-from cpu3d.errors import InputError
-from cpu3d.host import gpu
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.host import apply, gpu
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import (
     Gpu,
+    HostGpus,
     best_dtype,
     card_of,
+    fits_memory,
     memory_device,
     parse_gpus,
     pick_device,
-    read_gpus,
     use_device,
+    why_no_card,
 )
 
 MIB = 2**20
@@ -49,6 +51,31 @@ def test_figures_that_the_driver_has_none_for_are_not_known():
 def test_a_card_that_mig_splits_has_no_memory_of_its_own():
     split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
     assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0)),)
+
+
+SPLIT = """\
+0, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, GPU-cccc3333, Enabled
+1, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled
+2, Tesla V100-SXM2-16GB, 16384, 16370, 7.0, GPU-aaaa1111, [N/A]
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "taken"),
+    [
+        ("MIG-7a0c1f2e", [Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0))]),
+        ("MIG-GPU-cccc3333/7/0", [Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0))]),
+        (
+            "2,MIG-7a0c1f2e",
+            [
+                Gpu(0, "Tesla V100-SXM2-16GB", 16384 * MIB, 16370 * MIB, (7, 0)),
+                Gpu(1, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0)),
+            ],
+        ),
+    ],
+)
+def test_an_instance_of_a_split_card_is_a_card_whose_memory_is_not_known(visible, taken):
+    assert list(parse_gpus(SPLIT, visible)) == taken
 
 
 @pytest.mark.parametrize(
@@ -102,9 +129,9 @@ def test_the_driver_is_asked_for_what_is_parsed(driver, monkeypatch):
         "assert sys.argv[1:] == ['--query-gpu=index,name,memory.total,memory.free,compute_cap,uuid,mig.mode.current', "
         f"'--format=csv,noheader,nounits'], sys.argv\nprint({TWO!r}, end='')"
     )
-    assert read_gpus() == (V100, A100)
+    assert tuple(HostGpus()) == (V100, A100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [one.name for one in read_gpus()] == [A100.name]
+    assert [one.name for one in HostGpus()] == [A100.name]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +145,35 @@ def test_the_driver_is_asked_for_what_is_parsed(driver, monkeypatch):
 def test_a_driver_that_fails_or_hangs_is_none(driver, script, monkeypatch):
     monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
     driver(script)
-    assert read_gpus() == ()
+    assert tuple(HostGpus()) == ()
 
 
 def test_a_host_without_a_driver_has_no_card(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_gpus() == ()
+    assert tuple(HostGpus()) == ()
+    assert not HostGpus().is_silent
+
+
+def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
+    driver(f"open({str(tmp_path / 'asked')!r}, 'a').write('x')\nprint({TWO!r}, end='')")
+    gpus = HostGpus()
+    assert pick_device("cpu", "patch", gpus) == pick_device("auto", "whole", gpus) == "cpu"
+    assert why_no_card("cpu", "patch", gpus) == why_no_card("auto", "whole", gpus) == []
+    assert not (tmp_path / "asked").exists()
+    assert pick_device("auto", "patch", gpus) == "gpu:1"
+    assert pick_device("gpu:0", "whole", gpus) == "gpu:0"
+    assert (tmp_path / "asked").read_text() == "x"
+
+
+def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeypatch):
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
+    driver("time.sleep(30)")
+    gpus = HostGpus()
+    assert pick_device("auto", "patch", gpus) == "cpu"
+    assert why_no_card("auto", "patch", gpus) == ["the NVIDIA driver has not answered within 0.3 s: no GPU is used"]
+    with pytest.raises(InputError, match=r"got gpu:0 with a driver that has not answered within 0\.3 s; see what"):
+        pick_device("gpu:0", "patch", gpus)
 
 
 # --- The choice ---
@@ -158,6 +208,26 @@ def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda,
 def test_equal_cards_are_taken_from_the_first_on(monkeypatch):
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
     assert pick_device("auto", "patch", (V100, Gpu(1, "again", *(16384 * MIB, 16370 * MIB), (7, 0)))) == "gpu:0"
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "gpus", "cuda", "is_told"),
+    [
+        ("auto", "patch", (V100, A100), False, True),
+        ("auto", "patch", (V100, A100), True, False),
+        ("auto", "patch", (), False, False),
+        ("auto", "whole", (V100,), False, False),
+        ("cpu", "patch", (V100,), False, False),
+    ],
+)
+def test_a_card_that_is_there_and_not_used_for_want_of_cuda_is_told(asked, mode, gpus, cuda, is_told, monkeypatch):
+    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
+    said = why_no_card(asked, mode, gpus)
+    assert len(said) == is_told
+    assert all(
+        "gpu:0 (Tesla V100-SXM2-16GB) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`" in line
+        for line in said
+    )
 
 
 def test_cuda_is_known_by_its_package(monkeypatch):
@@ -275,11 +345,59 @@ def test_without_cards_the_cpu_is_used_as_it_is():
     use_device(FakeTensorFlow(), "cpu")
 
 
+@pytest.mark.parametrize(("device", "visible"), [((), []), (("cpu",), []), (("gpu:1",), ["b"])])
+def test_a_process_that_is_set_up_computes_on_no_card_but_the_one_it_names(device, visible, monkeypatch):
+    tf = FakeTensorFlow("ab")
+    monkeypatch.setitem(sys.modules, "tensorflow", tf)
+    monkeypatch.setattr(apply, "import_tensorflow", lambda engine: tf)
+    assert set_up("auto", *device)[2] is tf
+    assert tf.visible == visible
+
+
+# --- Memory that runs out ---
+
+
+class OutOfMemoryError(Exception):
+    message = "OOM when allocating tensor with shape[1,16,240,240,160] on GPU:0\nand much more"
+
+
+@pytest.fixture
+def errors(monkeypatch):
+    """TensorFlow's, made up."""
+    tf = FakeTensorFlow()
+    tf.errors = tf
+    tf.ResourceExhaustedError = OutOfMemoryError
+    monkeypatch.setitem(sys.modules, "tensorflow", tf)
+
+
+def test_memory_that_runs_out_is_told_with_what_to_do(errors):
+    with pytest.raises(DoesNotFitError) as raised, fits_memory("a training step", "choose a smaller --patch"):
+        raise OutOfMemoryError
+    assert str(raised.value) == (
+        "memory must hold a training step, got out of memory (OOM when allocating tensor with "
+        "shape[1,16,240,240,160] on GPU:0); choose a smaller --patch"
+    )
+    assert raised.value.exit_code == 3
+
+
+@pytest.mark.parametrize("error", [InputError("another"), KeyboardInterrupt(), ValueError("another")])
+def test_other_errors_are_left_as_they_are(errors, error):
+    with pytest.raises(type(error)) as raised, fits_memory("a training step", ""):
+        raise error
+    assert raised.value is error
+
+
+def test_an_error_before_tensorflow_is_there_is_left_as_it_is(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    with pytest.raises(ValueError, match="early"), fits_memory("a training step", ""):
+        raise ValueError("early")
+
+
 def test_the_allocator_s_statistics_are_the_device_s():
     assert [memory_device(device) for device in ("cpu", "gpu:0", "gpu:3")] == ["CPU:0", "GPU:0", "GPU:0"]
 
 
-@pytest.mark.skipif(bool(read_gpus()), reason="this host has a GPU")
+@pytest.mark.skipif(len(HostGpus()) > 0, reason="this host has a GPU")
 def test_the_real_tensorflow_says_that_it_sees_no_card():
     tf = set_up()[2]
     use_device(tf, "cpu")

@@ -1,7 +1,7 @@
 """Made-up studies, for what judges and shows them."""
 
-from cpu3d.compare.learning_rates import Trial
-from cpu3d.compare.study import Arm, SeedRun, Study
+from cpu3d.compare.study.learning_rates import Trial
+from cpu3d.compare.study.result import Arm, SeedRun, Study
 
 CASES = 4
 
@@ -35,13 +35,13 @@ def seed_run(seed, dice, *, regions=("WT",), step_s=1.0, train_s=60.0):
     )
 
 
-def arm(resolution, seeds, *, batch=1, rate=0.002, trials=None, **more):
+def arm(resolution, seeds, *, batch=1, rate=0.002, trials=None, diverged=(), **more):
     """`seeds`: Dice of each seed's first case."""
     if trials is None:
         trials = (Trial(0.001, 0.5), Trial(0.002, 0.6), Trial(0.004, 0.5))
     n = round(48 * resolution)
     runs = tuple(seed_run(number, dice, **more) for number, dice in enumerate(seeds))
-    return Arm(resolution, batch, (n, n, n), 240 // batch, 60 // batch, 0.002, rate, tuple(trials), runs)
+    return Arm(resolution, batch, (n, n, n), 240 // batch, 60 // batch, 0.002, rate, tuple(trials), runs, diverged)
 
 
 def study(*arms, **about):

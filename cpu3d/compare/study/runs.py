@@ -1,14 +1,16 @@
 """The runs of a resolution study: short ones that search each arm's learning rate, then full ones for every seed."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.compare.budget import validate_every
+from cpu3d.compare.budget import validate_every, warmup_within
 from cpu3d.compare.gather import MEAN, RunResult, read_run
-from cpu3d.compare.learning_rates import EXTENSIONS, Trial, candidates, rate_beyond, rounded, start_rate, winner
-from cpu3d.compare.runner import Evaluation, PlannedRun, RunFailedError, carry_out
-from cpu3d.compare.study import Arm, SeedRun
+from cpu3d.compare.planned import Evaluation, PlannedRun
+from cpu3d.compare.runner import RunDivergedError, carry_out
+from cpu3d.compare.study.learning_rates import EXTENSIONS, Trial, by_dice, candidates, rate_beyond, rounded, start_rate
+from cpu3d.compare.study.result import Arm, SeedRun
 from cpu3d.compare.variants import Variant, resolved
 from cpu3d.config import RunConfig
 from cpu3d.data.store import Store
@@ -19,9 +21,6 @@ from memory_estimator.host import Host
 
 SEARCH_VALIDATIONS = 3
 """Of a trial. All trials of an arm have equally many, so none has more chances at a lucky one."""
-
-WARMUP_SHARE = 10
-"""The warm-up is at most a tenth of a run: a trial at a large batch may have fewer steps than the usual warm-up."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Plan:
     search_factors: Tuple[float, ...]
     """Of the start rate."""
     learning_rates: Tuple[float, ...]
-    """To try instead of those, as they are; () goes by the factors."""
+    """To try instead of those, as they are, and none beyond them; () goes by the factors."""
     validations: int
     """Of a full run."""
     evaluation: Evaluation
@@ -65,6 +64,10 @@ class PlannedArm:
     step_s: Optional[float]
     """Foreseen, as the next is; None where nothing is known of the engine."""
     peak_bytes: Optional[int]
+    rates: Tuple[float, ...] = ()
+    """That its search tries before it knows anything, in ascending order; one alone is not searched."""
+    goes_beyond: bool = True
+    """Whether the search goes on where its best is at an end; not where the user named the rates."""
 
     @property
     def name(self) -> str:
@@ -117,6 +120,8 @@ def plan_arms(
                     warmup_steps=found.config.warmup_steps,
                     step_s=foreseen.step_s if foreseen else None,
                     peak_bytes=foreseen.process_peak_bytes if foreseen else None,
+                    rates=first_rates(start, plan),
+                    goes_beyond=not plan.learning_rates,
                 )
             )
     if problems:
@@ -124,36 +129,74 @@ def plan_arms(
     return arms
 
 
-def first_rates(arm: PlannedArm, plan: Plan) -> Tuple[float, ...]:
-    """What an arm's search tries before it knows anything; one rate alone is not searched."""
+def first_rates(start: float, plan: Plan) -> Tuple[float, ...]:
+    """What a search that starts at a rate tries before it knows anything."""
     named = tuple(sorted({rounded(rate) for rate in plan.learning_rates}))
-    return named or candidates(arm.start_rate, plan.search_factors)
+    return named or candidates(start, plan.search_factors)
+
+
+def arms_of(
+    planned: Sequence[Mapping[str, Any]], arms: Sequence[PlannedArm], plan: Plan, *, more: bool
+) -> List[PlannedArm]:
+    """The arms that were `planned` before, as `vars` of them, and the new ones of `arms`; by batch and resolution.
+
+    What was planned stays as it was, as what the host decides may be another thing today. With `more` the rates of
+    `arms`, as somebody asked for them, are searched besides those that were.
+    """
+    found: Dict[Tuple[int, float], PlannedArm] = {}
+    for content in planned:
+        arm = PlannedArm(**{**content, **{name: tuple(content[name]) for name in ("grid", "options")}})
+        # One from before arms had rates of their own: it was searched as this call, which is the same, says.
+        rates = tuple(content.get("rates") or first_rates(arm.start_rate, plan))
+        beyond = content.get("goes_beyond", not plan.learning_rates)
+        found[arm.batch, arm.resolution] = dataclasses.replace(arm, rates=rates, goes_beyond=beyond)
+    for arm in arms:
+        before = found.setdefault((arm.batch, arm.resolution), arm)
+        if more:
+            rates = tuple(sorted({*before.rates, *arm.rates}))
+            found[arm.batch, arm.resolution] = dataclasses.replace(before, rates=rates)
+    return [found[key] for key in sorted(found)]
 
 
 def search(arms: Sequence[PlannedArm], plan: Plan, store: Path, out: Path) -> List[Trials]:
     """Train every arm's trials, and up to EXTENSIONS more where the best is at an end; the trials of each arm.
 
-    Rates that the user named are all there are. An arm with one rate has nothing to search, and so no trials.
+    An arm with one rate has nothing to search, and so no trials.
     """
     trials: List[Trials] = [{} for _ in arms]
-    wanted = [rates if len(rates) > 1 else () for rates in (first_rates(arm, plan) for arm in arms)]
+    wanted = [arm.rates if len(arm.rates) > 1 else () for arm in arms]
     for extension in range(EXTENSIONS + 1):
         for arm, found, rates in zip(arms, trials, wanted):
             found.update({rate: _try(arm, rate, plan, store, out) for rate in rates})
-        if extension == EXTENSIONS or plan.learning_rates:
+        if extension == EXTENSIONS:
             break
-        beyond = [rate_beyond(list(found.values())) for found in trials]
+        beyond = [rate_beyond(list(found.values())) if arm.goes_beyond else None for arm, found in zip(arms, trials)]
         wanted = [() if rate is None else (rate,) for rate in beyond]
     return trials
 
 
 def full_runs(arms: Sequence[PlannedArm], trials: Sequence[Trials], plan: Plan, store: Path, out: Path) -> List[Arm]:
-    """Train every arm with its best rate for every seed, score all, and gather what the arms come to."""
+    """Train every arm with its best rate for every seed, score all, and gather what the arms come to.
+
+    A rate that diverges in full length, with any seed, makes place for the next best of the search, and the arm says
+    so. Raises RunDivergedError where there is no other.
+    """
+    # The best is last, and one that diverges is taken off.
     rates = [
-        winner(list(found.values())).rate if found else first_rates(arm, plan)[0] for arm, found in zip(arms, trials)
+        [trial.rate for trial in reversed(by_dice(list(found.values())))] if found else list(arm.rates)
+        for arm, found in zip(arms, trials)
     ]
-    runs = [[_full_run(arm, rate, seed, plan, out) for seed in plan.seeds] for arm, rate in zip(arms, rates)]
-    carry_out([run for of_seed in zip(*runs) for run in of_seed], store, out, plan.evaluation, force=plan.force)
+    diverged: List[List[float]] = [[] for _ in arms]
+    while True:
+        runs = [[_full_run(arm, left[-1], seed, plan, out) for seed in plan.seeds] for arm, left in zip(arms, rates)]
+        try:
+            carry_out([run for of_seed in zip(*runs) for run in of_seed], store, out, plan.evaluation, force=plan.force)
+            break
+        except RunDivergedError as error:
+            position = next((number for number, group in enumerate(runs) if error.run in group), None)
+            if position is None or len(rates[position]) < 2:
+                raise
+            diverged[position].append(rates[position].pop())
     split = plan.evaluation.split
     return [
         Arm(
@@ -163,11 +206,12 @@ def full_runs(arms: Sequence[PlannedArm], trials: Sequence[Trials], plan: Plan, 
             steps=arm.steps,
             search_steps=arm.search_steps,
             start_rate=arm.start_rate,
-            rate=rate,
+            rate=left[-1],
             trials=tuple(found[each] for each in sorted(found)),
             runs=tuple(seed_run(read_run(run.variant, run.seed, run.folder, split)) for run in group),
+            diverged=tuple(lost),
         )
-        for arm, found, rate, group in zip(arms, trials, rates, runs)
+        for arm, found, left, lost, group in zip(arms, trials, rates, diverged, runs)
     ]
 
 
@@ -188,7 +232,7 @@ def seed_run(result: RunResult) -> SeedRun:
         hd95_mm=by_case("hd95_mm"),
         step_s=costs.step_s,
         train_s=costs.train_s,
-        peak_bytes=costs.train_peak_bytes,
+        peak_bytes=costs.card_peak_bytes or costs.train_peak_bytes,
         predict_s=costs.case_predict_s,
     )
 
@@ -210,10 +254,8 @@ def _try(arm: PlannedArm, rate: float, plan: Plan, store: Path, out: Path) -> Tr
     )
     try:
         carry_out([run], store, out, None, force=plan.force)
-    except RunFailedError as error:
-        if "must be finite" not in str(error):
-            raise
-        return Trial(rate, None)  # a rate that diverges is an answer, and not a failure of the search
+    except RunDivergedError:
+        return Trial(rate, None)  # an answer, which is kept, and not a failure of the search
     return Trial(rate, best_validation(read_run(run.variant, run.seed, run.folder, None)))
 
 
@@ -228,7 +270,7 @@ def _options(arm: PlannedArm, rate: float, seed: int, steps: int, validations: i
     """Of `train`, for one run. What comes last holds, as on any command line."""
     own = {
         "learning_rate": rate,
-        "warmup_steps": min(arm.warmup_steps, steps // WARMUP_SHARE),
+        "warmup_steps": warmup_within(arm.warmup_steps, steps),
         "steps": steps,
         "validate_every": validate_every(steps, arm.steps_per_epoch, validations),
         "seed": seed,

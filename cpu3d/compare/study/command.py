@@ -4,36 +4,35 @@
 
 Every arm, a resolution at a batch, sees every training case equally often and is scored on the full original grid. Its
 learning rate is searched first: short runs at the start rate times --search-factors, the best by validation Dice (never
-test) wins, and where that is at an end one more factor is tried, twice at most. Rerun to continue.
+test) wins, and where that is at an end one more factor is tried, twice at most. Rerun to continue, or to add seeds,
+resolutions, batches and rates.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-from typing import Any, Dict, List, Optional, Sequence
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
-from rich.table import Table
 
 from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.record import append_record
-from cpu3d.compare.learning_rates import EXTENSIONS
 from cpu3d.compare.plan import Kept, check_same, load
-from cpu3d.compare.runner import Evaluation
-from cpu3d.compare.study import Study, to_json
-from cpu3d.compare.study_page import render_study
-from cpu3d.compare.study_runs import Plan, PlannedArm, first_rates, full_runs, plan_arms, search
-from cpu3d.compare.study_tables import print_study
-from cpu3d.compare.study_verdict import sentences
+from cpu3d.compare.planned import Evaluation
+from cpu3d.compare.study.page import render_study
+from cpu3d.compare.study.result import Study, to_json
+from cpu3d.compare.study.runs import Plan, PlannedArm, arms_of, full_runs, plan_arms, search
+from cpu3d.compare.study.tables import plan_table, print_study
+from cpu3d.compare.study.verdict import sentences
 from cpu3d.compare.variants import common_settings
 from cpu3d.config import RunConfig
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import UNTOUCHED, warning
-from cpu3d.host.gpu import read_gpus
+from cpu3d.host.gpu import HostGpus
 from cpu3d.lock import locked
-from cpu3d.page import duration, gib
 from cpu3d.recipes import RECIPES
 from cpu3d.training_options import with_settings
 from cpu3d.versions import versions
@@ -67,13 +66,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search these multiples of --learning-rate, scaled to the batch (default: 0.5 1 2)",
     )  # fmt: skip
     add(
-        "--search-share", type=float, default=SEARCH_SHARE, metavar="S",
+        "--search-share", type=float, metavar="S",
         help=f"part of a full run's steps that a run of the search takes (default: {SEARCH_SHARE:g})",
     )  # fmt: skip
 
 
+def out_of_place(args: argparse.Namespace) -> List[str]:
+    """A problem for each option of a study that was given without --resolutions, and would do nothing."""
+    if args.resolutions:
+        return []
+    names = ("batches", "learning_rates", "search_factors", "search_share")
+    return [
+        f"--{name.replace('_', '-')} must come with --resolutions, which are what is studied; leave it out"
+        for name in names
+        if getattr(args, name) is not None
+    ]
+
+
 def run_study(args: argparse.Namespace) -> int:
-    """Carry out the study that `compare` was asked for. Restartable; what is of another study is refused."""
+    """Carry out the study that `compare` was asked for. Restartable; what is of another study is refused.
+
+    Seeds, resolutions, batches and rates that are asked for are added to those of the folder, and all are reported.
+    """
     store = open_store(args.store)
     store.check_split()
     settings, recipe = common_settings(args)
@@ -82,7 +96,7 @@ def run_study(args: argparse.Namespace) -> int:
     plan = Plan(
         epochs=getattr(args, "epochs", base.epochs),
         seeds=tuple(args.seeds),
-        search_share=args.search_share,
+        search_share=args.search_share or SEARCH_SHARE,
         search_factors=tuple(args.search_factors or SEARCH_FACTORS),
         learning_rates=tuple(args.learning_rates or ()),
         validations=args.validations,
@@ -90,24 +104,25 @@ def run_study(args: argparse.Namespace) -> int:
         force=args.force,
     )
     resolutions, batches = sorted(set(args.resolutions)), sorted(set(args.batches or [base.batch]))
-    arms = plan_arms(store, host, read_gpus(), settings, recipe, base, resolutions, batches, plan)
-    asked, kept = _asked(store, settings, recipe, plan), load(args.out)
-    if kept:
-        check_same(asked, kept, args.out)
-        arms = _as_planned(arms, kept)
-    messages = Console(stderr=True)
-    messages.print(_plan_table(arms, plan))
-    if args.split != UNTOUCHED:
-        messages.print(f"[bold yellow]{warning(args.split)}")
+    arms = plan_arms(store, host, HostGpus(), settings, recipe, base, resolutions, batches, plan)
+    named_rates = bool(args.learning_rates or args.search_factors)
+
+    def taken_up() -> Tuple[Kept, Plan, List[PlannedArm]]:
+        return _taken_up(args.out, _asked(store, settings, recipe, plan), plan, arms, more=named_rates)
+
     if args.dry_run:
+        _, whole, planned = taken_up()
+        _say_plan(planned, whole)
         return 0
     out, source = writable_folder(args.out, "folder of --out").resolve(), store.folder.resolve()
     with locked(out, "comparison"):
-        kept = Kept(asked, list(plan.seeds), [vars(arm) for arm in arms], kept.results if kept else None)
+        kept, whole, planned = taken_up()
         kept.save(out)
-        trials = search(arms, plan, source, out)
-        found = full_runs(arms, trials, plan, source, out)
-        study = Study(tuple(found), {**_about(store, host, plan, settings, base), "title": args.title or _title(store)})
+        _say_plan(planned, whole)
+        trials = search(planned, whole, source, out)
+        found = full_runs(planned, trials, whole, source, out)
+        about = {**_about(store, host, whole, settings, base), "title": args.title or _title(store)}
+        study = Study(tuple(found), about)
         kept = dataclasses.replace(kept, results={**to_json(study), "reading": sentences(study)})
         kept.save(out)
         with atomic_write(out / "report.html", "w") as file:
@@ -119,7 +134,7 @@ def run_study(args: argparse.Namespace) -> int:
         print()
     else:
         print_study(study, Console())
-    messages.print(f"written: {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True).print(f"written: {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -136,7 +151,7 @@ def _check(args: argparse.Namespace, store: Store, settings: Dict[str, Any]) -> 
         odd = [value for value in getattr(args, name) or () if not value > 0]
         if odd:
             problems.append(f"--{name.replace('_', '-')} must be {what}, got {odd[0]:g}; leave it out")
-    if not 0 < args.search_share <= 1:
+    if args.search_share is not None and not 0 < args.search_share <= 1:
         problems.append(f"--search-share must be above 0 and at most 1, got {args.search_share:g}; 0.25 is usual")
     for name, instead in (("resolution", "--resolutions"), ("batch", "--batches")):
         if name in settings:
@@ -183,40 +198,31 @@ def _asked(store: Store, settings: Dict[str, Any], recipe: Optional[str], plan: 
     }
 
 
-def _as_planned(arms: Sequence[PlannedArm], kept: Kept) -> List[PlannedArm]:
-    """The arms, those that were planned before as they were: what the host decides may be another thing today."""
-    before = {}
-    for content in kept.plan:
-        parts = {name: tuple(content[name]) for name in ("grid", "options")}
-        before[content["resolution"], content["batch"]] = PlannedArm(**{**content, **parts})
-    return [before.get((arm.resolution, arm.batch), arm) for arm in arms]
+def _taken_up(
+    folder: Path, asked: Dict[str, Any], plan: Plan, arms: Sequence[PlannedArm], *, more: bool
+) -> Tuple[Kept, Plan, List[PlannedArm]]:
+    """The study in `folder` with what is added to it, or a new one. Results are of all arms and seeds, or none.
+
+    Raises InputError where it is another study.
+    """
+    kept = load(folder)
+    if kept:
+        # The search keeps its seed, whichever seeds are added.
+        asked = {**asked, "search_seed": kept.seeds[0]}
+        check_same(asked, kept, folder)
+        added = [seed for seed in plan.seeds if seed not in kept.seeds]
+        plan = dataclasses.replace(plan, seeds=(*kept.seeds, *added))
+    planned = arms_of(kept.plan if kept else (), arms, plan, more=more)
+    content = [vars(arm) for arm in planned]
+    same = kept is not None and kept.seeds == list(plan.seeds) and len(kept.plan) == len(content)
+    return Kept(asked, list(plan.seeds), content, kept.results if same else None), plan, planned
 
 
-def _plan_table(arms: Sequence[PlannedArm], plan: Plan) -> Table:
-    table = Table(
-        title=f"{len(arms)} arms x {len(plan.seeds)} seeds, {plan.epochs:g} epochs each", title_justify="left"
-    )
-    for name in ("resolution", "batch", "sees", "steps", "rates to search", "a step", "memory"):
-        table.add_column(name, justify="right")
-    seconds = []
-    for arm in arms:
-        rates = first_rates(arm, plan)
-        searched = len(rates) if len(rates) > 1 else 0
-        table.add_row(
-            f"{arm.resolution:g}",
-            str(arm.batch),
-            " x ".join(map(str, arm.grid)),
-            f"{arm.steps:,}",
-            (f"{searched} x {arm.search_steps:,} steps: " if searched else "none: ")
-            + ", ".join(f"{r:g}" for r in rates),
-            f"{arm.step_s:.2f} s" if arm.step_s else "not known",
-            gib(arm.peak_bytes) if arm.peak_bytes else "not known",
-        )
-        seconds.append(arm.step_s and arm.step_s * (len(plan.seeds) * arm.steps + searched * arm.search_steps))
-    if all(seconds):
-        extended = "" if plan.learning_rates else f", and up to {EXTENSIONS} trials more an arm"
-        table.caption = f"steps of all runs: about {duration(sum(seconds))}{extended}; validation and scoring aside"
-    return table
+def _say_plan(arms: Sequence[PlannedArm], plan: Plan) -> None:
+    messages = Console(stderr=True)
+    messages.print(plan_table(arms, plan))
+    if plan.evaluation.split != UNTOUCHED:
+        messages.print(f"[bold yellow]{warning(plan.evaluation.split)}")
 
 
 def _title(store: Store) -> str:

@@ -1,6 +1,6 @@
 import pytest
 
-from cpu3d.compare.learning_rates import Trial, candidates, is_at_an_end, rate_beyond, rounded, start_rate, winner
+from cpu3d.compare.study.learning_rates import Trial, candidates, is_at_an_end, rate_beyond, rounded, start_rate, winner
 from cpu3d.errors import InputError
 
 

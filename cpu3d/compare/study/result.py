@@ -2,11 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.compare.learning_rates import Trial
+from cpu3d.compare.study.learning_rates import Trial
 
 Cases = Tuple[float, ...]
 """A value for each case, in the order of their names, which are the same for all runs."""
@@ -27,7 +27,7 @@ class SeedRun:
     train_s: float
     """Wall time of the training, validations included."""
     peak_bytes: Optional[int]
-    """Largest resident set of the training process."""
+    """Largest resident set of the training process; on a card what TensorFlow's allocator held there."""
     predict_s: Optional[float]
     """Median of a case, on the full grid."""
 
@@ -54,10 +54,12 @@ class Arm:
     """Steps of each trial of the search."""
     start_rate: float
     rate: float
-    """Of the full runs: the search's winner."""
+    """Of the full runs: the search's winner, or the next best where that diverged in full length."""
     trials: Tuple[Trial, ...]
     """The search, in ascending order of the rates; empty where there was one rate and nothing to search."""
     runs: Tuple[SeedRun, ...]
+    diverged: Tuple[float, ...] = ()
+    """Rates that the search preferred to `rate`, and that diverged in full length."""
 
     def over_seeds(self, metric: str = "dice", region: str = "") -> List[float]:
         """A value for each seed: the mean over cases, and over regions where none is named."""
@@ -108,11 +110,6 @@ class Study:
         return sorted((arm for arm in self.arms if arm.resolution == resolution), key=lambda arm: arm.batch)
 
 
-def spread(values: Sequence[float]) -> Optional[float]:
-    """Standard deviation of a sample (n - 1); None for one value."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
 def to_json(study: Study) -> Dict[str, Any]:
     return {"about": dict(study.about), "arms": [dataclasses.asdict(arm) for arm in study.arms]}
 
@@ -125,6 +122,7 @@ def from_json(content: Mapping[str, Any]) -> Study:
             "grid": tuple(arm["grid"]),
             "trials": tuple(Trial(**trial) for trial in arm["trials"]),
             "runs": tuple(SeedRun(**{**run, **_by_region(run)}) for run in arm["runs"]),
+            "diverged": tuple(arm.get("diverged", ())),
         }
         arms.append(Arm(**{**arm, **parts}))
     return Study(tuple(arms), content["about"])

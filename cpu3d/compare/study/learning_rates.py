@@ -6,7 +6,7 @@ nothing about resolution, so they are a start and no more.
 """
 
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
 
@@ -36,13 +36,21 @@ def candidates(start: float, factors: Sequence[float]) -> Tuple[float, ...]:
     return tuple(sorted({rounded(start * factor) for factor in factors}))
 
 
-def winner(trials: Sequence[Trial]) -> Trial:
-    """The trial with the highest Dice; the lower rate where two are equal. Raises InputError when all diverged."""
+def by_dice(trials: Sequence[Trial]) -> List[Trial]:
+    """The trials that ended well from the best to the worst, the lower rate first of equals.
+
+    Raises InputError when all diverged.
+    """
     finished = [trial for trial in trials if trial.dice is not None]
     if not finished:
         rates = ", ".join(f"{trial.rate:g}" for trial in trials)
         raise InputError(f"a learning rate must train to a finite loss, none of {rates} did; lower --learning-rates")
-    return max(finished, key=lambda trial: (trial.dice, -trial.rate))
+    return sorted(finished, key=lambda trial: (-trial.dice, trial.rate))
+
+
+def winner(trials: Sequence[Trial]) -> Trial:
+    """The best trial. Raises InputError when all diverged."""
+    return by_dice(trials)[0]
 
 
 def rate_beyond(trials: Sequence[Trial]) -> Optional[float]:

@@ -7,11 +7,16 @@ import math
 import pytest
 
 from cpu3d.bench.record import read_records
-from cpu3d.compare import command, resolutions, study_page, study_runs
+from cpu3d.compare import command
 from cpu3d.compare.gather import Costs, Point, RunResult
-from cpu3d.compare.runner import RunFailedError
-from cpu3d.compare.study_markdown import study_lines
+from cpu3d.compare.planned import keep_verdict, verdict_of
+from cpu3d.compare.process import RunDivergedError, RunFailedError
+from cpu3d.compare.study import command as resolutions
+from cpu3d.compare.study import page as study_page
+from cpu3d.compare.study import runs as study_runs
+from cpu3d.compare.study.markdown import study_lines
 from cpu3d.errors import InputError
+from cpu3d.lock import locked
 from cpu3d.training_options import add_training_options
 
 BEST_RATE = {0.5: 0.004, 1.0: 0.002}
@@ -23,8 +28,10 @@ SMALL = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--policy", "sp
 class MadeUpRuns:
     """In the place of `carry_out` and `read_run`: Dice falls with the distance of a rate from the best one."""
 
-    def __init__(self, diverges_at=math.inf, best=BEST_RATE):
-        self.diverges_at, self.best = diverges_at, best
+    def __init__(self, diverges_at=math.inf, best=BEST_RATE, full_diverges_at=math.inf):
+        self.diverges_at, self.best, self.full_diverges_at = diverges_at, best, full_diverges_at
+        self.diverged = []
+        """Names of the run folders that were trained until they diverged."""
         self.done = {}
         """Name of a run's folder -> the options it was trained with."""
         self.scored = set()
@@ -35,13 +42,20 @@ class MadeUpRuns:
             add_training_options(parser)
             options = parser.parse_args(run.options)
             assert options.seed == run.seed
-            if options.learning_rate >= self.diverges_at:
-                raise RunFailedError("train must end well, got exit code 2: loss must be finite, got nan at step 1", 2)
+            bound = self.diverges_at if run.folder.name.startswith("search") else self.full_diverges_at
+            error = verdict_of(run)
+            if options.learning_rate >= bound and not error:
+                error = RunDivergedError("train must end well: loss must be finite, got nan at step 1", 2, "diverged")
+                keep_verdict(run, error)
+                self.diverged.append(run.folder.name)
+            if error:
+                error.run = run
+                raise error
             self.done[run.folder.name] = options
             if evaluation:
                 self.scored.add(run.folder.name)
 
-    def read_run(self, variant, seed, folder, split):
+    def read_run(self, variant, seed, folder, split, **more):
         options = self.done[folder.name]
         off = abs(math.log2(options.learning_rate / self.best[options.resolution]))
         dice = round(0.8 - 0.05 * off + 0.001 * seed, 6)
@@ -55,7 +69,7 @@ class MadeUpRuns:
             predict_peak_bytes=None,
         )  # fmt: skip
         curve = (Point(1, 1.0, dice - 0.2), Point(2, 2.0, dice), Point(3, 3.0, dice - 0.1))
-        return RunResult(variant, seed, folder, None, scores if split else {}, curve, costs, {}, "")
+        return RunResult(variant, seed, folder, None, scores if split else {}, curve, costs, {}, folder)
 
     @property
     def searched(self):
@@ -156,7 +170,7 @@ def test_named_rates_are_all_that_is_tried(tiny_store, tmp_path, runs):
 
 
 def test_a_rate_that_diverges_is_an_answer(tiny_store, tmp_path, monkeypatch):
-    install(monkeypatch, MadeUpRuns(diverges_at=0.004))
+    runs = install(monkeypatch, MadeUpRuns(diverges_at=0.004))
     compare(tiny_store, tmp_path / "out", "--resolutions", "0.5")
     arm = results(tmp_path / "out")["arms"][0]
     assert [(trial["rate"], trial["dice"] is None) for trial in arm["trials"]] == [
@@ -165,6 +179,27 @@ def test_a_rate_that_diverges_is_an_answer(tiny_store, tmp_path, monkeypatch):
         (0.004, True),
     ]
     assert arm["rate"] == 0.002
+    assert runs.diverged == ["search-r0.5-b1-lr0.004"]
+    compare(tiny_store, tmp_path / "out", "--resolutions", "0.5")
+    assert runs.diverged == ["search-r0.5-b1-lr0.004"], "nobody trains it again to find out"
+
+
+def test_a_chosen_rate_that_diverges_in_full_length_makes_place_for_the_next_best(tiny_store, tmp_path, monkeypatch):
+    runs = install(monkeypatch, MadeUpRuns(full_diverges_at=0.004))
+    compare(tiny_store, tmp_path / "out", "--resolutions", "0.5", "1")
+    half, whole = results(tmp_path / "out")["arms"]
+    assert (half["rate"], half["diverged"], len(half["runs"])) == (0.002, [0.004], 2)
+    assert (whole["rate"], whole["diverged"]) == (0.002, [])
+    assert runs.diverged == ["r0.5-b1-lr0.004-seed0"]
+    assert {"r0.5-b1-lr0.002-seed0", "r0.5-b1-lr0.002-seed1"} <= runs.scored
+    assert any("0.004 won the search but diverged in full" in line for line in results(tmp_path / "out")["reading"])
+
+
+def test_a_study_whose_every_rate_diverges_in_full_length_fails(tiny_store, tmp_path, monkeypatch):
+    runs = install(monkeypatch, MadeUpRuns(full_diverges_at=0))
+    with pytest.raises(RunDivergedError):
+        compare(tiny_store, tmp_path / "out", "--resolutions", "1")
+    assert runs.diverged == [f"r1-b1-lr{rate}-seed0" for rate in ("0.002", "0.001", "0.004")], "from the best on"
 
 
 def test_any_other_failure_ends_the_study(tiny_store, tmp_path, monkeypatch):
@@ -202,6 +237,64 @@ def test_more_seeds_resolutions_and_batches_are_added(tiny_store, tmp_path, runs
         (2, 0.5, 3),
         (2, 1.0, 3),
     ]
+
+
+def test_what_was_there_stays_and_is_reported_with_what_is_added(tiny_store, tmp_path, runs):
+    """As compare does with seeds: a call that asks for others does not forget the first ones."""
+    out = tmp_path / "out"
+    compare(tiny_store, out, "--resolutions", "0.5")
+    compare(tiny_store, out, "--resolutions", "1", "--seeds", "5")
+    assert [(arm["resolution"], [run["seed"] for run in arm["runs"]]) for arm in results(out)["arms"]] == [
+        (0.5, [0, 1, 5]),
+        (1.0, [0, 1, 5]),
+    ]
+    assert {run.seed for name, run in runs.done.items() if name.startswith("search")} == {0}, (
+        "the search keeps its seed"
+    )
+    kept = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    assert (kept["seeds"], len(kept["plan"])) == ([0, 1, 5], 2)
+
+
+def test_rates_that_are_asked_for_are_searched_besides_those_that_were(tiny_store, tmp_path, runs):
+    out = tmp_path / "out"
+    compare(tiny_store, out, "--resolutions", "0.5", "1")
+    compare(tiny_store, out, "--resolutions", "1", "--learning-rates", "0.0015")
+    half, whole = results(out)["arms"]
+    assert [trial["rate"] for trial in half["trials"]] == [0.001, 0.002, 0.004, 0.008]
+    assert [trial["rate"] for trial in whole["trials"]] == [0.001, 0.0015, 0.002, 0.004]
+    compare(tiny_store, out, "--resolutions", "1")
+    assert [trial["rate"] for trial in results(out)["arms"][1]["trials"]] == [0.001, 0.0015, 0.002, 0.004]
+
+
+def test_a_study_from_before_arms_had_rates_goes_on(tiny_store, tmp_path, runs):
+    out = tmp_path / "out"
+    compare(tiny_store, out, "--resolutions", "0.5")
+    content, before = json.loads((out / "compare.json").read_text(encoding="utf-8")), results(out)
+    for arm in content["plan"]:
+        del arm["rates"], arm["goes_beyond"]
+    (out / "compare.json").write_text(json.dumps(content), encoding="utf-8")
+    compare(tiny_store, out, "--resolutions", "0.5")
+    assert results(out) == before
+
+
+def test_options_of_a_study_do_nothing_without_resolutions_and_are_refused(tiny_store, tmp_path):
+    options = ("--batches", "1", "--search-factors", "1", "2", "--search-share", "0.3")
+    with pytest.raises(InputError) as error:
+        compare(tiny_store, tmp_path / "out", *options)
+    assert [problem.split()[0] for problem in error.value.problems] == [
+        "--batches",
+        "--search-factors",
+        "--search-share",
+    ]
+
+
+def test_nothing_is_written_while_another_process_writes_it(tiny_store, tmp_path, runs):
+    out = tmp_path / "out"
+    compare(tiny_store, out, "--resolutions", "0.5")
+    before = (out / "compare.json").read_bytes()
+    with locked(out, "test"), pytest.raises(InputError, match="one process at a time"):
+        compare(tiny_store, out, "--resolutions", "1")
+    assert (out / "compare.json").read_bytes() == before
 
 
 def test_what_the_host_decided_is_kept(tiny_store, tmp_path, runs):

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from cpu3d.compare.study import Study
-from cpu3d.compare.study_picture import draw_regions, draw_scores, draw_search
-from cpu3d.compare.study_tables import best_rows, cost_table, score_table, search_rows
-from cpu3d.compare.study_verdict import sentences
+from cpu3d.compare.study.picture import draw_regions, draw_scores, draw_search
+from cpu3d.compare.study.result import Study
+from cpu3d.compare.study.tables import COSTS, SCORES, best_rows, cost_table, score_table, search_rows
+from cpu3d.compare.study.verdict import limits, sentences
 from cpu3d.page import render_page
 
-TEMPLATE = Path(__file__).with_name("study.html.j2")
+TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def render_study(study: Study) -> str:
@@ -19,8 +19,8 @@ def render_study(study: Study) -> str:
         study=study,
         about=study.about,
         verdict=sentences(study),
-        scores_of_arms=score_table(study),
-        costs_of_arms=cost_table(study),
+        limits=limits(study),
+        tables=((SCORES, *score_table(study)), (COSTS, *cost_table(study))),
         best=best_rows(study),
         scores=draw_scores(study),
         regions=draw_regions(study) if len(study.regions) > 1 else None,

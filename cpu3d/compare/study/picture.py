@@ -2,8 +2,8 @@
 
 from typing import Any, Callable, List, Sequence
 
-from cpu3d.compare.learning_rates import winner
-from cpu3d.compare.study import Arm, Study
+from cpu3d.compare.study.learning_rates import winner
+from cpu3d.compare.study.result import Arm, Study
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 
 Values = Callable[[Arm], List[float]]
@@ -14,7 +14,8 @@ def draw_scores(study: Study) -> bytes:
     """Mean Dice and training time over resolution: a line through a batch's means, a dot for each seed. PNG."""
     figure = new_figure(9.4, 3.5)
     dice, time = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
-    _over_resolution(dice, study, Arm.over_seeds, "Dice on the full grid, mean of all regions", "Dice")
+    of = f"of {study.regions[0]}" if len(study.regions) == 1 else "mean of all regions"
+    _over_resolution(dice, study, Arm.over_seeds, f"Dice on the full grid, {of}", "Dice")
     _over_resolution(time, study, lambda arm: [run.train_s for run in arm.runs], "Training time", "s")
     time.set_ylim(bottom=0)
     if len(study.batches) > 1:
@@ -39,9 +40,9 @@ def draw_regions(study: Study) -> bytes:
 
 
 def draw_search(study: Study) -> bytes:
-    """Validation Dice of the short runs over their learning rate: a panel a batch, a line a resolution, winners ringed.
+    """Validation Dice of the short runs over their learning rate: a panel a batch, a line a resolution.
 
-    A rate that diverged stands as a cross at the foot of its panel. PNG.
+    The rate of the full runs is ringed; one that diverged stands as a cross at the foot of its panel. PNG.
     """
     searched = [batch for batch in study.batches if any(arm.trials for arm in study.at_batch(batch))]
     figure = new_figure(max(4.7 * len(searched), 5.4), 3.3)
@@ -89,12 +90,12 @@ def _over_resolution(axes: Any, study: Study, values: Values, title: str, label:
 
 def _search_line(axes: Any, arm: Arm, colour: str) -> None:
     finished = [trial for trial in arm.trials if trial.dice is not None]
-    best = winner(arm.trials)
+    chosen = next((trial for trial in finished if trial.rate == arm.rate), None) or winner(arm.trials)
     axes.plot(
         [trial.rate for trial in finished], [trial.dice for trial in finished], "o-", color=colour, markersize=4,
         linewidth=1.5, label=f"{arm.resolution:g}",
     )  # fmt: skip
-    axes.plot(best.rate, best.dice, "o", markersize=11, markerfacecolor="none", markeredgecolor=colour)
+    axes.plot(chosen.rate, chosen.dice, "o", markersize=11, markerfacecolor="none", markeredgecolor=colour)
     diverged = [trial.rate for trial in arm.trials if trial.dice is None]
     axes.plot(diverged, [0.03] * len(diverged), "x", color=colour, transform=axes.get_xaxis_transform())
 
