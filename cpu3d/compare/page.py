@@ -31,14 +31,22 @@ def write_page(
     path: Path, comparison: Comparison, store: Optional[Store], evaluation: Evaluation, *, title: str, budget: str
 ) -> Path:
     """Write the page atomically. `store` is None where it is not there any more: then there are no error maps."""
-    page = render(comparison, store, evaluation, title=title, budget=budget)
+    page = render(comparison, store, evaluation, title=title, budget=budget, out=path.parent)
     with atomic_write(path, "w") as file:
         file.write(page)
     return path
 
 
-def render(comparison: Comparison, store: Optional[Store], evaluation: Evaluation, *, title: str, budget: str) -> str:
-    """The page as HTML."""
+def render(
+    comparison: Comparison,
+    store: Optional[Store],
+    evaluation: Evaluation,
+    *,
+    title: str,
+    budget: str,
+    out: Optional[Path] = None,
+) -> str:
+    """The page as HTML. Folders in `out` are named from there, so that a page says nothing of the machine."""
     several = len(comparison.variants) > 1
     common, differing = settings(comparison)
     headline = MEAN if MEAN in comparison.regions else comparison.regions[0]
@@ -88,7 +96,7 @@ def render(comparison: Comparison, store: Optional[Store], evaluation: Evaluatio
         error_colours=((FIRST, f"{comparison.baseline} alone"), (SECOND, "the other alone"), (BOTH, "both")),
         common=common,
         differing=differing,
-        runs=_run_rows(comparison),
+        runs=_run_rows(comparison, out),
         hosts=_hosts(comparison),
         versions=versions(),
     )  # fmt: skip
@@ -184,7 +192,7 @@ def _difference_rows(comparison: Comparison) -> List[Tuple[str, str, List[Tuple[
     ]
 
 
-def _run_rows(comparison: Comparison) -> List[List[str]]:
+def _run_rows(comparison: Comparison, out: Optional[Path]) -> List[List[str]]:
     """A row for each run: variant, seed, steps, the best weights' step, validations, seconds, GiB, folder."""
     return [
         [
@@ -195,11 +203,16 @@ def _run_rows(comparison: Comparison) -> List[List[str]]:
             str(len(run.curve)),
             number(run.costs.train_s),
             number(run.costs.train_peak_bytes, GIB),
-            str(run.folder),
+            _beside(run.folder, out),
         ]
         for runs in comparison.runs.values()
         for run in runs
     ]
+
+
+def _beside(folder: Path, out: Optional[Path]) -> str:
+    folder = Path(folder).resolve()
+    return str(folder.relative_to(out.resolve()) if out and out.resolve() in folder.parents else folder)
 
 
 def _hosts(comparison: Comparison) -> List[Dict[str, Any]]:

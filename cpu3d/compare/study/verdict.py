@@ -185,9 +185,10 @@ def _rates(arms: Sequence[Arm]) -> str:
     if set.intersection(*good):
         both = listed(f"{rate:g}" for rate in sorted(set.intersection(*good)))
         return text + (
-            f"; within the seed noise of full runs, {noise:.3f}, {both} would have done at every resolution, {full}."
+            f"; within the seed noise of full runs (Dice {noise:.3f}) {both} would have done at every resolution, "
+            f"{full}."
         )
-    return text + f"; no one rate is within the seed noise of full runs, {noise:.3f}, of the best at all, {full}."
+    return text + f"; no one rate is within the seed noise of full runs (Dice {noise:.3f}) of the best at all, {full}."
 
 
 def _cost(arms: Sequence[Arm]) -> List[str]:

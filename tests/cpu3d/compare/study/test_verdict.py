@@ -102,7 +102,9 @@ def test_a_rate_that_differs_by_more_than_the_seeds_do_is_a_finding():
     """Seeds at 0.700 and 0.701 have a deviation of 0.0007; the rate next to the best lost 0.02."""
     text = of(arm(0.5, (0.70, 0.701), rate=0.004, trials=RISING), arm(1.0, (0.8, 0.801), trials=FALLING))
     assert "The best learning rate is 0.004 at 0.5 and 0.002 at 1, which is twice at 0.5 what it is at 1" in text
-    assert "no one rate is within the seed noise of full runs, 0.001, of the best at all, and short ones may" in text
+    assert (
+        "no one rate is within the seed noise of full runs (Dice 0.001) of the best at all, and short ones may" in text
+    )
 
 
 def test_a_rate_that_differs_by_less_than_the_seeds_do_is_noise():
@@ -111,7 +113,7 @@ def test_a_rate_that_differs_by_less_than_the_seeds_do_is_noise():
     assert seed_noise(arms) == pytest.approx(0.0283, abs=1e-4)
     assert rates_as_good(arms[0], 0.0283) == [0.002, 0.004]
     assert rates_as_good(arms[1], 0.0283) == [0.001, 0.002]
-    assert "within the seed noise of full runs, 0.028, 0.002 would have done at every resolution" in of(*arms)
+    assert "within the seed noise of full runs (Dice 0.028) 0.002 would have done at every resolution" in of(*arms)
 
 
 def test_a_search_that_ended_at_an_end_is_told():
