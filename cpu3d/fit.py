@@ -330,11 +330,14 @@ def _score(target, logits):
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[List[int]]:
-    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first; a second one raises."""
+    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first.
+
+    A second SIGINT raises. Another SIGTERM does not: of a parent with threads that is killed several arrive.
+    """
     stop: List[int] = []
 
     def note(number, frame):
-        if stop:
+        if stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.append(number)
 

@@ -34,8 +34,15 @@ def without_kernel(function):
 pytestmark = pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="this TensorFlow is built without CUDA")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("up", ["transposed", "upsampling"])
+@pytest.mark.parametrize(
+    ("dtype", "up"),
+    [
+        ("bfloat16", "transposed"),
+        pytest.param("float32", "transposed", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "upsampling", marks=pytest.mark.slow),
+        pytest.param("float32", "upsampling", marks=pytest.mark.slow),
+    ],
+)
 def test_every_operation_of_a_patch_step_has_a_gpu_kernel(dtype, up):
     unet = UNetConfig(filters=4, depth=3, dtype=dtype, policy="speed", up=up)
     learner = Learner(RunConfig(mode="patch", grid=GRID, unet=unet, device="gpu:0"))

@@ -384,6 +384,16 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == state["step"] // 4 + 1
 
 
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
+    with fit_module._stop_flag() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM in stop
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
 def test_validations_are_as_many_as_asked_for_and_evenly_spread(phantom_store, tmp_path):
     fit = start(phantom_store, tmp_path, steps=10, validations=3)
     due = []

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -288,6 +288,11 @@ print(json.dumps([code, peak, sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads VmHWM")
+def cpu_seconds_of_children():
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 @pytest.mark.parametrize(
     ("arguments", "most_s"),
     [
@@ -302,11 +307,11 @@ print(json.dumps([code, peak, sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.
 def test_an_answer_takes_half_a_second_150_mib_and_no_tensorflow_at_any_size(arguments, most_s):
     """The whole process, Python's start included; a plan takes longer."""
     best = None
-    for _ in range(3):  # the best of three: the time is the program's, not that of what else runs on this host
+    for _ in range(3):  # the best of three, of the processor: the time is the program's, not that of what else runs
         command = [sys.executable, "-c", COST, *arguments.split()]
-        begin = time.perf_counter()
+        begin = cpu_seconds_of_children()
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        seconds = time.perf_counter() - begin
+        seconds = cpu_seconds_of_children() - begin
         code, peak_bytes, imported = json.loads(done.stderr.splitlines()[-1])
         best = seconds if best is None else min(best, seconds)
     assert code in (0, 3)
