@@ -130,6 +130,8 @@ def _only_to_train(args: argparse.Namespace) -> Dict[str, Any]:
 def _compare_variants(args: argparse.Namespace) -> int:
     store = open_store(args.store)
     store.check_split()
+    # Those to score too: they would be told of after hours of training.
+    store.check(record for split in store.manifest.split for record in store.cases(split))
     evaluation = Evaluation(args.split, args.tolerance)
     variants = _variants(args, store)
     found = _resolve(variants, store)

@@ -90,6 +90,8 @@ def run_study(args: argparse.Namespace) -> int:
     """
     store = open_store(args.store)
     store.check_split()
+    # Those to score too: they would be told of after hours of training.
+    store.check(record for split in store.manifest.split for record in store.cases(split))
     settings, recipe = common_settings(args)
     _check(args, store, settings)
     host, base = read_host(), _base(settings, recipe)

@@ -167,6 +167,15 @@ def test_two_processes_do_not_write_one_comparison(stage, tiny_store, tmp_path):
     assert stage.calls() == []
 
 
+@pytest.mark.parametrize("study", [(), ("--resolutions", 0.5, 1)])
+def test_a_damaged_file_of_a_case_to_score_is_told_before_anything_is_trained(study, stage, tiny_store, tmp_path):
+    file = next((tiny_store.folder / "cases").glob("e.x.*"))
+    os.truncate(file, 100)
+    with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
+        compare("--store", tiny_store.folder, "--out", tmp_path / "out", *SMALL, "--epochs", 2, *study)
+    assert stage.calls() == []
+
+
 def test_runs_whose_plan_is_gone_are_refused(no_page, stage, asked, tmp_path):
     compare(*asked, "--epochs", 2, "--seeds", 0)
     (tmp_path / "out" / "compare.json").unlink()
