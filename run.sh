@@ -13,7 +13,7 @@ help() {
 Train a 3D U-Net on whole volumes, or on patches of them.
 
   ./run.sh                      set up on the first call, then run the demo
-  ./run.sh setup [--latest | --gpu]
+  ./run.sh setup [--latest | --gpu | --horovod]
                                 make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
@@ -28,7 +28,8 @@ Example:
 
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
 TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
-the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU.
+the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU. `setup --horovod`
+builds Horovod beside the first (requirements-horovod.txt; cmake, make, g++), for `launch --engine horovod`.
 PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
 HELP
 }
@@ -171,17 +172,47 @@ setup() {
   mkdir -p "$venv"
   expected_stamp >"$stamp.partial" # before anything is made, so that what was chosen outlives a set-up that is cut
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv; the lines above say why"
-  install
+  local size="700 MB of downloads on the first call, 2.5 GB on disk"
+  [ "$requirements" != requirements-gpu.txt ] || size="3.5 GB of downloads on the first call, more on disk"
+  say "Installing into .venv, about $size; details in .venv/install.log"
+  install "$requirements"
   mv "$stamp.partial" "$stamp"
   say "Ready: .venv has Python $version and $requirements."
 }
 
+# Horovod, into the environment of TensorFlow 2.15: into the one that is there, else into a new one.
+setup_horovod() {
+  local tool missing="" wanted built="$venv/horovod" # built: written last, and gone with the environment
+  for tool in cmake make g++; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
+  [ -z "$missing" ] || die "setup --horovod must have cmake, make and g++ to build Horovod, found no$missing; install them, then run this again:" \
+    "  Debian, Ubuntu: sudo apt install cmake make g++" \
+    "  Fedora, RHEL:   sudo dnf install cmake make gcc-c++"
+  if ! is_ready || [ "$requirements" != requirements.txt ]; then
+    [ "${requirements:-}" != requirements.txt ] || kept="${version:-}"
+    choose
+    [ "$requirements" = requirements.txt ] || die "setup --horovod must have TensorFlow 2.15, which Horovod is written for: Linux x86-64 with AVX2 and Python 3.9 to 3.11, got $platform with Python $version; install Python 3.11, or train without --engine horovod"
+    setup
+  fi
+  wanted="$(checksum requirements-horovod.txt) beside $(cat "$stamp")"
+  if [ "$(cat "$built" 2>/dev/null)" = "$wanted" ]; then
+    say "Ready: .venv has Horovod."
+    return
+  fi
+  rm -f "$built"
+  "$venv/bin/python" -m pip uninstall -y horovod >/dev/null 2>&1 || true # one that was built for another TensorFlow
+  say "Building Horovod, which takes 5 to 15 minutes; details in .venv/install.log"
+  export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1
+  export CMAKE_POLICY_VERSION_MINIMUM=3.5 # for cmake 4, to which its Gloo is too old
+  install requirements-horovod.txt --no-build-isolation --no-cache-dir # cached, it could be of another TensorFlow
+  say "$wanted" >"$built"
+  say "Ready: .venv has Horovod."
+}
+
+# install FILE [PIP'S OPTION...]: what a requirements file names, into the environment.
 install() {
-  local pid status=0 start=$SECONDS
-  local size="700 MB of downloads on the first call, 2.5 GB on disk"
-  [ "$requirements" != requirements-gpu.txt ] || size="3.5 GB of downloads on the first call, more on disk"
-  say "Installing into .venv, about $size; details in .venv/install.log"
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$requirements" >"$log" 2>&1 &
+  local pid status=0 start=$SECONDS file="$1"
+  shift
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" -r "$root/$file" >"$log" 2>&1 &
   pid=$!
   trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command goes on from here\n" >&2; exit 130' INT TERM
   while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
@@ -193,7 +224,7 @@ install() {
   [ ! -t 1 ] || printf '\n'
   [ "$status" = 0 ] && return
   tail -n 15 "$log" >&2
-  die "installing $requirements failed; the lines above are the end of $log" \
+  die "installing $file failed; the lines above are the end of $log" \
     "without a network or behind a proxy, see https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server; the same command tries again"
 }
 
@@ -220,8 +251,9 @@ case "$command" in
       "") ;;
       --latest) engine=latest ;;
       --gpu) engine=gpu ;;
+      --horovod) setup_horovod; exit ;;
       -h | --help) help; exit ;;
-      *) printf 'run.sh: setup takes --latest, --gpu or nothing, got %s\n' "$1" >&2; exit 2 ;;
+      *) printf 'run.sh: setup takes --latest, --gpu, --horovod or nothing, got %s\n' "$1" >&2; exit 2 ;;
     esac
     setup
     exit

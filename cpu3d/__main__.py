@@ -8,7 +8,7 @@ import os
 import sys
 from typing import List, Optional
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, Interrupted
 
 COMMANDS = {
     "demo": "cpu3d.demo",
@@ -16,6 +16,8 @@ COMMANDS = {
     "prepare": "cpu3d.data.prepare",
     "store": "cpu3d.data.upkeep.command",
     "train": "cpu3d.train",
+    "launch": "cpu3d.distributed.launch",
+    "status": "cpu3d.status",
     "evaluate": "cpu3d.evaluate",
     "predict": "cpu3d.predict",
     "export": "cpu3d.export.command",
@@ -23,6 +25,7 @@ COMMANDS = {
     "compare": "cpu3d.compare.command",
     "bench": "cpu3d.bench.command",
     "calibrate": "cpu3d.bench.calibrate",
+    "doctor": "cpu3d.doctor",
 }
 
 OVERVIEW = {
@@ -31,18 +34,26 @@ OVERVIEW = {
     "prepare": "read a BraTS or Decathlon data set into a store",
     "store": "look into a store, check it, change its format, add cases",
     "train": "train a 3D U-Net on whole volumes or on patches, or continue",
+    "launch": "train with several workers: one a socket, or on several hosts",
+    "status": "tell how a run is doing: phase, progress, memory, and what to do next",
     "evaluate": "score untouched cases on their full grids, or cross-validate folds",
     "predict": "segment new cases, in their own grids, with one run or several",
     "export": "write a trained network for other programs: SavedModel or ONNX",
     "report": "write one report.html of a run",
     "compare": "train whole-volume and patch runs, or any variants, under one budget and compare them",
     "bench": "measure time and memory of training, loading and inference; compare engines and policies",
+    "doctor": "look at this host: what it has, what would be set, whether the engine does what it should",
     "calibrate": "measure this host's constants for the estimator, within a minute",
 }
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run a subcommand. Exit codes: 0 done, 1 failed, 2 bad input, 3 does not fit the memory, 130 interrupted."""
+    """Run a subcommand; returns what the process ends with:
+
+    0 done; 1 failed, as on a full disk; 2 bad input; 3 does not fit the memory; 4 diverged: loss or weights are not
+    finite; 5 memory was running out: stopped and saved; 6 a worker was lost or hangs; 130 SIGINT and 143 SIGTERM:
+    stopped and saved. After 1, 5, 6, 130 and 143 the same command continues.
+    """
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
@@ -54,7 +65,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
-        return 130
+        return error.exit_code if isinstance(error, Interrupted) else 130
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

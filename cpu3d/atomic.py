@@ -43,6 +43,14 @@ def write_json(path: Union[str, Path], content: Any) -> None:
         file.write("\n")
 
 
+def remove_partials(*folders: Path) -> None:
+    """Remove what killed processes have left of `atomic_write`. Only where nobody else writes in these folders."""
+    for folder in folders:
+        for partial in Path(folder).glob(".*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                partial.unlink()
+
+
 def writable_folder(path: Union[str, Path], what: str) -> Path:
     """Make the folder `path` where there is none and return it. Raises InputError unless a file can be made in it.
 

@@ -4,7 +4,7 @@ import io
 import json
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import IO, Any, Dict, Tuple
 
 import numpy as np
 
@@ -16,6 +16,10 @@ SCHEMA = 1
 _STATE = "state.json"
 
 
+class DamagedCheckpointError(InputError):
+    """A file that is not what was once written."""
+
+
 def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, Any]) -> int:
     """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
 
@@ -24,14 +28,14 @@ def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, 
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
     with atomic_write(path) as file:
-        np.savez(file, **{_STATE: text}, **arrays)
+        _write_zip(file, {_STATE: text, **arrays})
     return Path(path).stat().st_size
 
 
 def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
     """The arrays and the state of `save_checkpoint`. Every byte is checked against its CRC.
 
-    Raises InputError when the file is missing, damaged, or of another version.
+    Raises InputError when the file is missing or of another version, and DamagedCheckpointError when it is damaged.
     """
     path = Path(path)
     if not path.is_file():
@@ -46,9 +50,25 @@ def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
         if sorted(arrays) != names:
             raise ValueError(f"{len(arrays)} arrays where {len(names)} were written")
     except Exception as error:  # a damaged zip surfaces as whatever its reader trips over
-        raise InputError(
-            f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it to start over"
+        raise DamagedCheckpointError(
+            f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it"
         ) from None
     if schema != SCHEMA:
         raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
     return arrays, state
+
+
+# --- Private helpers ---
+
+
+def _write_zip(file: IO[bytes], arrays: Dict[str, np.ndarray]) -> None:
+    """What `np.savez` writes. That, where the disk is full, leaves a zip behind which is ended when it is collected."""
+    content = zipfile.ZipFile(file, "w")
+    try:
+        for name, array in arrays.items():
+            with content.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+        content.close()
+    except BaseException:
+        content.fp = None  # else its end would be written to a file that is closed by then
+        raise

@@ -21,8 +21,8 @@ SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
 FREE = (
-    *("store", "epochs", "steps", "patience", "validate_every", "validations", "save_minutes", "read_mode"),
-    *("device", "micro_batch", "unet.policy"),
+    *("store", "epochs", "steps", "patience", "validate_every", "validations", "read_mode"),
+    *("save_minutes", "keep", "stall_minutes", "deterministic", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. The last three are how a step
 is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
@@ -72,7 +72,8 @@ class RunConfig:
     """The network; its channels, outputs and dtype follow from the store and the host."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     batch: int = 1
-    """Volumes a step. An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
+    """Volumes a step, of all workers together. An epoch is as many whole batches as the cases fill, so it may leave
+    some to the next."""
     micro_batch: int = 0
     """Volumes computed at a time, whose gradients are then summed; it divides `batch`. 0 is by rule, as
     `memory_estimator.job.micro_of` says."""
@@ -95,6 +96,13 @@ class RunConfig:
     """Stop after this many validations without a better mean Dice; 0 never stops."""
     save_minutes: float = 10.0
     """Longest time between checkpoints; there is one after every validation as well."""
+    keep: int = 3
+    """Checkpoints that are kept, besides the best weights: of the last steps that were saved."""
+    stall_minutes: float = 15.0
+    """A step, a validation or a wait that takes longer, and ten times longer than any before, counts as hanging: the
+    process says where and ends."""
+    deterministic: bool = False
+    """Have TensorFlow refuse what may differ from one time to the next. On a CPU the bits are the same without."""
     seed: int = 0
     """Of the initial weights, the order and the augmentation. The split has the store's own."""
     device: str = "cpu"
@@ -105,7 +113,7 @@ class RunConfig:
     """How the store's files are read, one of READ_MODES; the volumes are the same to the bit."""
 
     def __post_init__(self):
-        for name in ("batch", "epochs", "validate_every", "patches_per_case"):
+        for name in ("batch", "epochs", "validate_every", "patches_per_case", "keep"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
         for name in ("steps", "validations", "patience", "warmup_steps", "save_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
@@ -113,6 +121,7 @@ class RunConfig:
             check_micro_batch(self.batch, self.micro_batch)
         except ValueError as error:
             raise InputError(str(error)) from None
+        _require(self.stall_minutes > 0, "stall_minutes", "be positive", self.stall_minutes)
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
         _require(0 <= self.foreground <= 1, "foreground", "be in [0, 1]", self.foreground)
@@ -148,7 +157,7 @@ class RunConfig:
 
 def save_config(config: RunConfig, run: Path) -> None:
     """Write `run`/config.json, atomically."""
-    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **config_to_json(config)})
 
 
 def load_config(run: Path) -> RunConfig:
@@ -167,6 +176,10 @@ def load_config(run: Path) -> RunConfig:
         return config_from_json(content)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
+
+
+def config_to_json(config: RunConfig) -> Dict[str, Any]:
+    return dataclasses.asdict(config)
 
 
 def config_from_json(content: Dict[str, Any]) -> RunConfig:

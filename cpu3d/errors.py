@@ -1,4 +1,6 @@
-"""The exceptions that mean "your input, not our bug"."""
+"""The exceptions that mean "your input, your host or your data, not our bug", and what a process ends with for each."""
+
+import signal
 
 
 class InputError(Exception):
@@ -19,3 +21,34 @@ class DoesNotFitError(InputError):
     """A job that this host's free memory may not hold; it could run elsewhere, or smaller."""
 
     exit_code = 3
+
+
+class DivergedError(InputError):
+    """Numbers that are not finite any more: a training's loss or weights, or a network's answers."""
+
+    exit_code = 4
+
+
+class MemoryRunsOutError(InputError):
+    """A run that was stopped, and saved, before the kernel would have killed it."""
+
+    exit_code = 5
+
+
+class WorkerLostError(InputError):
+    """Another worker of the run, or the way to it, is gone, or this one hangs."""
+
+    exit_code = 6
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
+
+    def __init__(self, told: str, signal_number: int = signal.SIGINT):
+        self.signal_number = signal_number
+        super().__init__(told)
+
+    @property
+    def exit_code(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM."""
+        return 128 + self.signal_number

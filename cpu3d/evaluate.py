@@ -36,7 +36,7 @@ from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.ensemble import HeldOut, add_run_options, describe, joined, load_configs
-from cpu3d.errors import InputError
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.exchange import exchanged
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference_options import add_inference_options, inference_from
@@ -186,9 +186,9 @@ def predicted_label(predictor: Any, image: np.ndarray, record: CaseRecord) -> np
 
 
 def check_finite(answers: np.ndarray, case_id: str) -> None:
-    """Raise InputError unless all probabilities are finite."""
+    """Raise DivergedError unless all probabilities are finite."""
     if not np.isfinite(answers).all():
-        raise InputError(
+        raise DivergedError(
             f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged, "
             "train again with a lower learning rate or in float32"
         )

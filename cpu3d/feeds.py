@@ -9,6 +9,7 @@ from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import sample_at
+from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.patch_plan import volume_shape
@@ -21,9 +22,10 @@ PREPARING_FOR_A_CARD = 4
 class Feeds:
     """The data of a run. Everything is at the volumes' own resolution, but for what `finish` gives to a step."""
 
-    def __init__(self, store: Store, config: RunConfig):
+    def __init__(self, store: Store, config: RunConfig, share: Share = ALL):
+        """`share` is this worker's part of every batch, and of the held-out cases."""
         self.config = config
-        self._store = store
+        self._store, self._share = store, share
         self._train_cases = store.cases("train")
         self.reading = open_reading(
             store,
@@ -31,6 +33,7 @@ class Feeds:
             free_bytes=read_host().free_bytes,
             read_mode=config.read_mode,
             patches=config.is_patch,
+            share=share,
         )
         self.volume_shape = volume_shape(store, config)
         """Voxels X, Y, Z of a whole volume."""
@@ -39,13 +42,16 @@ class Feeds:
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
 
-    def training(self, start: int, stop: int) -> "Parts":
-        """Micro-batches (image, target) from step `start` to step `stop`, as the network sees them."""
+    def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
+        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
+
+        `watch` is told when one is waited for, and when it has come.
+        """
         config = self.config
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
         if not config.is_patch:
-            volumes = self._volumes("train", augment=config.augment, **span)
-            return Parts(volumes, self.resizing and tf.function(self.resizing.shrink_pair))
+            volumes = self._volumes("train", augment=config.augment, share=self._share, **span)
+            return Parts(volumes, self.resizing and tf.function(self.resizing.shrink_pair), watch)
         patches = patch_dataset(
             self._store,
             config.grid,
@@ -55,15 +61,25 @@ class Feeds:
             augment=config.augment,
             threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
             finished=False,
+            share=self._share,
             **span,
             **self._common(),
         )
         finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
-        return Parts(patches, tf.function(finish))
+        return Parts(patches, tf.function(finish), watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
-        """The held-out cases (1, X, Y, Z, ...) in order and as they are, whole and at their own resolution."""
-        return Batches(self._volumes("val", stop=len(self._store.cases("val")), shuffle=False))
+        """This worker's held-out cases (1, X, Y, Z, ...), as they are, whole and at their own resolution."""
+        return Batches(self._volumes("val", stop=self.held_out, shuffle=False, share=self._share.singly()))
+
+    @property
+    def held_out(self) -> int:
+        """Held-out cases of all workers."""
+        return len(self._store.cases("val"))
+
+    def held_out_share(self) -> Tuple[int, ...]:
+        """Which of the held-out cases `validation` gives, in its order."""
+        return self._share.singly().positions(0, self.held_out)
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
@@ -104,8 +120,13 @@ class Parts:
     `finish` turns what the dataset gives into (image, target) where the step runs; its seconds are the step's.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable] = None):
-        self._parts, self._finish = Batches(dataset), finish
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        finish: Optional[Callable] = None,
+        watch: Callable[[str], None] = lambda phase: None,
+    ):
+        self._parts, self._finish, self._watch = Batches(dataset), finish, watch
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
@@ -118,8 +139,10 @@ class Parts:
         return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
 
     def _awaited(self) -> Any:
+        self._watch("waiting for data")
         begin = time.perf_counter()
         try:
             return next(self._parts)
         finally:
             self.waited_s += time.perf_counter() - begin
+            self._watch("computing")

@@ -1,59 +1,80 @@
-"""The training loop: steps, validations and checkpoints of one run, in the order they happen."""
+"""The training loop: steps, validations and checkpoints of one run, in the order they happen.
+
+Of several workers each goes through it at the same pace, on its own share of every batch. Only the chief writes.
+"""
 
 import contextlib
-import signal
+import json
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
-import tensorflow as tf
 
-from cpu3d.checkpoint import load_checkpoint, save_checkpoint
+from cpu3d.checkpoint_history import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.config import RunConfig
+from cpu3d.data.sharding import Share
 from cpu3d.data.store import Store
 from cpu3d.data.words import by
-from cpu3d.errors import InputError
+from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
+from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.errors import DivergedError, Interrupted, MemoryRunsOutError, WorkerLostError
 from cpu3d.feeds import Feeds, Parts
+from cpu3d.guard.guard import UNGUARDED, Unguarded
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
-from cpu3d.losses import dice_cross_entropy, hard_dice_counts
+from cpu3d.learner import Learner, Outcome, allocator_peak_bytes, parameter_count
 from cpu3d.run_log import append_event, forget_after, read_events
 from cpu3d.schedule import learning_rate
-from cpu3d.sliding_window import sliding_window
+from cpu3d.stop_signals import noted_signals
+from cpu3d.validation import validate
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
 from memory_estimator.host import Host
 from memory_estimator.job import statistics_note
 from models.layer_plan import training_flops
 
+MEMORY = 1
+"""A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
+
+STOPS = {MEMORY: "memory"}
+
 
 class Fit:
     """One run in its folder, from its last checkpoint, or from the start where it has none."""
 
-    def __init__(self, store: Store, folder: Path, config: RunConfig):
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        config: RunConfig,
+        exchange: Exchange = ALONE,
+        here: Sequence[int] = (0,),
+    ):
+        """`here` are the workers of this host, this one among them."""
         self.store, self.folder, self.config = store, Path(folder), config
         self.val_cases = store.cases("val")
-        self.feeds = Feeds(store, config)
+        self.feeds = Feeds(store, config, Share(exchange.rank, exchange.count, config.batch, tuple(here)))
         self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
         self.steps = config.steps or config.epochs * self.steps_per_epoch
-        self.learner = Learner(config)
+        self.learner = Learner(config, exchange)
+        self._exchange, self._guard = exchange, UNGUARDED
         self.step = 0
         self.best: Optional[float] = None
         self.stale_validations = 0
+        self._owes_validation = False
+        """Whether the run was stopped before it could validate the step it has reached."""
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
-        self.waited_s = self.stepped_s = 0.0
+        self.waited_s = self.exchanged_s = self.stepped_s = 0.0
         self._watchers: Tuple[Callable[[Dict[str, Any]], None], ...] = ()
         """Given every event as it is logged."""
-        self._last = self.folder / "checkpoints" / "last.npz"
-        self._best = self.folder / "checkpoints" / "best.npz"
-        if self._last.is_file():
-            self._restore()
-        forget_after(self.folder, self.step)
+        self.warnings = self._restore()
+        """What was wrong with checkpoints, a line each."""
+        if exchange.is_chief:
+            forget_after(self.folder, self.step)
 
     def plan(self) -> List[str]:
         """What is about to happen, a line each."""
@@ -61,7 +82,9 @@ class Fit:
         unet, flops = config.unet, training_flops(config.unet, config.grid, config.batch)
         done = f", continued after step {self.step}" if self.step else ""
         fold = f", fold {config.fold}" if config.fold else ""
+        workers = f", {self._exchange.count} workers" if self._exchange.count > 1 else ""
         lines = [
+            *self.warnings,
             f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: "
             + ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items()),
             f"{self._seen()}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
@@ -69,7 +92,7 @@ class Fit:
             f"policy {unet.policy}, {parameter_count(self.learner.model):,} parameters, "
             f"{flops / 1e9:,.0f} GFLOP a step",
             f"run: {self.folder}, {self._length()} at batch {config.batch}"
-            f"{f', {config.micro} at a time' if config.parts > 1 else ''}{done}",
+            f"{f', {config.micro} at a time' if config.parts > 1 else ''}{workers}{done}",
         ]
         lines.append(f"reads: {self.feeds.reading.plan.reason}")
         note = statistics_note(unet.norm, config.batch, config.micro)
@@ -100,27 +123,35 @@ class Fit:
             policy=self.config.unet.policy,
             read_mode=self.feeds.reading.plan.mode,
             micro_batch=self.config.micro,
+            workers=self._exchange.count,
+            steps=self.steps,
             predicted=predicted,
         )
 
-    def run(self) -> None:
-        """Train to the last epoch, an early stop, or a signal; the checkpoint is written in each case."""
+    def run(self, guard: Unguarded = UNGUARDED) -> None:
+        """Train to the last epoch, an early stop, or a stop that one of the workers asks for, and save in each case.
+
+        Raises Interrupted after a signal and MemoryRunsOutError after the guard's word, once that is saved;
+        DivergedError and WorkerLostError for what they say.
+        """
+        self._guard = guard
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
-        parts = self.feeds.training(self.step, self.steps)
-        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
-        with _stop_flag() as stop, bar, TensorBoard(self.folder / "tensorboard") as board:
-            self._watchers = (bar.show, board.show)
+        parts = self.feeds.training(self.step, self.steps, self._guard.phase)
+        with noted_signals() as noted, self._watched():
+            stop = 0
             while not (stop or self.is_over):
-                self._train_step(parts)
-                validated = self._validation_is_due()
+                if not self._owes_validation:
+                    stop = self._train_step(parts, lambda: self._wish(noted))
+                    self._owes_validation = self._validation_is_due()
+                validated = self._owes_validation and not stop  # who asks us to stop may not wait for it
                 if validated:
                     self._validate()
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
             reads = self.feeds.reading.reader.reads
-            reason = "finished" if self.step >= self.steps else "interrupted" if stop else "early stop"
+            reason = self._reason() if self.is_over else STOPS.get(stop, "interrupted")
             self._log(
                 "end",
                 reason=reason,
@@ -128,11 +159,16 @@ class Fit:
                 peak_rss_bytes=peak_rss_bytes(),
                 allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
                 wait_share=self.wait_share,
+                exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
                 bytes_read=reads.bytes_read,
                 zero_copy_ratio=reads.zero_copy_ratio,
             )
         if reason == "interrupted":
-            raise KeyboardInterrupt(f"saved after step {self.step}; the same command continues")
+            raise Interrupted(f"saved after step {self.step}; the same command continues", stop)
+        if reason == "memory":
+            raise MemoryRunsOutError(
+                f"{self._guard.why}; stopped and saved after step {self.step}, the same command continues"
+            )
 
     def note_end(self) -> None:
         """Log the end of a run that was killed between its last checkpoint and that line."""
@@ -142,12 +178,16 @@ class Fit:
         steps = [event for event in events if event["event"] == "step"]
         self._log(
             "end",
-            reason="finished" if self.step >= self.steps else "early stop",
+            reason=self._reason(),
             seconds=self.trained_s,
             peak_rss_bytes=max((event["rss_bytes"] for event in steps), default=None),
             allocator_peak_bytes=None,
             wait_share=sum(event["wait_s"] for event in steps) / max(sum(event["step_s"] for event in steps), 1e-9),
         )
+
+    def _reason(self) -> str:
+        """Why a run that is over is over."""
+        return "finished" if self.step >= self.steps else "early stop"
 
     @property
     def wait_share(self) -> float:
@@ -178,7 +218,8 @@ class Fit:
 
     # --- Steps ---
 
-    def _train_step(self, parts: Parts) -> None:
+    def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
+        """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
         config = self.config
         rate = learning_rate(
             self.step,
@@ -187,33 +228,59 @@ class Fit:
             warmup_steps=config.warmup_steps,
             schedule=config.schedule,
         )
+        self._guard.phase("computing", step=self.step)
         begin, waited_before_s = time.perf_counter(), parts.waited_s
-        loss, dice = self.learner.step(parts, rate)
+        try:
+            outcome = self.learner.step(parts, rate, wish)
+        except WorkerLostError as error:  # before the weights were touched: nothing but this step is lost
+            self._save()
+            raise WorkerLostError(f"{error}; saved after step {self.step}") from error
         step_s, waited_s = time.perf_counter() - begin, parts.waited_s - waited_before_s
         self.waited_s += waited_s
+        self.exchanged_s += outcome.exchange_s
         self.stepped_s += step_s
         names = self.feeds.case_ids(self.step)
-        if not np.isfinite(loss):
-            raise InputError(
-                f"loss must be finite, got {loss} at step {self.step + 1} on {', '.join(names)}; {self._way_back()}"
-            )
+        if not np.isfinite(outcome.loss):
+            self._diverged(outcome, names)
         epoch = self.step // self.steps_per_epoch
         self.step += 1
+        exchanged = {"exchange_s": outcome.exchange_s} if self._exchange.count > 1 else {}
         self._log(
             "step",
             epoch=epoch,
             case_id=" ".join(names),
-            loss=loss,
-            dice=dict(zip(config.regions, map(float, dice.mean(0)))),
+            loss=outcome.loss,
+            dice=dict(zip(config.regions, map(float, outcome.dice.mean(0)))),
             learning_rate=rate,
             step_s=step_s,
             wait_s=waited_s,
+            **exchanged,
             rss_bytes=psutil.Process().memory_info().rss,
+        )
+        return int(max(outcome.notes))
+
+    def _wish(self, noted: List[int]) -> int:
+        """What this worker tells the others when its gradients are ready."""
+        if self._exchange.count > 1:
+            self._guard.phase("exchanging", step=self.step)
+        return max(noted, default=MEMORY if self._guard.stop else 0)
+
+    def _diverged(self, outcome: Outcome, names: List[str]) -> None:
+        """Raise DivergedError with the cases whose loss is not finite, and the weights that still are."""
+        odd = [names[part * self.config.micro : (part + 1) * self.config.micro] for part in _not_finite(outcome.losses)]
+        cases = ", ".join(name for part in odd for name in part)
+        self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
+        raise DivergedError(
+            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; {self._way_back()}"
         )
 
     @property
     def is_over(self) -> bool:
-        """Whether the last epoch is done or patience has run out: nothing is left to train."""
+        """Whether the last epoch is done or patience has run out: nothing is left to do."""
+        return not self._owes_validation and self._is_trained
+
+    @property
+    def _is_trained(self) -> bool:
         return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
 
     @property
@@ -232,88 +299,117 @@ class Fit:
         return bool(self.val_cases) and (due or self.step == self.steps)
 
     def _validate(self) -> None:
-        """Hard Dice on whole held-out volumes; keeps the weights when their mean is the best so far."""
+        """Score the held-out volumes; keeps the weights when their mean Dice is the best so far."""
+        self._guard.phase("validating", step=self.step)
         begin = time.perf_counter()
-        losses, scores = [], []
-        self.learner.swap_average()
-        for image, target in self.feeds.validation():
-            loss, counts = _score(target, self._whole_logits(image))
-            losses.append(float(loss))
-            overlap, predicted, true = np.moveaxis(counts.numpy()[0], -1, 0)
-            total = predicted + true
-            # A region absent from both scores 1: nothing was missed and nothing was made up.
-            scores.append(np.where(total == 0, 1.0, 2 * overlap / np.maximum(total, 1)))
-        self.learner.swap_average()
-        dice = np.mean(scores, 0)
-        better = self.best is None or dice.mean() > self.best
+        found = validate(self.feeds, self.learner, self._exchange)
+        mean_dice = float(found.dice.mean())
+        better = self.best is None or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1
+        self._owes_validation = False
         if better:
-            self.best = float(dice.mean())
+            self.best = mean_dice
             self._save_best()
         self._log(
             "validation",
             epoch=self.step // self.steps_per_epoch,
-            loss=float(np.mean(losses)),
-            dice=dict(zip(self.config.regions, map(float, dice))),
-            mean_dice=float(dice.mean()),
+            loss=found.loss,
+            dice=dict(zip(self.config.regions, map(float, found.dice))),
+            mean_dice=mean_dice,
             seconds=time.perf_counter() - begin,
             best=bool(better),
-            cases=len(self.val_cases),
+            cases=found.cases,
         )
-
-    def _whole_logits(self, image):
-        """Logits (1, X, Y, Z, R) of a whole volume at its own resolution."""
-        resizing = self.feeds.resizing
-        if self.config.is_patch:
-            return sliding_window(self.learner.logits, image, self.config.grid)[None]
-        if resizing:
-            return resizing.grow(self.learner.logits(resizing.shrink(image)))
-        return self.learner.logits(image)
 
     # --- Checkpoints ---
 
     def _save(self) -> None:
+        """Write a checkpoint. Raises OSError where it cannot, with what is there still; the chief's work alone."""
+        self._guard.phase("saving", step=self.step)
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
         self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
         arrays = self.learner.arrays()
         if not all(np.isfinite(array).all() for array in arrays.values()):
             # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
-            raise InputError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
+            raise DivergedError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
+        if not self._exchange.is_chief:
+            return
         if not self.val_cases:
             self._save_best()
-        size = save_checkpoint(self._last, arrays, self._state())
+        try:
+            size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
+        except OSError as error:
+            raise OSError(f"step {self.step} could not be saved: {error}; {self._still_there()}") from error
+        self._guard.saved(self.step, size)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _save_best(self) -> None:
-        save_checkpoint(self._best, self.learner.weights(), self._state())
+        if not self._exchange.is_chief:
+            return
+        self._guard.phase("saving", step=self.step)
+        try:
+            write_best(self.folder, self.learner.weights(), self._state())
+        except OSError as error:
+            raise OSError(f"the best weights could not be saved: {error}; {self._still_there()}") from error
 
     def _state(self) -> Dict[str, Any]:
         return {
             "step": self.step,
             "best": self.best,
             "stale_validations": self.stale_validations,
+            "owes_validation": self._owes_validation,
             "trained_s": self.trained_s,
             "split_hash": self.config.split_hash,
             "seed": self.config.seed,
         }
 
-    def _restore(self) -> None:
-        arrays, state = load_checkpoint(self._last)
-        self.learner.restore(arrays)
+    def _restore(self) -> List[str]:
+        """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
+        chief = self._exchange.is_chief
+        found = newest(self.folder) if chief else None
+        told = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
+        if not told:
+            return []
+        arrays = found.arrays if found else self.learner.arrays()
+        self.learner.restore({name: array_from_chief(self._exchange, arrays[name]) for name in sorted(arrays)})
+        state = json.loads(told)
         self.step, self.best = state["step"], state["best"]
         self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
+        self._owes_validation = state.get("owes_validation", False)  # older checkpoints came after it
+        return set_aside(found) if found else []
 
     def _way_back(self) -> str:
         """What to do when training has diverged."""
-        if not self._last.is_file():
+        there = checkpoints(self.folder)
+        if not there:
             return "lower --learning-rate and train into another folder"
-        step = load_checkpoint(self._last)[1]["step"]
-        return f"{self._last} still holds step {step}; train into another folder with a lower --learning-rate"
+        return (
+            f"{there[0]} still holds step {step_of(there[0])}; train into another folder with a lower --learning-rate"
+        )
+
+    def _still_there(self) -> str:
+        """What a run can go on from where a file could not be written."""
+        there = checkpoints(self.folder)
+        what = f"{there[0]} is whole" if there else "there is no checkpoint yet"
+        return f"{what}; free some space, and the same command continues"
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Show the chief's events while they are logged."""
+        if not self._exchange.is_chief:
+            yield
+            return
+        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
+        with bar, TensorBoard(self.folder / "tensorboard") as board:
+            self._watchers = (bar.show, board.show)
+            yield
 
     # --- Log ---
 
     def _log(self, event: str, **content: Any) -> None:
+        if not self._exchange.is_chief:
+            return
         line = {"event": event, "step": self.step, **content}
         append_event(self.folder, line)
         for watch in self._watchers:
@@ -323,27 +419,5 @@ class Fit:
 # --- Private helpers ---
 
 
-@tf.function
-def _score(target, logits):
-    return dice_cross_entropy(target, logits)[0], hard_dice_counts(target, logits)
-
-
-@contextlib.contextmanager
-def _stop_flag() -> Iterator[List[int]]:
-    """A list that fills when SIGINT or SIGTERM arrives, so that the step in flight ends first.
-
-    A second SIGINT raises. Another SIGTERM does not: of a parent with threads that is killed several arrive.
-    """
-    stop: List[int] = []
-
-    def note(number, frame):
-        if stop and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _not_finite(losses: np.ndarray) -> List[int]:
+    return [int(part) for part in np.flatnonzero(~np.isfinite(losses))]

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.checkpoint import load_checkpoint
+from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import case_region
 from cpu3d.data.loader import normalise
@@ -129,7 +130,7 @@ def load_predictor(run: Path, weights: str = "best", inference: Optional[Inferen
     """
     run = Path(run)
     config = load_config(run)
-    arrays, _ = load_checkpoint(run / "checkpoints" / f"{weights}.npz")
+    arrays, _ = load_checkpoint(weights_file(run, weights))
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
     if any(name not in arrays or arrays[name].shape != tuple(w.shape) for name, w in zip(names, expected)):

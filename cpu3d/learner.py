@@ -2,27 +2,53 @@
 
 A batch that is computed in parts is one compiled function for each part, which adds its gradients to sums, and one that
 updates the weights from them. Its peak is that of one part and one set of gradients.
+
+Several workers each compute their share of the parts. What they have added up is added up over all of them, once a
+step, and each updates its own weights from that: the same on all, to the bit.
 """
 
 import contextlib
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+import time
+from dataclasses import dataclass
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.errors import InputError
+from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host
 from memory_estimator.region import MIB, region_bytes
 from models.unet3d import build_unet3d
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Of one step, the same on all workers."""
+
+    losses: np.ndarray
+    """(parts,) loss of each micro-batch before the update, in the order of the batch; not finite also where its
+    gradients are not. Such a one is the last that its worker has computed: those after it are 0."""
+    dice: np.ndarray
+    """(batch, R) soft Dice before the update."""
+    notes: np.ndarray
+    """(workers,) what each worker has said besides."""
+    exchange_s: float = 0.0
+    """Seconds in which the workers' gradients were summed, waiting for the slowest included."""
+
+    @property
+    def loss(self) -> float:
+        """Of the batch; not finite where the weights were not updated."""
+        return float(np.mean(self.losses, dtype=np.float64))
+
+
 class Learner:
     """What a run learns with. Everything a restart needs is in `arrays()`."""
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+    def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
+        self.config, self._exchange = config, exchange
         if config.device == "cpu":
             take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
@@ -35,31 +61,50 @@ class Learner:
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
         self._step = tf.function(self._train)
         self._accumulate = tf.function(self._add_part)
+        self._pack = tf.function(self._packed)
+        self._take = tf.function(self._take_vector)
         self._apply = tf.function(self._update_from_sums)
         self._predict = tf.function(self._infer)
 
-    def step(self, parts: Iterator[Tuple[tf.Tensor, tf.Tensor]], learning_rate: float) -> Tuple[float, np.ndarray]:
-        """One optimizer step on the next `config.parts` of `parts`, which are taken one after another.
+    def step(
+        self,
+        parts: Iterator[Tuple[tf.Tensor, tf.Tensor]],
+        learning_rate: float,
+        note: Callable[[], float] = lambda: 0.0,
+    ) -> Outcome:
+        """One optimizer step on this worker's next parts of the batch, which are taken one after another.
 
-        A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. Returns the loss and the soft Dice
-        (batch, R), both before the update. A batch in several parts ends with the first whose loss is not finite: that
-        is the loss returned then, and the weights stay as they were.
+        A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
+        gradients are there; all workers are told. With a loss that is not finite a batch in several parts ends early on
+        its worker, and no worker updates its weights.
+        Raises WorkerLostError where another worker is gone, DivergedError where one has other weights than the chief.
         """
+        config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
-        if self.config.parts == 1:
+        if config.parts == 1:
             loss, dice = self._step(*next(parts))
-            return float(loss), dice.numpy()
+            return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
-        losses, scores = [], []
-        for _ in range(self.config.parts):
-            loss, dice = self._accumulate(*next(parts))  # no name is kept for a part: it would live beside the next one
-            losses.append(float(loss))
-            scores.append(dice.numpy())
-            if not np.isfinite(losses[-1]):
-                return losses[-1], np.concatenate(scores)
-        self._apply()
-        return float(np.mean(losses)), np.concatenate(scores)
+        share = config.parts // self._exchange.count
+        first = self._exchange.rank * share
+        losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
+        for part in range(first, first + share):
+            # No name is kept for a part: it would live beside the next one.
+            loss, own_dice = self._accumulate(*next(parts))
+            losses[part] = loss
+            dice[part * config.micro : (part + 1) * config.micro] = own_dice
+            if not np.isfinite(losses[part]):
+                break
+        own, exchange_s = note(), 0.0
+        notes = np.array([own])
+        if self._exchange.count > 1:
+            begin = time.perf_counter()
+            losses, dice, notes = self._exchanged(losses, dice, own)
+            exchange_s = time.perf_counter() - begin
+        if np.isfinite(losses).all():
+            self._apply()
+        return Outcome(losses, dice, notes, exchange_s)
 
     def logits(self, image) -> tf.Tensor:
         """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
@@ -104,7 +149,47 @@ class Learner:
         named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
         return {**named, "updates": self._updates}
 
+    # --- Workers ---
+
+    def _exchanged(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
+        """Sum everything over the workers, in one vector; what only one of them knows is 0 on the others."""
+        notes, prints = np.zeros((2, self._exchange.count), np.float32)
+        notes[self._exchange.rank] = note
+        known = np.concatenate([losses, dice.ravel(), notes, prints])
+        total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
+        self._take(total)
+        told = total[-len(known) :].numpy()
+        losses, dice, notes, prints = np.split(told, np.cumsum([losses.size, dice.size, notes.size]))
+        odd = np.flatnonzero(prints != prints[0])
+        if np.isfinite(prints).all() and odd.size:
+            raise DivergedError(
+                f"weights must be the same on all workers, got others on {', '.join(f'worker {rank}' for rank in odd)} "
+                "than on the chief; a host that computes wrong, or in another way, has to leave: the same command "
+                "continues from the last checkpoint"
+            )
+        return losses, dice.reshape(self.config.batch, -1), notes
+
+    @property
+    def _statistics(self) -> List[tf.Variable]:
+        """What a step moves besides the weights: batch norm's moving statistics, whose mean over the workers counts."""
+        return self.model.non_trainable_variables
+
     # --- Traced ---
+
+    def _packed(self, known, place):
+        """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
+        fingerprint = tf.add_n([tf.reduce_sum(weight) for weight in self.model.trainable_variables])
+        known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
+        shares = [moving / self._exchange.count for moving in self._statistics]
+        return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
+
+    def _take_vector(self, total):
+        """Put the summed gradients and statistics in their places."""
+        begin = 0
+        for variable in (*self._sums, *self._statistics):
+            size = variable.shape.num_elements()
+            variable.assign(tf.reshape(total[begin : begin + size], variable.shape))
+            begin += size
 
     def _train(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
@@ -130,7 +215,11 @@ class Learner:
             loss_of = deep_supervision_loss if many else dice_cross_entropy
             loss, dice = loss_of(target, logits, by_slabs=self.config.unet.policy != "speed")
             share = loss / self.config.parts if self.config.parts > 1 else loss
-        return loss, dice, tape.gradient(share, self.model.trainable_variables)
+        gradients = tape.gradient(share, self.model.trainable_variables)
+        # A voxel that is no number can be lost on the way to the loss, in a ReLU, and not on the way back.
+        with tf.control_dependencies(gradients):
+            finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
+        return tf.where(finite, loss, np.nan), dice, gradients
 
     def _update(self, gradients):
         # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.

@@ -32,6 +32,10 @@ from memory_estimator.units import format_bytes, format_seconds
 LOSS_MAPS = 8
 """float32 maps as large as the logits that a validation holds at a time: counted in the loss's code, not measured."""
 
+EXCHANGED_COPIES = 4
+"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
+both. Counted, not measured."""
+
 
 @dataclass(frozen=True)
 class Volumes:
@@ -90,7 +94,9 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
     )
 
 
-def pick_policy(config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None) -> Tuple[RunConfig, str]:
+def pick_policy(
+    config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None, workers: int = 1
+) -> Tuple[RunConfig, str]:
     """`config` under the fastest policy that fits what is free, and why it is that one.
 
     Where none fits it is the one that takes least; speed for an engine that the estimator knows nothing of. Raises
@@ -100,7 +106,7 @@ def pick_policy(config: RunConfig, host: Host, cases: int, volumes: Optional[Vol
     if job is None:
         return under(config, "speed"), "policy speed: nothing is known of this engine's memory"
     try:
-        price = _priced(host, volumes, find_constants(job.threads, host))
+        price = _priced(host, volumes, find_constants(job.threads, host), workers=workers)
         choice = fastest_that_fits(job, price, host.free_bytes)
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -113,14 +119,19 @@ def under(config: RunConfig, policy: str) -> RunConfig:
     return dataclasses.replace(config, unet=dataclasses.replace(config.unet, policy=policy))
 
 
-def foresee(config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None) -> Optional[Estimate]:
+def foresee(
+    config: RunConfig, host: Host, cases: int, volumes: Optional[Volumes] = None, workers: int = 1
+) -> Optional[Estimate]:
     """Memory and time of a step of this run on this host; None for an engine that the estimator knows nothing of.
+
+    Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
+    their exchange aside.
 
     What `volumes` take is in the upper bound. Raises InputError where the host's calibration cannot be read.
     """
     job = job_of(config, thread_plan(host).intra_op, cases)
     try:
-        return job and _priced(host, volumes, find_constants(job.threads, host))(job)
+        return job and _priced(host, volumes, find_constants(job.threads, host), workers=workers)(job)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -179,6 +190,7 @@ def check_fits(
     volumes: Optional[Volumes] = None,
     *,
     continued: bool = False,
+    workers: int = 1,
 ) -> None:
     """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
 
@@ -189,7 +201,7 @@ def check_fits(
     """
     if foreseen is None or foreseen.upper_bound_bytes <= host.free_bytes:
         return
-    price = _priced(host, volumes, foreseen.constants, foreseen.accuracy)
+    price = _priced(host, volumes, foreseen.constants, foreseen.accuracy, workers)
     same = nearest(foreseen.job, price, host.free_bytes, same_training=True) if continued else []
     grids = _mildest(grids, foreseen.job, price, host.free_bytes)
     options = same or nearest(foreseen.job, price, host.free_bytes, grids=grids)
@@ -239,14 +251,21 @@ def _card_bytes(config: RunConfig) -> int:
 
 
 def _priced(
-    host: Host, volumes: Optional[Volumes], constants: HostConstants, accuracy: Optional[Accuracy] = None
+    host: Host,
+    volumes: Optional[Volumes],
+    constants: HostConstants,
+    accuracy: Optional[Accuracy] = None,
+    workers: int = 1,
 ) -> Price:
-    """What jobs take on this host, the run's volumes in their upper bound."""
+    """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound."""
 
     def price(job: Job) -> Estimate:
         said = estimate(job, constants, accuracy, host.memory_bytes)
         beside = volumes.bytes(job) if volumes else 0
-        return dataclasses.replace(said, upper_bound_bytes=said.upper_bound_bytes + beside)
+        if workers > 1:
+            beside += EXCHANGED_COPIES * sum(part.bytes for part in said.components if part.name == "gradient sums")
+        bound = said.upper_bound_bytes + beside
+        return dataclasses.replace(said, upper_bound_bytes=bound, step_s=said.step_s / workers)
 
     return price
 

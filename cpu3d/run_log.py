@@ -1,9 +1,10 @@
 """A run's log.jsonl: one event a line, appended as it happens."""
 
+import collections
 import contextlib
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Deque, Dict, List, Tuple
 
 from cpu3d.atomic import atomic_write
 
@@ -24,6 +25,23 @@ def read_events(run: Path) -> List[Dict[str, Any]]:
         with contextlib.suppress(ValueError):
             events.append(json.loads(line))
     return events
+
+
+def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
+    """All whole lines but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
+    path = Path(run) / "log.jsonl"
+    if not path.is_file():
+        return []
+    others: List[Tuple[int, bytes]] = []
+    last: Deque[Tuple[int, bytes]] = collections.deque(maxlen=steps)
+    with path.open("rb") as file:
+        for numbered in enumerate(file):
+            (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
+    events = []
+    for _, line in sorted([*others, *last]):
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line))
+    return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
 def forget_after(run: Path, step: int) -> None:

@@ -6,32 +6,41 @@
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
 The same command again continues a run that was cut off; a larger --epochs, or --steps, extends a finished one.
+Several processes that train one run together are started by `launch`; under a TF_CONFIG, as Kubernetes sets it, this is
+one of them.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import json
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from rich.console import Console
 
 from cpu3d import memory_plan
-from cpu3d.atomic import writable_folder
-from cpu3d.config import RunConfig, differences, load_config, save_config
+from cpu3d.atomic import remove_partials, writable_folder
+from cpu3d.config import RunConfig, config_from_json, config_to_json, load_config, save_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import network_grid
-from cpu3d.data.store import Store, check_names, open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.words import by
+from cpu3d.distributed.broadcast import text_from_chief
+from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
+from cpu3d.distributed.strategy import Exchange, join
 from cpu3d.errors import InputError
+from cpu3d.guard.guard import Guard
 from cpu3d.host.apply import describe, engine_name, in_force, set_up
-from cpu3d.host.gpu import Gpu, HostGpus, best_dtype, card_of, fits_memory, pick_device, why_no_card
+from cpu3d.host.gpu import HostGpus, fits_memory, why_no_card
+from cpu3d.host.thread_plan import share_of
 from cpu3d.lock import locked
-from cpu3d.patch_plan import check_patch, patch_of_card, patch_of_memory, patches_per_case, usual_patch
-from cpu3d.recipes import RECIPES
+from cpu3d.resolve import resolve
 from cpu3d.run_log import read_events
-from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, chosen_settings, with_settings
+from cpu3d.training_options import add_training_options, chosen_settings
 from memory_estimator.estimate import Estimate
 from memory_estimator.gpu import patch_shapes
 from memory_estimator.host import Host, read_host
@@ -64,85 +73,57 @@ def train(
     finish the step, save, and raise KeyboardInterrupt. Before anything is written it raises InputError for bad settings
     and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none.
     """
+    settings = settings or {}
+    cluster = read_cluster(os.environ)
     store = open_store(store_folder)
     store.check_split()
-    host, gpus = read_host(), HostGpus()
-    config = resolve(store, run_folder, host, settings or {}, recipe, gpus)
-    store = with_fold(store, config.fold)
-    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    if config.device == "cpu":
-        _say(*why_no_card((settings or {}).get("device", saved.device if saved else "auto"), config.mode, gpus))
-    pick = (settings or {}).get("policy", saved.unet.policy if saved else "auto") == "auto"
-    volumes = memory_plan.volumes_of(config, store)
-    config, foreseen = _foresee(config, host, store, volumes, pick=pick, force=force)
-
-    def check_fits() -> None:
-        if not force:
-            goes_on = saved is not None
-            memory_plan.check_card(config, gpus, continued=goes_on)
-            memory_plan.check_fits(foreseen, host, _other_grids(store, config), volumes, continued=goes_on)
-
-    if saved is None:
-        check_fits()
-    _, threads, tf = set_up(config.engine, config.device)
+    host, gpus = share_of(read_host(), len(cluster.local_ranks)), HostGpus()
+    plan = None  # of the chief: the others get its configuration once they are together
+    if cluster.is_chief:
+        plan = _planned(store, run_folder, host, gpus, settings, recipe, cluster.workers, force)
+        if plan.saved is None:
+            _check_fits(plan, host, gpus, cluster, force)
+    engine, device = (plan.config.engine, plan.config.device) if plan else (settings.get("engine", "auto"), "cpu")
+    _, threads, tf = set_up(engine, device, local=share_of_host(cluster, os.environ))
+    exchange = join(cluster, cluster.engine, say=_say)
+    if cluster.workers > 1:
+        plan = _agreed(plan, exchange, store, host)
+        if not cluster.is_chief:
+            _check_fits(plan, host, gpus, cluster, force)
+    config, store = plan.config, plan.store
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
     engine = engine_name(tf)
 
     from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
 
-    writable_folder(run_folder, "run")
-    with locked(run_folder, "run"), fits_memory("a training step", _smaller(config)):
-        (run_folder / "checkpoints").mkdir(exist_ok=True)
-        fit = Fit(store, run_folder, config)
-        if saved is not None and not fit.is_over:  # one that is over takes no memory any more
-            check_fits()
-        save_config(config, run_folder)
-        _say(*describe(host, threads, engine), *fit.plan(), *_changes(run_folder, engine, saved, config))
+    if cluster.is_chief:
+        writable_folder(run_folder, "run")
+    with _lock_of_chief(cluster, run_folder), fits_memory("a training step", _smaller(config)):
+        fit = Fit(store, run_folder, config, exchange, cluster.local_ranks)
+        if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
+            _check_fits(plan, host, gpus, cluster, force)
+        if cluster.is_chief:
+            save_config(config, run_folder)
+        _say(*describe(host, threads, engine), *fit.plan(), *_changes(run_folder, engine, plan.saved, config))
         if fit.is_over:
             fit.note_end()
             _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
         else:
-            on_cpu = config.device == "cpu"
-            predicted = memory_plan.for_log(foreseen) if on_cpu else memory_plan.card_for_log(config)
-            fit.log_start(host, engine, in_force(threads), predicted)
-            fit.run()
-    return config
-
-
-def resolve(
-    store: Store,
-    run_folder: Path,
-    host: Host,
-    settings: Dict[str, Any],
-    recipe: Optional[str],
-    gpus: Sequence[Gpu] = (),
-) -> RunConfig:
-    """The whole configuration of a run: recipe or saved run, then the chosen settings, then what store and host decide.
-
-    How a saved run computes its steps, in device, dtype, policy and micro-batch, only a setting changes, no recipe. A
-    new run's policy is left for `train` to pick by memory. Raises InputError when the settings do not suit the store,
-    or when a saved run cannot continue under them.
-    """
-    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
-    if saved and "micro_batch" not in settings:
-        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
-    try:
-        config = with_settings(start, settings)
-        if saved and saved.mode != config.mode:
-            raise InputError(*differences(saved, config))
-        view = with_fold(store, config.fold)
-        config = _for_store(config, view)
-        config = _for_host(config, saved, host, settings, gpus)
-        if saved and "micro_batch" not in settings and saved.batch == config.batch:
-            config = dataclasses.replace(config, micro_batch=saved.micro_batch)
-        config = _with_grid(config, saved, store, settings, gpus)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    _check_batch(config, len(view.manifest.split["train"]))
-    if saved is not None:
-        problems = differences(saved, config)
-        if problems:
-            raise InputError(*problems)
+            fit.log_start(host, engine, in_force(threads), plan.for_log())
+            bound_bytes = plan.foreseen.upper_bound_bytes if plan.foreseen else None  # on a card nothing is foreseen
+            with Guard(
+                run_folder,
+                say=_say,
+                rank=cluster.rank,
+                workers=cluster.workers,
+                step=fit.step,
+                steps=fit.steps,
+                bound_bytes=bound_bytes,
+                stall_minutes=config.stall_minutes,
+            ) as guard:
+                fit.run(guard)
+        exchange.close()
     return config
 
 
@@ -156,13 +137,91 @@ def _say(*lines: str) -> None:
         _console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What a worker is about to do."""
+
+    config: RunConfig
+    store: Store
+    """As the run's fold sees it."""
+    saved: Optional[RunConfig]
+    """Of the run that is continued; None for a new one, and for workers that only follow the chief."""
+    volumes: Optional[memory_plan.Volumes]
+    foreseen: Optional[Estimate]
+
+    def for_log(self) -> Dict[str, Any]:
+        """What the run's log keeps of it."""
+        if self.config.device == "cpu":
+            return memory_plan.for_log(self.foreseen)
+        return memory_plan.card_for_log(self.config)
+
+
+def _planned(
+    store: Store,
+    run_folder: Path,
+    host: Host,
+    gpus: HostGpus,
+    settings: Dict[str, Any],
+    recipe: Optional[str],
+    workers: int,
+    force: bool,
+) -> _Plan:
+    """The run by its settings and its folder, its policy picked where that was left open; what it will take is said."""
+    config = resolve(store, run_folder, host, settings, recipe, gpus, workers)
+    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
+    if config.device == "cpu":
+        _say(*why_no_card(settings.get("device", saved.device if saved else "auto"), config.mode, gpus))
+    pick = settings.get("policy", saved.unet.policy if saved else "auto") == "auto"
+    view = with_fold(store, config.fold)
+    volumes = memory_plan.volumes_of(config, view)
+    config, foreseen = _foresee(config, host, view, volumes, workers, pick=pick, force=force)
+    return _Plan(config, view, saved, volumes, foreseen)
+
+
+def _agreed(plan: Optional[_Plan], exchange: Exchange, store: Store, host: Host) -> _Plan:
+    """The chief's plan, on this worker's store and host. Raises InputError for another store than the chief's."""
+    told = text_from_chief(exchange, json.dumps(config_to_json(plan.config)) if plan else "")
+    if plan is not None:
+        return plan
+    config = dataclasses.replace(config_from_json(json.loads(told)), store=str(store.folder.resolve()))
+    if config.split_hash != store.manifest.split_hash:
+        raise InputError(
+            f"store {store.folder} must be the chief's, got split {store.manifest.split_hash} for {config.split_hash}; "
+            "copy that one to this host, or name a folder that all hosts see"
+        )
+    view = with_fold(store, config.fold)
+    volumes = memory_plan.volumes_of(config, view)
+    return _Plan(config, view, None, volumes, _foresee(config, host, view, volumes, exchange.count, force=True)[1])
+
+
+def _check_fits(plan: _Plan, host: Host, gpus: HostGpus, cluster: Cluster, force: bool) -> None:
+    if not force:
+        goes_on = plan.saved is not None
+        memory_plan.check_card(plan.config, gpus, continued=goes_on)
+        grids = _other_grids(plan.store, plan.config)
+        memory_plan.check_fits(plan.foreseen, host, grids, plan.volumes, continued=goes_on, workers=cluster.workers)
+
+
+@contextlib.contextmanager
+def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
+    """Hold the run's folder, as one process alone may write to it."""
+    if not cluster.is_chief:
+        yield
+        return
+    with locked(run_folder, "run"):
+        (run_folder / "checkpoints").mkdir(exist_ok=True)
+        remove_partials(run_folder, run_folder / "checkpoints")
+        yield
+
+
 def _foresee(
     config: RunConfig,
     host: Host,
     store: Store,
     volumes: Optional[memory_plan.Volumes],
+    workers: int,
     *,
-    pick: bool,
+    pick: bool = False,
     force: bool,
 ) -> Tuple[RunConfig, Optional[Estimate]]:
     """The run with its policy, picked where that was left open, and the plan, which is said too.
@@ -174,8 +233,8 @@ def _foresee(
         return memory_plan.under(config, "speed") if pick else config, None
     cases = len(store.cases("train")) * config.patches_per_case
     try:
-        config, why = memory_plan.pick_policy(config, host, cases, volumes) if pick else (config, "")
-        foreseen = memory_plan.foresee(config, host, cases, volumes)
+        config, why = memory_plan.pick_policy(config, host, cases, volumes, workers) if pick else (config, "")
+        foreseen = memory_plan.foresee(config, host, cases, volumes, workers)
     except InputError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
@@ -215,79 +274,3 @@ def _changes(run_folder: Path, engine: str, saved: Optional[RunConfig], config: 
     if saved and saved.micro != config.micro:
         before.append(f"in micro-batches of {saved.micro}")
     return [f"note: this run was {', '.join(before)} before, so it goes on alike but not to the bit"] if before else []
-
-
-def _for_store(config: RunConfig, store: Store) -> RunConfig:
-    """Fill in what follows from the store: names, grid, the network's channels and outputs."""
-    manifest = store.manifest
-    if not manifest.split["train"]:
-        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
-    channels = config.channels or manifest.channels
-    regions = config.regions or tuple(manifest.regions)
-    check_names("channels", channels, manifest.channels)
-    check_names("regions", regions, tuple(manifest.regions))
-    unet = dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed)
-    return dataclasses.replace(
-        config,
-        store=str(store.folder.resolve()),
-        store_channels=manifest.channels,
-        label_names=manifest.labels,
-        region_codes=manifest.regions,
-        split_hash=manifest.split_hash,
-        channels=tuple(channels),
-        regions=tuple(regions),
-        unet=unet,
-    )
-
-
-def _for_host(
-    config: RunConfig, saved: Optional[RunConfig], host: Host, settings: Dict[str, Any], gpus: Sequence[Gpu]
-) -> RunConfig:
-    """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
-    own = saved.device if saved else config.device if config.device != "cpu" else "auto"
-    device = pick_device(settings.get("device", own), config.mode, gpus)
-    if device != "cpu" and config.engine == "itex":
-        raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
-    dtype = settings.get("dtype") or (saved.unet.dtype if saved else "auto")
-    if dtype == "auto":
-        dtype = host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
-    unet = dataclasses.replace(config.unet, dtype=dtype)
-    if saved and "policy" not in settings:
-        unet = dataclasses.replace(unet, policy=saved.unet.policy)
-    return dataclasses.replace(config, device=device, unet=unet)
-
-
-def _with_grid(
-    config: RunConfig, saved: Optional[RunConfig], store: Store, settings: Dict[str, Any], gpus: Sequence[Gpu]
-) -> RunConfig:
-    """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
-    extent, divisor = grid_size(store, extent=config.extent, multiple=1), config.unet.divisor
-    grid = network_grid(extent, config.resolution, divisor)
-    if not config.is_patch:
-        odd = [name for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground") if name in settings]
-        if odd:
-            raise InputError(f"--{odd[0].replace('_', '-')} must come with --mode patch, got mode whole; add it")
-        return dataclasses.replace(config, grid=grid, patches_per_case=1)
-    whole = memory_plan.job_of(dataclasses.replace(config, grid=grid, engine="stock"), threads=1, cases=0)
-    if "patch" in settings:
-        patch = tuple(settings["patch"])
-    elif "gpu_memory" in settings:
-        patch = patch_of_memory(whole, settings["gpu_memory"])
-    elif saved is not None:
-        patch = saved.grid
-    elif config.device != "cpu":
-        patch = patch_of_card(whole, card_of(config.device, gpus))
-    else:
-        patch = usual_patch(grid, divisor)
-    check_patch(patch, grid, config.unet)
-    count = settings.get("patches_per_case") or (saved.patches_per_case if saved else patches_per_case(grid, patch))
-    return dataclasses.replace(config, grid=patch, patches_per_case=count)
-
-
-def _check_batch(config: RunConfig, cases: int) -> None:
-    """Raise InputError for a batch that no epoch fills: there would be no step."""
-    seen = cases * config.patches_per_case
-    if config.batch > seen:
-        what = f"{seen} patches of an epoch" if config.is_patch else f"{cases} training cases"
-        more = ", or raise --patches-per-case" if config.is_patch else ""
-        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")

@@ -18,6 +18,8 @@ RUN_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 UNET_FIELDS = {field.name for field in dataclasses.fields(UNetConfig)} - {"channels", "outputs", "seed"}
 SIZES_OF_PATCH = ("patch", "gpu_memory")
 """Settings that become the run's grid."""
+OF_WORKERS = ("batch_per_worker", "rate_scaling")
+"""Settings that become the run's batch and learning rate, by the number of workers."""
 AUGMENT_FIELDS = {field.name for field in dataclasses.fields(AugmentConfig)}
 
 
@@ -76,7 +78,15 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--steps", type=int, metavar="N", default=argparse.SUPPRESS, help="optimizer steps in all, instead of --epochs"
     )  # fmt: skip
-    training("--batch", type=int, metavar="N", help="volumes a step (default: 1)")
+    many = training.group.add_mutually_exclusive_group()
+    many.add_argument(
+        "--batch", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="volumes a step, of all workers together (default: 1)",
+    )  # fmt: skip
+    many.add_argument(
+        "--batch-per-worker", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="volumes a step of each worker: the batch grows with them, and the learning rate by --rate-scaling",
+    )  # fmt: skip
     training(
         "--micro-batch",
         type=int,
@@ -92,6 +102,12 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     training("--optimizer", choices=OPTIMIZERS, help="default: adam")
     training("--learning-rate", type=float, metavar="R", help="after the warm-up (default: 0.002)")
+    training(
+        "--rate-scaling",
+        choices=("none", "sqrt", "linear"),
+        help="how the learning rate grows with the workers under --batch-per-worker (default: sqrt for adam, linear "
+        "for sgd)",
+    )
     training("--schedule", choices=SCHEDULES, help="decay of the learning rate (default: cosine)")
     training("--warmup-steps", type=int, metavar="N", help="default: 10")
     training("--ema", type=float, metavar="D", help="decay of averaged weights, such as 0.99 (default: 0, off)")
@@ -106,6 +122,12 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     training("--patience", type=int, metavar="N", help="stop after N validations without gain (default: 0, never)")
     training("--save-minutes", type=float, metavar="M", help="longest time between checkpoints (default: 10)")
+    training("--keep", type=int, metavar="K", help="checkpoints to keep, besides the best weights (default: 3)")
+    training(
+        "--stall-minutes", type=float, metavar="M",
+        help="a step that takes longer, and ten times longer than any before, counts as hanging (default: 15)",
+    )  # fmt: skip
+    training("--deterministic", action="store_true", help="refuse every operation that may give other bits next time")
     training("--seed", type=int, metavar="S", help="of weights, order and augmentation (default: 0)")
     training("--engine", choices=ENGINES, help="default: auto, ITEX where it is installed")
     augment = _group(parser, "augmentation")
@@ -117,14 +139,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
     """The settings that were given on the command line, by the names of RunConfig, UNetConfig and AugmentConfig."""
-    known = RUN_FIELDS | UNET_FIELDS | AUGMENT_FIELDS | {"no_augment", *SIZES_OF_PATCH}
+    known = RUN_FIELDS | UNET_FIELDS | AUGMENT_FIELDS | {"no_augment", *SIZES_OF_PATCH, *OF_WORKERS}
     return {name: value for name, value in vars(args).items() if name in known and name not in ("run", "store")}
 
 
 def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
-    """`config` with the chosen settings in their places, but what is "auto" and the size of a patch, which the host
-    decides. What is chosen in epochs takes the place of what `config` may have in steps and numbers. Raises ValueError
-    or InputError for values out of range.
+    """`config` with the chosen settings in their places, but for what is "auto", the size of a patch and what hangs on
+    the number of workers, which are decided elsewhere. What is chosen in epochs takes the place of what `config` may
+    have in steps and numbers. Raises ValueError or InputError for values out of range.
     """
     settings = dict(settings)
     augment = NO_AUGMENT if settings.pop("no_augment", False) else config.augment

@@ -8,6 +8,10 @@
 Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
     python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
+Several hosts that train together, as predicted from one worker's step, its gradients and the network:
+    python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
+    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10 --against 90 4
+
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
@@ -20,9 +24,9 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from memory_estimator import gpu, planner, report
+from memory_estimator import gpu, planner, report, scaling_options, scaling_report
 from memory_estimator.accuracy import load_accuracy
-from memory_estimator.calibration import NAMED, find_constants, named_constants
+from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
 from memory_estimator.engines import installed_engine
 from memory_estimator.estimate import estimate
 from memory_estimator.files import write_whole
@@ -70,13 +74,17 @@ def _answer(args: argparse.Namespace) -> int:
     host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
     given_bytes = parse_bytes(args.host_memory) if args.host_memory else None
     gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else None
+    is_scale = scaling_options.is_asked(args)
+    workers = scaling_options.workers_per_host(args) if is_scale else 1
     if not hasattr(args, "threads"):
-        args.threads = host().usable_cores
+        args.threads = max(1, host().usable_cores // workers)
     job = job_from(args, source_job(args))
-    memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     constants = named_constants(args.calibration) if args.calibration else find_constants(job.threads, host())
     accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    if is_scale:
+        return _answer_for_hosts(args, job, price, constants, given_bytes and given_bytes // workers)
+    memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
     picked = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else ""
     asked = choice.estimate if choice else price(job)
@@ -115,6 +123,34 @@ def _answer(args: argparse.Namespace) -> int:
     return FITS if fits else DOES_NOT_FIT
 
 
+def _answer_for_hosts(
+    args: argparse.Namespace,
+    job: Job,
+    price: planner.Price,
+    constants: HostConstants,
+    worker_memory_bytes: Optional[int],
+) -> int:
+    """Time on several hosts. Memory is looked at where that of a host was given: this one's is nobody's business."""
+    if worker_memory_bytes and policy_is_open(args):
+        asked = planner.fastest_that_fits(job, price, worker_memory_bytes).estimate
+    else:
+        asked = price(job)
+    request = scaling_options.request_from(args, asked, constants.of(job.engine, job.unet.dtype))
+    fits = not worker_memory_bytes or asked.upper_bound_bytes <= worker_memory_bytes
+    if args.picture:
+        from memory_estimator.scaling_picture import draw_scaling
+
+        _write_picture(args.picture, draw_scaling(request))
+    if args.json:
+        content = {**scaling_report.to_json(request), "upper_bound_bytes": asked.upper_bound_bytes, "fits": fits}
+        print(json.dumps(content))
+    else:
+        scaling_report.print_scaling(request)
+        if worker_memory_bytes:
+            print(f"a worker {report.verdict(asked, worker_memory_bytes, 'its share of a host')}")
+    return FITS if fits else DOES_NOT_FIT
+
+
 def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None:
     """The paper's Fig. 1 for this job. Takes seconds, for matplotlib's sake."""
     from memory_estimator.pictures import draw_sizes, size_panels
@@ -124,8 +160,12 @@ def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None
     panels = size_panels(job, lambda one: price(one).process_peak_bytes, measured)
     unet = job.unet
     title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}, {job.policy}"
+    _write_picture(path, draw_sizes(panels, title=title, host_bytes=memory_bytes))
+
+
+def _write_picture(path: Path, content: bytes) -> None:
     try:
-        write_whole(path, draw_sizes(panels, title=title, host_bytes=memory_bytes))
+        write_whole(path, content)
     except OSError as error:
         raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
 
@@ -156,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plan", action="store_true", help="what fits that memory, and what would save what")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="the largest patch that a GPU of this size trains")
+    scaling_options.add_scaling_options(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over input size as a PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

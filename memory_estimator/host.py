@@ -1,6 +1,6 @@
 """What this host has and what of it this process may use: cores, sockets, memory, instructions.
 
-Read from /proc and /sys, because a container sees the whole machine in them but may use only what its
+From /proc and /sys, because a container sees the whole machine in them but may use only what its
 cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
 """
 
@@ -9,7 +9,9 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
+
+from memory_estimator import proc
 
 ISA_FLAGS = (
     "avx",
@@ -94,157 +96,26 @@ def read_host(root: Union[str, Path] = "/") -> Host:
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
         return _host_from_psutil()
-    processors = _processors(root)
-    cpus = _usable_cpus(root, processors)
-    first = processors[0] if processors else {}
-    places = [_place(root, cpu, processors) for cpu in cpus]
-    memory = _meminfo(root)
-    limit, used = _memory_limit(root, memory["MemTotal"])
+    first = proc.cpu_fields(root)
+    places = proc.cpu_places(root)
+    memory = proc.meminfo(root)
+    limit, used = proc.memory_limit(root, memory["MemTotal"])
     return Host(
         cpu_model=first.get("model name", platform.machine()),
         sockets=len({place.socket for place in places}),
         cores=len({place.core for place in places}),
-        logical_cpus=len(cpus),
-        numa_nodes=_numa_nodes(root, frozenset(cpus)),
+        logical_cpus=len(places),
+        numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
-        available_bytes=memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"])),
+        available_bytes=proc.available_bytes(memory),
         cgroup_limit_bytes=limit,
         cgroup_used_bytes=used,
-        cpu_quota=_cpu_quota(root),
+        cpu_quota=proc.cpu_quota(root),
         isa=tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split()),
     )
 
 
-def cache_bytes(root: Union[str, Path] = "/") -> Optional[int]:
-    """The largest cache of the first CPU, the last level's; None where it is not told, as outside Linux."""
-    sizes = []
-    for path in (Path(root) / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = _read(path)
-        if text[:-1].isdigit() and text[-1] in "KM":
-            sizes.append(int(text[:-1]) * (1024 if text[-1] == "K" else 1024**2))
-    return max(sizes, default=None)
-
-
 # --- Private helpers ---
-
-
-class _Place(NamedTuple):
-    """Where a CPU sits: names that are equal for two CPUs on one socket, or on one core."""
-
-    socket: str
-    core: str
-
-
-def _read(path: Path) -> str:
-    """The stripped text of a file, "" where it is missing or may not be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _cpu_list(text: str) -> List[int]:
-    """Linux's own spelling of a set of CPUs: "0-2,5" is [0, 1, 2, 5]."""
-    cpus = []
-    for part in text.split(","):
-        if part.strip():
-            first, _, last = part.partition("-")
-            cpus.extend(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def _fields(text: str) -> Dict[str, str]:
-    """Lines of "name : value"."""
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
-
-
-def _processors(root: Path) -> List[Dict[str, str]]:
-    """/proc/cpuinfo, one dictionary a CPU."""
-    blocks = _read(root / "proc/cpuinfo").split("\n\n")
-    return [fields for fields in map(_fields, blocks) if "processor" in fields]
-
-
-def _usable_cpus(root: Path, processors: List[Dict[str, str]]) -> List[int]:
-    """The CPUs in this process's mask, which covers taskset, numactl and cpusets; else all that are online."""
-    mask = _fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", "")
-    online = _read(root / "sys/devices/system/cpu/online")
-    cpus = set(_cpu_list(mask))
-    if online:  # a mask may name CPUs that are not there
-        cpus = cpus & set(_cpu_list(online)) or set(_cpu_list(online))
-    return sorted(cpus) or [int(fields["processor"]) for fields in processors] or [0]
-
-
-def _place(root: Path, cpu: int, processors: List[Dict[str, str]]) -> _Place:
-    """From /sys, else from /proc/cpuinfo, else a core of its own."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    siblings = _read(topology / "thread_siblings_list")
-    if siblings:
-        return _Place(_read(topology / "physical_package_id"), siblings)
-    fields = next((fields for fields in processors if fields["processor"] == str(cpu)), {})
-    socket = fields.get("physical id", "0")
-    return _Place(socket, f"{socket}/{fields['core id']}" if "core id" in fields else f"cpu{cpu}")
-
-
-def _numa_nodes(root: Path, cpus: FrozenSet[int]) -> int:
-    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return max(1, sum(1 for path in lists if cpus.intersection(_cpu_list(_read(path)))))
-
-
-def _meminfo(root: Path) -> Dict[str, int]:
-    """/proc/meminfo in bytes."""
-    fields = _fields(_read(root / "proc/meminfo"))
-    return {name: int(value.split()[0]) * 1024 for name, value in fields.items() if value.endswith(" kB")}
-
-
-def _cgroup_folders(root: Path, controller: str) -> List[Path]:
-    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it.
-
-    Version 2 has one tree, version 1 one a controller, and a machine may have both. A container often names
-    a path of the host's in /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way.
-    """
-    folders: List[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
-        elif controller in controllers.split(","):
-            mounts = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"]
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
-        folders.extend(root / mount / part for mount in mounts for part in (inside, *inside.parents))
-    return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
-
-
-def _memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, and what is used of it; a limit of the machine's size or more is none."""
-    tightest: Optional[Tuple[int, int]] = None
-    for folder in _cgroup_folders(root, "memory"):
-        for limit_name, used_name, cache_name in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit = _read(folder / limit_name)
-            if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
-                continue
-            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            used = max(0, int(_read(folder / used_name) or 0) - int(stat.get(cache_name, 0)))
-            if tightest is None or int(limit) - used < tightest[0] - tightest[1]:
-                tightest = int(limit), used
-    return (None, 0) if tightest is None else tightest
-
-
-def _cpu_quota(root: Path) -> Optional[float]:
-    """The smallest quota / period on the way up, of either cgroup version."""
-    quotas = []
-    for folder in _cgroup_folders(root, "cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if not quota:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
-            quotas.append(int(quota) / int(period))
-    return min(quotas) if quotas else None
 
 
 def _host_from_psutil() -> Host:

@@ -24,7 +24,7 @@ def describe(job: Job) -> str:
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
             *extras,
             f"batch {job.batch}{f', {job.micro} at a time' if job.parts > 1 else ''}, {unet.dtype}, {job.optimizer}",
-            f"{job.engine}, policy {job.policy}, {_count(job.threads, 'thread')}",
+            f"{job.engine}, policy {job.policy}, {count_of(job.threads, 'thread')}",
         )
     )
 
@@ -42,7 +42,7 @@ def print_estimate(
     """The whole answer for one job; `whose` says what `memory_bytes` is, such as "free on this host", `caveats` why
     speed and baseline may be less than measured, `picked` why it has its policy where that was left open, and `notes`
     what else is to be known of it."""
-    console = _console()
+    console = new_console()
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
     say(describe(estimate.job))
     if picked:
@@ -83,8 +83,8 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
 
 def print_plan(plans: Sequence[Plan], options: Sequence[Option], asked: Estimate, *, memory_bytes: int) -> None:
     """What fits a memory under each policy, and what would save what. `asked` may have a policy that was picked."""
-    console = _console()
-    table = _table(f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for")
+    console = new_console()
+    table = new_table(f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for")
     for name in ("policy", "", "largest", "upper bound", "a volume"):
         table.add_column(name, justify="left" if name in ("policy", "") else "right")
     for one in plans:
@@ -100,7 +100,7 @@ def print_plan(plans: Sequence[Plan], options: Sequence[Option], asked: Estimate
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
     console.print(note, highlight=False, soft_wrap=True)
     console.print()
-    table = _table("What would save what, each for itself")
+    table = new_table("What would save what, each for itself")
     for name in ("", "process peak", "saved", "a volume"):
         table.add_column(name, justify="right" if name else "left")
     first = (f"as asked for, policy {asked.job.policy}", asked)
@@ -117,7 +117,7 @@ def print_plan(plans: Sequence[Plan], options: Sequence[Option], asked: Estimate
 
 def print_patch(patch: Optional[Patch], *, memory_bytes: int) -> None:
     """The largest patch that a GPU of `memory_bytes` trains, and what that assumes."""
-    console = _console()
+    console = new_console()
     if patch is None:
         text = f"a GPU of {format_bytes(memory_bytes)} trains no patch of this network, not even the smallest"
     else:
@@ -131,25 +131,32 @@ def print_patch(patch: Optional[Patch], *, memory_bytes: int) -> None:
     console.print(f"  {ASSUMPTIONS}", highlight=False, markup=False, soft_wrap=True)
 
 
-# --- Private helpers ---
-
-
-def _console() -> Any:
+def new_console() -> Any:
+    """As wide as the terminal, or as WIDTH."""
     from rich.console import Console  # a tenth of a second, and not needed for --json
 
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def _table(title: str) -> Any:
+def new_table(title: str) -> Any:
+    """In the look of all the estimator's tables."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
+def count_of(number: int, noun: str) -> str:
+    """Such as "1 thread", "2 threads"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# --- Private helpers ---
+
+
 def _bill(estimate: Estimate) -> Any:
-    table = _table(f"Held at the peak, while {estimate.peak_op} runs")
+    table = new_table(f"Held at the peak, while {estimate.peak_op} runs")
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("how it is known")
@@ -159,7 +166,7 @@ def _bill(estimate: Estimate) -> Any:
 
 
 def _predictions(estimate: Estimate) -> Any:
-    table = _table("Predicted")
+    table = new_table("Predicted")
     table.add_column("")
     table.add_column("", justify="right")
     bound = estimate.accuracy
@@ -183,7 +190,7 @@ def _predictions(estimate: Estimate) -> Any:
 
 
 def _largest(estimate: Estimate) -> Any:
-    table = _table("The largest tensors at the peak")
+    table = new_table("The largest tensors at the peak")
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("counted under")
@@ -198,7 +205,3 @@ def _taken(found: Estimate, value: str) -> Sequence[str]:
 
 def _grid(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

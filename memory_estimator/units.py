@@ -46,3 +46,31 @@ def format_seconds(seconds: float) -> str:
         if seconds < below:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:,.1f} days"
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError unless it is positive with a unit.
+
+    "25Gb/s" is refused: half of its readers take it for bytes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
+    if not match or not float(match[1]):
+        raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
+    unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
+    return float(match[1]) * unit
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a time such as "50us" or "1.5 ms". Raises ValueError unless it is a number, 0 or more, with a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)", text.strip())
+    if not match:
+        raise ValueError(f"time must be a number with its unit, got {text!r}; write it like 50us, 2ms or 1s")
+    return float(match[1]) * {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """For reading, as networks are sold: in bits."""
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if 8 * bytes_per_s >= size:
+            return f"{8 * bytes_per_s / size:.3g} {unit}"
+    return f"{8 * bytes_per_s / 1e3:.3g} kbit/s"

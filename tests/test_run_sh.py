@@ -45,6 +45,11 @@ class Sandbox(NamedTuple):
         stub.write_text(STUB.format(name=name, answer=f"{version} {tools} {platform} {cpu}"))
         stub.chmod(0o755)
 
+    def compilers(self):
+        """Put what Horovod is built with on the PATH."""
+        for tool in ("cmake", "make", "g++"):
+            (self.bin / tool).symlink_to("/bin/true")
+
     def run(self, *arguments, cwd=None, **environment):
         """Run ./run.sh; its result, with `said` for all that it printed."""
         done = subprocess.run(
@@ -95,7 +100,13 @@ def sandbox(tmp_path):
     root, bin_folder = tmp_path / "a checkout", tmp_path / "bin"
     root.mkdir()
     bin_folder.mkdir()
-    for name in ("run.sh", "requirements.txt", "requirements-latest.txt", "requirements-gpu.txt"):
+    for name in (
+        "run.sh",
+        "requirements.txt",
+        "requirements-latest.txt",
+        "requirements-gpu.txt",
+        "requirements-horovod.txt",
+    ):
         shutil.copy(ROOT / name, root / name)
     for tool in ("bash", "env", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mv", "rm", "sleep", "tail"):
         (bin_folder / tool).symlink_to(shutil.which(tool))
@@ -353,6 +364,68 @@ def test_changed_requirements_keep_the_engine_that_was_chosen(sandbox):
         file.write("# changed\n")
     assert sandbox.run("train")[0] == 0
     assert sandbox.installed() == "requirements-latest.txt 3.11"
+
+
+def test_horovod_is_added_to_the_environment_that_is_there(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("mine", "3.10")
+    sandbox.compilers()
+    sandbox.run("setup", PYTHON=str(sandbox.bin / "mine"))
+    sandbox.calls()
+    code, said = sandbox.run("setup", "--horovod")
+    assert (code, "Building Horovod" in said) == (0, True), said
+    assert sandbox.calls() == [f"pip {sandbox.root}/requirements-horovod.txt"]
+    assert sandbox.installed() == "requirements.txt 3.10"
+    assert sandbox.run("train")[0] == 0
+    assert [line.split()[:4] for line in sandbox.calls()] == [["mine", "-m", "cpu3d", "train"]]
+    assert sandbox.run("setup", "--horovod") == (0, "Ready: .venv has Horovod.\n")
+    assert sandbox.calls() == []
+
+
+@pytest.mark.parametrize("before", [None, "--latest"])
+def test_horovod_gets_an_environment_of_the_tensorflow_that_it_is_written_for(sandbox, before):
+    sandbox.python("python3.11", "3.11")
+    sandbox.compilers()
+    if before:
+        sandbox.run("setup", before)
+        sandbox.calls()
+    assert sandbox.run("setup", "--horovod")[0] == 0
+    assert sandbox.calls() == [f"pip {sandbox.root}/requirements{part}.txt" for part in ("", "-horovod")]
+    assert sandbox.installed() == "requirements.txt 3.11"
+
+
+def test_horovod_is_built_again_for_changed_requirements_and_after_a_failure(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.compilers()
+    sandbox.run("setup")
+    code, said = sandbox.run("setup", "--horovod", STUB_PIP_FAILS="1")
+    assert (code, "installing requirements-horovod.txt failed" in said) == (1, True)
+    assert sandbox.run("train")[0] == 0  # the environment is as whole as before
+    for name in ("requirements-horovod.txt", "requirements.txt"):
+        assert "Building Horovod" in sandbox.run("setup", "--horovod")[1]
+        assert "Building Horovod" not in sandbox.run("setup", "--horovod")[1]
+        with (sandbox.root / name).open("a") as file:
+            file.write("# changed\n")
+    assert "Building Horovod" in sandbox.run("setup", "--horovod")[1]
+
+
+@pytest.mark.parametrize("missing", ["cmake", "make", "g++"])
+def test_horovod_asks_for_its_tools_before_anything_is_made(sandbox, missing):
+    sandbox.python("python3.11", "3.11")
+    sandbox.compilers()
+    (sandbox.bin / missing).unlink()
+    code, said = sandbox.run("setup", "--horovod")
+    assert (code, f"found no {missing}; install them" in said) == (1, True), said
+    assert "sudo apt install cmake make g++" in said
+    assert not (sandbox.root / ".venv").exists()
+
+
+def test_horovod_is_refused_where_its_tensorflow_does_not_run(sandbox):
+    sandbox.python("python3.12", "3.12")
+    sandbox.compilers()
+    code, said = sandbox.run("setup", "--horovod")
+    assert (code, "got linux-x86_64 with Python 3.12" in said) == (1, True), said
+    assert not (sandbox.root / ".venv").exists()
 
 
 def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):

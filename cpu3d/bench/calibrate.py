@@ -32,8 +32,9 @@ from cpu3d.host.apply import ENGINES, installed
 from cpu3d.progress import bar
 from memory_estimator.calibration import GROUPS, OWN, HostConstants, load_constants, shipped_constants, to_json
 from memory_estimator.estimate import estimate
-from memory_estimator.host import Host, cache_bytes, read_host
+from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
+from memory_estimator.proc import cache_bytes
 from memory_estimator.units import format_bytes
 from models.config import UNetConfig
 

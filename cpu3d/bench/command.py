@@ -8,7 +8,9 @@
     ./run.sh bench validate --record records/memory.jsonl
     ./run.sh bench tables --records records --page docs/validation.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
+    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl --picture scaling.png
     ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl --picture windows.png
+    ./run.sh bench faults --kills 50 --workdir faults --record records/faults.jsonl
 
 A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
 constants to this host, is a command of its own: every user wants it, these few do.)
@@ -16,7 +18,7 @@ constants to this host, is a command of its own: every user wants it, these few 
 
 import argparse
 
-from cpu3d.bench import engines, memory, step, tables, validate, windows
+from cpu3d.bench import engines, faults, memory, scaling, step, tables, validate, windows
 from cpu3d.bench.data import command as data
 
 KINDS = {
@@ -27,6 +29,8 @@ KINDS = {
     "tables": tables,
     "data": data,
     "windows": windows,
+    "scaling": scaling,
+    "faults": faults,
 }
 
 

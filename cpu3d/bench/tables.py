@@ -18,8 +18,11 @@ from typing import Any, Dict, List, Optional, Tuple
 from cpu3d.atomic import atomic_write
 from cpu3d.bench.data import markdown
 from cpu3d.bench.engines import ENGINE_NAMES
+from cpu3d.bench.faults_markdown import faults_lines
+from cpu3d.bench.faults_markdown import newest as newest_faults
 from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import newest, read_records
+from cpu3d.bench.scaling_table import scaling_lines
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.bench.windows_markdown import newest as newest_windows
 from cpu3d.bench.windows_markdown import windows_lines
@@ -50,6 +53,12 @@ RESOLUTIONS = "resolutions.jsonl"
 
 COMPARE = "compare.jsonl"
 """In the folder of records: what `compare` found."""
+
+SCALING = "scaling.jsonl"
+"""In the folder of records: what `bench scaling` measured."""
+
+FAULTS = "faults.jsonl"
+"""In the folder of records: what `bench faults` survived."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +100,11 @@ def tables(folder: Path) -> List[str]:
         lines += ["", *markdown.targets_lines(read_records(folder / DATA, "data"))]
     if (folder / COMPARE).is_file():
         lines += ["", *compare_markdown.summary_lines(read_records(folder / COMPARE, "compare"))]
+    if (folder / SCALING).is_file():
+        lines += ["", *scaling_lines(read_records(folder / SCALING, "scaling"))]
+    if (folder / FAULTS).is_file():
+        for record in newest_faults(read_records(folder / FAULTS, "faults")):
+            lines += ["", *faults_lines(record)]
     return lines
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.atomic import write_json
+from cpu3d.checkpoint_history import checkpoints
 from cpu3d.compare.process import RunDivergedError
 from cpu3d.config import RunConfig, load_config
-from cpu3d.errors import InputError
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.evaluate import UNTOUCHED, scores_path
 from cpu3d.inference_options import Inference
 from cpu3d.page import flat
@@ -118,7 +119,7 @@ def is_trained(run: PlannedRun) -> bool:
     problems = unlike_options(run)
     if problems:
         raise InputError(*problems)
-    if not (run.folder / "checkpoints" / "last.npz").is_file():
+    if not checkpoints(run.folder):
         return False
     end = end_of(read_events(run.folder))
     if end is None:
@@ -153,7 +154,7 @@ def verdict_of(run: PlannedRun) -> Optional[RunDivergedError]:
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         before = f"{run.name} diverged before; remove {run.folder} to try again. It said:\n{verdict['said']}"
-        return RunDivergedError(before, 2, verdict["why"])
+        return RunDivergedError(before, DivergedError.exit_code, verdict["why"])
     except (ValueError, KeyError, TypeError):
         return None  # a damaged one: it is tried again
 

@@ -17,7 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.patch_plan import BOTTOM
 from cpu3d.recipes import RECIPES
-from cpu3d.train import resolve
+from cpu3d.resolve import resolve
 from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, chosen_settings
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host

@@ -5,6 +5,7 @@ from typing import Any, Callable, List, Optional, Sequence
 
 from cpu3d.data.extent import grid_size
 from cpu3d.data.region import Shape3
+from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.store import Store
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
@@ -31,9 +32,16 @@ class Checks:
 
 
 def check_stream(
-    *, start: int, stop: Optional[int], seed: int, batch: int, threads: int, page_budget_bytes: Optional[int]
+    *,
+    start: int,
+    stop: Optional[int],
+    seed: int,
+    batch: int,
+    threads: int,
+    page_budget_bytes: Optional[int],
+    share: Share = ALL,
 ) -> None:
-    """Raise InputError unless these are integers in their ranges."""
+    """Raise InputError unless these are integers in their ranges, and the stream one that `share` can deal."""
     least = {"start": (start, 0), "batch": (batch, 1), "threads": (threads, 1)}
     if stop is not None:
         least["stop"] = (stop, 0)
@@ -46,6 +54,7 @@ def check_stream(
     ]
     if not is_integer(seed):
         problems.append(f"seed must be an integer, got {seed!r}; give another")
+    problems = problems or share.problems(start=start, stop=stop, batch=batch)
     if problems:
         raise InputError(*problems)
 

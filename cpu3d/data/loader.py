@@ -13,6 +13,7 @@ from cpu3d.data.files.look_ahead import LookAhead
 from cpu3d.data.files.reader import Reader, Slices, parts_of
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, crop
+from cpu3d.data.sharding import ALL, Share
 
 BOX = {
     "bits": ("int16", (None, None, None, None)),
@@ -31,9 +32,16 @@ BOX = {
 SMALL = 8
 """A box below this part of its array is copied out of the file rather than left in a map."""
 
+MOST_APART = 8
+"""Samples by which the workers of a host are taken to be apart at most, though a step may be longer: what one gives
+back while another is further behind, that one has not brought in yet."""
+
 
 class Loader:
-    """position -> the arrays of `BOX`, in that order. Any number of threads may call it, in any order."""
+    """sample -> the arrays of `BOX`, in that order. Any number of threads may call it, in any order.
+
+    Samples are those of `share`, by their index; whose share is everything has sample n at position n.
+    """
 
     def __init__(
         self,
@@ -47,24 +55,33 @@ class Loader:
         page_budget_bytes: int,
         horizon: int,
         threads: int = 1,
+        share: Share = ALL,
     ):
-        """`place_at` says which part of which case comes at a position; the budget and `horizon` are LookAhead's."""
-        self._reader, self._place_at = reader, place_at
+        """`place_at` says which part of which case comes at a position; `start` and `stop` are samples.
+
+        `horizon` is LookAhead's. The budget is of all workers on this host.
+        """
+        self._reader, self._place_at, self._share = reader, place_at, share
         self._augment, self._seed = augment, seed
+        workers, in_flight = len(share.in_step), threads + 1  # TensorFlow lets go of an array when it asks for the next
         self._ahead = LookAhead(
             reader,
-            lambda position: place_at(position)[0],
+            lambda place: place_at(share.position_here(place))[0],
             start=start,
             stop=stop,
-            page_budget_bytes=page_budget_bytes,
+            page_budget_bytes=page_budget_bytes * workers // len(share.here),
             horizon=horizon,
-            in_flight=threads + 1,  # TensorFlow lets go of an array when it asks for the next
-            box_at=lambda position: _slices_at(place_at(position)),  # not a method: the look-ahead must not keep this
+            in_flight=in_flight,
+            workers=workers,
+            turn=share.in_step.index(share.rank),
+            apart=min(share.part, MOST_APART) + in_flight if workers > 1 else 0,
+            # Not methods: the look-ahead must not keep this.
+            box_at=lambda place: _slices_at(place_at(share.position_here(place))),
         )
 
-    def __call__(self, position: int) -> Tuple[np.ndarray, ...]:
-        position = int(position)
-        self._ahead.at(position)
+    def __call__(self, sample: int) -> Tuple[np.ndarray, ...]:
+        self._ahead.at(int(sample))
+        position = self._share.position(int(sample))
         record, region = self._place_at(position)
         params = sample_params(self._augment, seed=self._seed, position=position, channels=record.channels)
         scale, shift = normalisation(record)

@@ -1,6 +1,7 @@
 """Open a store's cases for reading, the way that suits this host: checked once, mapped once, counted together."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Iterable, Iterator, List, Mapping, Optional, Sequence
 
@@ -8,6 +9,7 @@ from cpu3d.data.case_index import distinct
 from cpu3d.data.files.read_mode import ReadPlan, choose_read_mode, file_system
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord
+from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 
@@ -35,18 +37,21 @@ def open_reading(
     read_mode: str = "auto",
     page_budget_bytes: Optional[int] = None,
     patches: bool = False,
+    share: Share = ALL,
 ) -> Reading:
     """Look at every array of these splits once, at no voxel, and choose how to read them.
 
     `free_bytes` is the memory that a run may use here; `read_mode` is one of READ_MODES; `page_budget_bytes` says how
     many pages to leave in memory, None leaves it to the plan; `patches` tells that parts will be read and not whole
-    volumes. Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are damaged,
-    and for "ram" when they do not fit.
+    volumes. The workers of a run look at a `share` of the arrays each, together at all of them, and count all bytes.
+    Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are damaged, and for
+    "ram" when they do not fit.
     """
     split_bytes = {}
     for split in splits:
         sizes: List[int] = []
-        store.check(_counted(distinct(labelled(store, split)), sizes))
+        counted = _counted(distinct(labelled(store, split)), sizes)
+        store.check(itertools.islice(counted, share.rank, None, share.workers))
         split_bytes[split] = sum(sizes)
     plan = choose_read_mode(
         read_mode,

@@ -34,6 +34,7 @@ from cpu3d.data.reading import Reading, labelled, open_reading
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3
 from cpu3d.data.sampling import sample_at
+from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.store import Store, check_names, open_store
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
@@ -70,6 +71,7 @@ def volume_dataset(
     shuffle: bool = True,
     seed: int = 0,
     batch: int = 1,
+    share: Share = ALL,
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: int = 16,
@@ -90,6 +92,10 @@ def volume_dataset(
     The stream is endless: epoch after epoch over the split's cases, each once an epoch. `start` and `stop` are
     positions in it, counted in samples. `stop` defaults to the end of the first epoch. A last incomplete batch is
     dropped.
+
+    Of several workers each gives the samples of its `share`, and each is what it is without sharing. `start` and `stop`
+    stay positions in the stream of all of them, where a step begins; by default those of the first epoch's whole steps.
+    `batch` divides the worker's samples of a step. A share without steps gives its part of any positions.
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or
     labelled voxel of any case of the store; "full" keeps the whole grid. Both are padded with zeros to a multiple of
@@ -122,6 +128,7 @@ def volume_dataset(
         stop=stop,
         seed=seed,
         batch=batch,
+        share=share,
         channels=channels,
         regions=regions,
         augment=augment,
@@ -147,6 +154,7 @@ def patch_dataset(
     shuffle: bool = True,
     seed: int = 0,
     batch: int = 1,
+    share: Share = ALL,
     extent: str = "brain",
     multiple: int = 16,
     channels: Optional[Sequence[str]] = None,
@@ -200,6 +208,7 @@ def patch_dataset(
         stop=stop,
         seed=seed,
         batch=batch,
+        share=share,
         channels=channels,
         regions=regions,
         augment=augment,
@@ -257,7 +266,7 @@ def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, 
     themselves, without any copy: nothing is read before it is used, and nothing may be written.
     """
     records = labelled(store, split)
-    reader = _reading(store, split, read_mode, None, patches=False).reader
+    reader = _reading(store, split, read_mode, None, patches=False, share=ALL).reader
 
     def stored(index):
         record = records[int(index)]
@@ -284,6 +293,7 @@ def _dataset(
     stop: Optional[int],
     seed: int,
     batch: int,
+    share: Share,
     channels: Optional[Sequence[str]],
     regions: Optional[Sequence[str]],
     augment: AugmentConfig,
@@ -296,34 +306,35 @@ def _dataset(
 ) -> tf.data.Dataset:
     """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says, if `checks` are met."""
     numbers = {"start": start, "stop": stop, "seed": seed, "batch": batch, "threads": threads}
-    checks.of(check_stream, page_budget_bytes=page_budget_bytes, **numbers)
+    checks.of(check_stream, page_budget_bytes=page_budget_bytes, share=share, **numbers)
     picked = checks.of(_pick, "channels", channels, store.manifest.channels)
     finish = checks.of(finish_of, store, regions=regions, augment=augment, dtype=dtype)
     checks.done()
-    reading = _reading(store, split, read_mode, page_budget_bytes, patches=patches)
-    end = max(epoch if stop is None else stop, start)
+    reading = _reading(store, split, read_mode, page_budget_bytes, patches=patches, share=share)
+    own = share.indices(start, max(share.whole_steps(epoch) if stop is None else stop, start))
     horizon = min(2 * epoch, HORIZON)
     load = Loader(
         reading.reader,
         place_at,
         augment=augment,
         seed=seed,
-        start=start,
-        stop=end,
+        start=own.start,
+        stop=own.stop,
         page_budget_bytes=reading.budget_of(split),
         horizon=horizon,
         threads=threads,
+        share=share,
     )
     box_of = python_op(load, BOX)
 
-    def sample(position):
-        box = {**box_of(position), "channels": picked}
+    def sample(index):
+        box = {**box_of(index), "channels": picked}
         if not finished:
             return _sized(padded(box), size, len(picked))
         image, target = finish.from_box(box)
         return tf.ensure_shape(image, (*size, len(picked))), tf.ensure_shape(target, (*size, len(finish.codes)))
 
-    dataset = tf.data.Dataset.range(start, end)
+    dataset = tf.data.Dataset.range(own.start, own.stop)
     dataset = dataset.map(sample, num_parallel_calls=int(threads) if threads > 1 else None)
     if batch == 1:  # batching copies; a batch of one needs only another axis
         dataset = dataset.map(lambda *parts: tf.nest.map_structure(lambda part: part[None], _one(parts)))
@@ -344,7 +355,13 @@ def _sized(raw: Dict[str, tf.Tensor], size: Shape3, channels: int) -> Dict[str, 
 
 
 def _reading(
-    store: Store, split: str, read_mode: Union[str, Reading], page_budget_bytes: Optional[int], *, patches: bool
+    store: Store,
+    split: str,
+    read_mode: Union[str, Reading],
+    page_budget_bytes: Optional[int],
+    *,
+    patches: bool,
+    share: Share,
 ) -> Reading:
     if isinstance(read_mode, Reading):
         if Path(read_mode.reader.folder) != store.folder or split not in read_mode.split_bytes:
@@ -360,6 +377,7 @@ def _reading(
         read_mode=read_mode,
         page_budget_bytes=page_budget_bytes,
         patches=patches,
+        share=share,
     )
 
 

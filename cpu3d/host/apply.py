@@ -1,7 +1,8 @@
-"""The one place that sets up this process for TensorFlow: environment, engine, threads, device. Before it is imported.
+"""The one place that sets up this process for TensorFlow: environment, CPUs, memory nodes, engine, threads, device.
 
     host, plan, tf = set_up()                       # on the CPU
     host, plan, tf = set_up("stock", "gpu:0")
+    host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
 Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock-no-onednn" without oneDNN as well,
 "auto" is "itex" where it is installed and "stock" elsewhere.
@@ -9,6 +10,7 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -17,20 +19,26 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
-from cpu3d.host.thread_plan import ThreadPlan, thread_plan
+from cpu3d.host.memory_policy import MemoryPolicy, memory_policy, set_memory_policy
+from cpu3d.host.thread_plan import ThreadPlan, thread_plans
+from cpu3d.host.topology import cpu_ranges, read_topology
 from memory_estimator.engines import itex_is_installed
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import Host
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
+
+ALONE = (0, 1)
+"""(index, count) of a process that shares its host with no other worker."""
 
 _PLUGIN_FOLDER = "tensorflow-plugins"
 """In site-packages. TensorFlow loads every library in it when it is imported, asked or not: ITEX lives there."""
 
 
 def apply(plan: ThreadPlan, engine: str = "auto") -> None:
-    """Set the environment of this process and its children by `plan`; what the user has set himself stays.
+    """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
 
-    The engine is a choice of this call, so oneDNN follows it and not the environment.
+    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower. What is
+    in force `describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
     Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
     """
     _check_engine(engine)
@@ -38,6 +46,9 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
         raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
+    _hold_to(plan.cpus)
+    if plan.memory_nodes and (memory_policy() or MemoryPolicy("default")).mode == "default":  # else it is numactl's
+        set_memory_policy(plan.memory_policy, plan.memory_nodes)
     if engine != "auto":
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
     if _tensorflow_version() < (2, 16):
@@ -70,21 +81,24 @@ def import_tensorflow(engine: str = "auto") -> Any:
     return tf
 
 
-def set_up(engine: str = "auto", device: str = CPU) -> Tuple[Host, ThreadPlan, Any]:
+def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = ALONE) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
-    What every command that computes begins with. Nothing computes on a card but what has asked for it by its name, such
-    as "gpu:0": TensorFlow with CUDA would take one by itself. Where the process has imported TensorFlow before, the
-    plan is only returned; engine and device are still checked, and RuntimeError is raised where it computes already on
-    another device.
+    What every command that computes begins with. `local` is (index, count) of this process among the workers that share
+    the host; it gets its part of the cores, and the host that is returned is all of it. Nothing computes on a card but
+    what has asked for it by its name, such as "gpu:0": TensorFlow with CUDA would take one by itself. Where the process
+    has imported TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is
+    raised where it computes already on another device. Raises InputError for workers that the host cannot be laid with.
     """
-    host = read_host()
-    plan = thread_plan(host)
+    topology = read_topology()
+    # Later what is read is this process's part already.
+    index, count = local if "tensorflow" not in sys.modules else ALONE
+    plan = thread_plans(topology, count)[index]
     if "tensorflow" not in sys.modules:
         apply(plan, engine)
     tf = import_tensorflow(engine)
     use_device(tf, device)
-    return host, plan, tf
+    return topology.host, plan, tf
 
 
 def in_force(plan: ThreadPlan) -> Dict[str, str]:
@@ -110,12 +124,20 @@ def installed(engine: str) -> bool:
     return engine != "itex" or itex_is_installed()
 
 
+def installed_versions() -> Tuple[Optional[str], Optional[str]]:
+    """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
+    tensorflow = _version("tensorflow") or _version("tensorflow-cpu")
+    if tensorflow is None and importlib.util.find_spec("tensorflow"):
+        tensorflow = "of a version not told"
+    return tensorflow, _version("intel-extension-for-tensorflow")
+
+
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     """Lines to print before the work starts: the host, the engine (as `engine_name` tells it), the threads."""
     quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
     limit = "" if host.cgroup_limit_bytes is None else f", limit {_gib(host.cgroup_limit_bytes)}"
     bfloat16 = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
-    return [
+    lines = [
         f"host: {host.cpu_model}, {_count(host.cores, 'core')} on {_count(host.sockets, 'socket')} and "
         f"{_count(host.numa_nodes, 'NUMA node')}, {_count(host.logical_cpus, 'CPU')}{quota}, {bfloat16}",
         f"memory: {_gib(host.memory_bytes)}{limit}, {_gib(host.free_bytes)} free",
@@ -125,9 +147,40 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
             f"{name}={os.environ.get(name, value)}" for name, value in plan.environment.items() if _tunes(name)
         ),
     ]
+    places = _places(host, plan)
+    return [*lines, f"places: {', '.join(places)}"] if places else lines
 
 
 # --- Private helpers ---
+
+
+def _hold_to(cpus: Tuple[int, ...]) -> None:
+    """Let every thread of this process run on these CPUs alone; () leaves them. Threads to come inherit it."""
+    if not cpus or not hasattr(os, "sched_setaffinity") or set(cpus) == os.sched_getaffinity(0):
+        return
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+        with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _places(host: Host, plan: ThreadPlan) -> List[str]:
+    """What is in force of the plan's CPUs and memory nodes, asked of the kernel; nothing where all is one's own."""
+    told = []
+    if plan.cpus and len(plan.cpus) < host.logical_cpus:
+        held = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        if held != set(plan.cpus):
+            told.append(f"not held to CPUs {cpu_ranges(plan.cpus)}, the system does not allow it")
+        else:
+            told.append(f"CPUs {cpu_ranges(plan.cpus)}")
+    found = memory_policy()
+    if found and found.mode != "default":
+        told.append(f"memory {found.mode} on NUMA nodes {cpu_ranges(found.nodes)}")
+    elif plan.memory_nodes:
+        told.append(
+            f"memory not {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}, the system does "
+            "not allow it"
+        )
+    return told
 
 
 def _check_engine(engine: str) -> None:

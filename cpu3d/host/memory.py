@@ -17,6 +17,10 @@ class Resident:
     """Heap, stacks and TensorFlow's pool: nobody can take it back without swap."""
     file_bytes: int
     """Pages of files: the libraries' code, a mapped store. The kernel may drop those that nobody wrote to."""
+    swapped_bytes: int = 0
+    """Of its own data, what lies in swap and so in no memory."""
+    address_bytes: int = 0
+    """All that is mapped, touched or not: what `ulimit -v` counts."""
 
     @property
     def total_bytes(self) -> int:
@@ -39,7 +43,13 @@ def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
     fields = _status(pid)
     if "RssAnon" not in fields:
         return None
-    return Resident(time.time(), fields["RssAnon"] + fields.get("RssShmem", 0), fields["RssFile"])
+    return Resident(
+        time_s=time.time(),
+        anonymous_bytes=fields["RssAnon"] + fields.get("RssShmem", 0),
+        file_bytes=fields["RssFile"],
+        swapped_bytes=fields.get("VmSwap", 0),
+        address_bytes=fields.get("VmSize", 0),
+    )
 
 
 # --- Private helpers ---

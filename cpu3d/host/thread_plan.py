@@ -1,9 +1,25 @@
-"""How many threads and which switches suit a host: the decision, as a pure function. `host.apply` carries it out."""
+"""How many threads, which CPUs and which switches suit the workers on a host: the decision, as pure functions.
 
+plans = thread_plans(topology, default_workers(topology))    # one a socket
+plan = thread_plan(host)                                     # for one process that has the host to itself
+
+`host.apply` carries a plan out.
+"""
+
+import dataclasses
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.errors import InputError
+from cpu3d.host.topology import Cpu, Topology
 from memory_estimator.host import Host
+
+Cores = Sequence[Tuple[Cpu, ...]]
+"""The CPUs of each core, in the order of sockets and nodes."""
+
+LOPSIDED = 2
+"""Sockets, or nodes, of which one has more than this many times the cores of another get no worker each: the small one
+would hold up the large one at every step. A mask of CPUs may leave such."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +34,109 @@ class ThreadPlan:
     """Threads of the OpenMP pool that ITEX runs oneDNN on; the same cores as `intra_op`, never both at once."""
     environment: Mapping[str, str]
     """Every variable to set, these three among them. A variable the user has set himself wins."""
+    cpus: Tuple[int, ...] = ()
+    """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it is."""
+    memory_nodes: Tuple[int, ...] = ()
+    """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; () is the kernel's own
+    way, which is the node of whoever touches a page first."""
+
+    @property
+    def memory_policy(self) -> str:
+        """ "" for the kernel's own, "preferred" or "interleaved"."""
+        if not self.memory_nodes:
+            return ""
+        return "preferred" if len(self.memory_nodes) == 1 else "interleaved"
 
 
 def thread_plan(host: Host) -> ThreadPlan:
-    """The plan for one process that has `host` to itself.
+    """The plan for one process that has `host` to itself, as far as threads go: nothing is said of CPUs and nodes.
 
     One thread a physical core: oneDNN's kernels fill a core's vector units, so a second hyper-thread only
     halves its cache. One operation at a time: as fast as two and a memory peak 7 % lower, because parallel
     gradient operations delay each other's frees (measured on 2 cores, 128^3, bfloat16).
     """
-    threads = host.usable_cores
+    return _plan(host.usable_cores, binds=host.numa_nodes > 1 and host.cpu_quota is None)
+
+
+def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
+    """The plan of each worker on a host, by its index there.
+
+    Workers get whole sockets where they are as many or fewer, then whole NUMA nodes, then parts of one, and never a
+    part of a core. A worker is held to its cores with both hyper-threads: one computes, the other is for the threads
+    that read and augment, which else would take turns with those that compute.
+
+    What a worker touches should lie near: on one node it is taken from there first, and from others rather than be
+    killed; over several nodes pages take turns, because one thread often touches first what all of them use. On a
+    host of one node there is nothing to choose, and under a quota nothing is bound, as every container of the host
+    would be bound to the same first CPUs.
+
+    Raises InputError, with the numbers that do, for workers of whom one would have to share a core, or a socket with
+    less than a whole other one: they wait for the slowest at every step. Within a socket shares may differ by a core.
+    """
+    host = topology.host
+    if host.cpu_quota is not None:
+        if not 1 <= workers <= host.usable_cores:
+            raise _refusal(topology, workers)
+        return (_plan(host.usable_cores // workers, binds=False),) * workers
+    shares = _shares(topology.cores, workers)
+    if shares is None:
+        raise _refusal(topology, workers)
+    with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
+    plans = []
+    for share in shares:
+        plan = _plan(len(share), binds=host.numa_nodes > 1)
+        cpus = tuple(sorted(cpu.number for core in share for cpu in core))
+        nodes = {cpu.node for core in share for cpu in core} & with_memory
+        plans.append(dataclasses.replace(plan, cpus=cpus, memory_nodes=tuple(sorted(nodes))))
+    return tuple(plans)
+
+
+def default_workers(topology: Topology) -> int:
+    """One a socket; one in all under a quota, or where sockets are lopsided, as a CPU mask may leave them."""
+    sockets = _groups(topology.cores, "socket")
+    return 1 if topology.host.cpu_quota is not None or _are_lopsided(sockets) else len(sockets)
+
+
+def possible_workers(topology: Topology) -> List[int]:
+    """The numbers of workers that `thread_plans` has plans for."""
+    if topology.host.cpu_quota is not None:
+        return list(range(1, topology.host.usable_cores + 1))
+    cores = topology.cores
+    return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers) is not None]
+
+
+def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
+    """The part of a host that one of its workers has: cores, quota and free memory divided.
+
+    With `cpus_apart` the host is what a worker sees that is held to CPUs of its own, as by Slurm: those stay as they
+    are. `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share
+    the cores unevenly it is the smallest part.
+    """
+    if workers == 1:
+        return host
+    free = (host.cgroup_limit_bytes or 0) - host.cgroup_used_bytes
+    part = dataclasses.replace(
+        host,
+        available_bytes=host.available_bytes // workers,
+        cgroup_limit_bytes=host.cgroup_limit_bytes and host.cgroup_used_bytes + free // workers,
+    )
+    if cpus_apart:
+        return part
+    return dataclasses.replace(
+        part,
+        sockets=max(1, host.sockets // workers),
+        cores=max(1, host.cores // workers),
+        logical_cpus=max(1, host.logical_cpus // workers),
+        numa_nodes=max(1, host.numa_nodes // workers),
+        cpu_quota=host.cpu_quota and host.cpu_quota / workers,
+    )
+
+
+# --- Private helpers ---
+
+
+def _plan(threads: int, *, binds: bool) -> ThreadPlan:
+    """A plan of so many threads; `binds` where each of them should stay on a core of its own."""
     environment = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": "1",
@@ -47,9 +156,80 @@ def thread_plan(host: Host) -> ThreadPlan:
         # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    if host.numa_nodes > 1 and host.cpu_quota is None:
+    if binds:
         # Assumed, from the same guide: each thread stays on its core, so that memory it touched first stays near.
-        # Not on one node, where nothing is far and a bound thread cannot make way for a data thread, and not under
-        # a quota, where every container of the host would bind to the same first cores.
+        # Not on one node, where nothing is far and a bound thread cannot make way for a data thread. Intel's OpenMP
+        # lays them within the CPUs that the process is held to, one a core before a second on any.
         environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
     return ThreadPlan(intra_op=threads, inter_op=1, omp_threads=threads, environment=environment)
+
+
+def _shares(cores: Cores, workers: int) -> Optional[List[Cores]]:
+    """The cores of each worker, None where they cannot be dealt."""
+    sockets = _groups(cores, "socket")
+    if workers < 1 or workers > len(cores):
+        return None
+    if len(sockets) % workers == 0:
+        return _joined(sockets, workers)
+    if workers % len(sockets) != 0:
+        return None
+    shares: List[Cores] = []
+    for socket in sockets:
+        inside = _inside_socket(socket, workers // len(sockets))
+        if inside is None:
+            return None
+        shares.extend(inside)
+    return shares
+
+
+def _inside_socket(cores: Cores, workers: int) -> Optional[List[Cores]]:
+    """Whole nodes, or parts of one; where neither comes out even, cores in the order of nodes, as near as they are."""
+    nodes = _groups(cores, "node")
+    if not _are_lopsided(nodes):
+        if len(nodes) % workers == 0:
+            return _joined(nodes, workers)
+        each = workers // len(nodes)
+        if workers % len(nodes) == 0 and all(len(node) >= each for node in nodes):
+            return [part for node in nodes for part in _cut(node, each)]
+    return _cut(cores, workers) if workers <= len(cores) else None
+
+
+def _groups(cores: Cores, place: str) -> List[Cores]:
+    """Cores by their socket or node, in order."""
+    found: Dict[int, List[Tuple[Cpu, ...]]] = {}
+    for core in cores:
+        found.setdefault(getattr(core[0], place), []).append(core)
+    return list(found.values())
+
+
+def _are_lopsided(groups: Sequence[Cores]) -> bool:
+    sizes = [len(group) for group in groups]
+    return max(sizes) > LOPSIDED * min(sizes)
+
+
+def _joined(groups: Sequence[Cores], workers: int) -> List[Cores]:
+    """Neighbouring groups put together, as many for each worker."""
+    each = len(groups) // workers
+    return [[core for group in groups[i : i + each] for core in group] for i in range(0, len(groups), each)]
+
+
+def _cut(cores: Cores, workers: int) -> List[Cores]:
+    """Neighbouring cores, as many for each worker or one more."""
+    ends = [len(cores) * worker // workers for worker in range(workers + 1)]
+    return [cores[begin:end] for begin, end in zip(ends, ends[1:])]
+
+
+def _refusal(topology: Topology, workers: int) -> InputError:
+    host, possible = topology.host, possible_workers(topology)
+    nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
+    have = f"{host.usable_cores} cores' worth of quota"
+    rule = "have a whole CPU's worth of time each"
+    if host.cpu_quota is None:
+        have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
+        rule = "have whole sockets or equal parts of them, and a core each"
+    return InputError(f"workers must {rule}, got {workers} on {have}; use {_or(nearest)}")
+
+
+def _or(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

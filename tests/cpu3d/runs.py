@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from cpu3d.checkpoint import load_checkpoint
+from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import save_config
 from cpu3d.fit import Fit
+from cpu3d.resolve import resolve
 from cpu3d.run_log import read_events
-from cpu3d.train import resolve
 from memory_estimator.host import read_host
 
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
@@ -21,7 +22,7 @@ def start(store, folder, **settings):
 
 
 def weights(folder, name="last"):
-    return load_checkpoint(folder / "checkpoints" / f"{name}.npz")[0]
+    return load_checkpoint(weights_file(folder, name))[0]
 
 
 def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, done=5, **settings):
@@ -33,11 +34,11 @@ def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps,
     cut = start(store, folder / "cut", **options)
     step, taken = Fit._train_step, []
 
-    def die(self, batches):
+    def die(self, *given):
         if len(taken) == done:
             raise MemoryError
         taken.append(1)
-        return step(self, batches)
+        return step(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Fit, "_train_step", die)

@@ -84,10 +84,10 @@ def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_coun
     assert list(arrays_of_parts) == list(arrays)
     assert_alike(arrays_of_parts.values(), arrays.values(), 2e-5)
     assert arrays_of_parts["updates"] == 2
-    for (loss, dice), (loss_of_parts, dice_of_parts) in zip(said, said_of_parts):
-        assert dice_of_parts.shape == (BATCH, UNET.outputs)
-        np.testing.assert_allclose(loss_of_parts, loss, rtol=1e-5)
-        np.testing.assert_allclose(dice_of_parts, dice, rtol=1e-4)
+    for outcome, of_parts in zip(said, said_of_parts):
+        assert of_parts.dice.shape == (BATCH, UNET.outputs)
+        np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
+        np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
 
 
 def test_with_batch_norm_parts_are_another_training():
@@ -119,9 +119,10 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
     before = one.arrays()
     image, target = volumes()
     image[1] = np.inf
-    loss, dice = one.step(parts((image, target), 1), 1e-2)
-    assert not np.isfinite(loss)
-    assert len(dice) == 2
+    outcome = one.step(parts((image, target), 1), 1e-2)
+    assert np.isfinite(outcome.losses).tolist() == [True, False, True, True]  # the third and fourth were not computed
+    assert not np.isfinite(outcome.loss)
+    assert len(outcome.dice) == 2
     for name, array in one.arrays().items():
         if name != "optimizer/001":  # the learning rate
             np.testing.assert_array_equal(array, before[name], err_msg=name)

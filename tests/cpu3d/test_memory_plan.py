@@ -23,7 +23,7 @@ from cpu3d.memory_plan import (
     under,
     volumes_of,
 )
-from cpu3d.train import resolve
+from cpu3d.resolve import resolve
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.gpu import CONTEXT_BYTES, gpu_bytes

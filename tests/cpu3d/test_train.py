@@ -15,22 +15,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d import fit as fit_module
+from cpu3d import validation as validation_module
 from cpu3d.__main__ import main
-from cpu3d.checkpoint import load_checkpoint
+from cpu3d.checkpoint_history import checkpoints, newest
 from cpu3d.config import RunConfig, save_config
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path, remake
 from cpu3d.data.region import round_up
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, open_store
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DivergedError, DoesNotFitError, InputError
 from cpu3d.fit import Fit
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference import load_predictor
+from cpu3d.learner import Outcome
 from cpu3d.lock import locked
+from cpu3d.resolve import resolve
 from cpu3d.run_log import append_event, read_events
-from cpu3d.train import resolve, train
+from cpu3d.stop_signals import noted_signals
+from cpu3d.train import train
 from cpu3d.training_options import add_training_options, with_settings
 from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
@@ -51,7 +54,10 @@ def test_a_run_learns_and_leaves_what_the_readme_says(phantom_store, tmp_path):
     assert len(validations) == 6
     assert events[-1]["event"] == "end"
     assert events[-1]["reason"] == "finished"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["best.npz", "last.npz"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "best.npz",
+        *(f"step-{step:08d}.npz" for step in (16, 20, 24)),
+    ]
     assert any((tmp_path / "tensorboard").iterdir())
 
 
@@ -74,7 +80,7 @@ def test_a_run_continues_without_its_options_repeated(phantom_store, tmp_path):
 
 def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, monkeypatch):
     fit = start(phantom_store, tmp_path, epochs=20, patience=2)
-    monkeypatch.setattr(fit_module, "_score", lambda target, logits: (1.0, _Counts()))
+    monkeypatch.setattr(validation_module, "_score", lambda target, logits: (1.0, _Counts()))
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
@@ -88,8 +94,9 @@ class _Counts:
 
 def test_a_loss_that_is_not_finite_stops_with_the_case_and_the_last_good_step(phantom_store, tmp_path, monkeypatch):
     fit = start(phantom_store, tmp_path)
-    monkeypatch.setattr(fit.learner, "step", lambda *_: (float("nan"), np.ones((1, 3), "f4")))
-    with pytest.raises(InputError, match="loss must be finite, got nan at step 1 on BRATS_"):
+    nothing = Outcome(np.array([np.nan]), np.ones((1, 3), "f4"), np.zeros(1))
+    monkeypatch.setattr(fit.learner, "step", lambda *_: nothing)
+    with pytest.raises(DivergedError, match="loss and gradients must be finite, got nan at step 1 on BRATS_"):
         fit.run()
 
 
@@ -123,11 +130,23 @@ def test_settings_that_do_not_suit_are_refused_before_anything_is_written(phanto
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_left_alone(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, epochs=1).run()
-    path = tmp_path / "checkpoints" / "last.npz"
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_whole_is_refused(
+    phantom_store, tmp_path
+):
+    start(phantom_store, tmp_path, epochs=1, save_minutes=0.0, keep=2).run()
+    expected = weights(tmp_path)
+    path = newest(tmp_path).path
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"last\.npz must be whole"):
+    again = start(phantom_store, tmp_path, epochs=1, keep=2)
+    assert again.step == 3
+    assert "step-00000004.npz must be whole" in again.plan()[0]
+    assert path.with_suffix(".damaged").exists()
+    again.run()
+    for name, array in weights(tmp_path).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    for path in checkpoints(tmp_path):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"step-00000004\.npz must be whole.*\n.*step-00000003\.npz must be whole"):
         start(phantom_store, tmp_path, epochs=1)
 
 
@@ -184,16 +203,17 @@ def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phanto
     fit = start(phantom_store, tmp_path, save_minutes=0.0)
     step, taken = Fit._train_step, []
 
-    def overflow_in_the_third(self, batches):
-        step(self, batches)
+    def overflow_in_the_third(self, *given):
+        stop = step(self, *given)
         taken.append(1)
         if len(taken) == 3:
             self.learner.model.weights[0].assign(self.learner.model.weights[0] * np.inf)
+        return stop
 
     monkeypatch.setattr(Fit, "_train_step", overflow_in_the_third)
-    with pytest.raises(InputError, match=r"weights must be finite, got others after step 3; .*still holds step 2"):
+    with pytest.raises(DivergedError, match=r"weights must be finite, got others after step 3; .*still holds step 2"):
         fit.run()
-    assert load_checkpoint(tmp_path / "checkpoints" / "last.npz")[1]["step"] == 2
+    assert newest(tmp_path).state["step"] == 2
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):
@@ -231,10 +251,10 @@ def test_a_file_that_is_damaged_during_a_run_ends_it_with_its_name(phantom_store
 
 def test_a_finished_run_is_left_as_it_is(phantom_store, tmp_path):
     train(phantom_store.folder, tmp_path, settings={**SMALL, "epochs": 1})
-    log, last = (tmp_path / "log.jsonl").read_bytes(), (tmp_path / "checkpoints" / "last.npz").read_bytes()
+    log, last = (tmp_path / "log.jsonl").read_bytes(), newest(tmp_path).path.read_bytes()
     train(phantom_store.folder, tmp_path)
     assert (tmp_path / "log.jsonl").read_bytes() == log
-    assert (tmp_path / "checkpoints" / "last.npz").read_bytes() == last
+    assert newest(tmp_path).path.read_bytes() == last
 
 
 def test_a_run_of_steps_goes_on_by_epochs_where_these_are_asked_for(phantom_store, tmp_path, capsys):
@@ -375,9 +395,9 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
         time.sleep(0.2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + number, errors
     assert "saved after step" in errors
-    state = load_checkpoint(tmp_path / "checkpoints" / "last.npz")[1]
+    state = newest(tmp_path).state
     assert read_events(tmp_path)[-1] == {**read_events(tmp_path)[-1], "reason": "interrupted", "step": state["step"]}
     again = subprocess.run([*command, "--epochs", str(state["step"] // 4 + 1)], cwd=ROOT, env=os.environ, check=False)
     assert again.returncode == 0
@@ -385,7 +405,7 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
-    with fit_module._stop_flag() as stop:
+    with noted_signals() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.SIGTERM in stop

@@ -12,10 +12,12 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.checkpoint import load_checkpoint
+from cpu3d.checkpoint_history import newest
 from cpu3d.config import load_config, save_config
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DivergedError, DoesNotFitError, InputError
 from cpu3d.feeds import Parts
-from cpu3d.train import resolve, train
+from cpu3d.resolve import resolve
+from cpu3d.train import train
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, start, weights
@@ -128,13 +130,13 @@ def on_the_second_part(fit, monkeypatch, act):
     monkeypatch.setattr(fit.learner, "_accumulate", accumulate)
 
 
-def test_a_part_s_loss_that_is_not_finite_names_the_step_s_cases_and_leaves_the_weights(
-    phantom_store, tmp_path, monkeypatch
-):
+def test_a_part_s_loss_that_is_not_finite_names_its_case_and_leaves_the_weights(phantom_store, tmp_path, monkeypatch):
     fit = start(phantom_store, tmp_path, batch=2, save_minutes=0.0)
     on_the_second_part(fit, monkeypatch, lambda answer: (answer[0] * np.nan, answer[1]))
-    names = ", ".join(fit.feeds.case_ids(1))
-    with pytest.raises(InputError, match=rf"loss must be finite, got nan at step 2 on {names}; .*still holds step 1"):
+    culprit = fit.feeds.case_ids(1)[1]
+    with pytest.raises(
+        DivergedError, match=rf"loss and gradients must be finite, got nan at step 2 on {culprit}; .*still holds step 1"
+    ):
         fit.run()
     for name, array in fit.learner.arrays().items():
         if name != "optimizer/001":  # the learning rate
@@ -146,7 +148,7 @@ def test_an_interrupt_between_two_parts_ends_after_the_whole_step(phantom_store,
     on_the_second_part(fit, monkeypatch, lambda answer: os.kill(os.getpid(), signal.SIGINT) or answer)
     with pytest.raises(KeyboardInterrupt, match="saved after step 2"):
         fit.run()
-    arrays, state = load_checkpoint(tmp_path / "checkpoints" / "last.npz")
+    arrays, state = load_checkpoint(newest(tmp_path).path)
     assert (state["step"], arrays["updates"]) == (2, 2)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memory_estimator.units import format_bytes, format_seconds, parse_bytes
+from memory_estimator.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_duration, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,41 @@ def test_seconds_are_written_in_the_unit_that_reads_best():
     assert [format_seconds(s) for s in (0.0123, 9.4, 600, 7200, 86400 * 3)] == [
         "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("25Gbit/s", 25e9 / 8),
+        ("8 bit/s", 1.0),
+        ("1.5 Mbit/s", 187500.0),
+        ("2GB/s", 2e9),
+        ("1MiB/s", 2**20),
+        ("7B/s", 7),
+    ],
+)
+def test_a_rate_is_read_in_bits_or_bytes(text, rate):
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["25Gb/s", "25Gbps", "25", "0Gbit/s", "-1GB/s", "kiB/s", "1kiB/s", "nanGB/s"])
+def test_a_rate_that_is_none_or_could_be_either_is_refused_with_an_example(text):
+    with pytest.raises(
+        ValueError, match=r"rate must be a positive number with its unit, got .*; write it like 25Gbit/s"
+    ):
+        parse_rate(text)
+
+
+def test_rates_are_written_in_bits():
+    assert [format_rate(rate) for rate in (3.125e9, 1e6, 10)] == ["25 Gbit/s", "8 Mbit/s", "0.08 kbit/s"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("0s", 0.0)])
+def test_a_short_time_is_read(text, seconds):
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["50", "-1s", "1min", "us", "1e3s"])
+def test_a_time_without_a_unit_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=r"time must be a number with its unit, got .*; write it like 50us"):
+        parse_duration(text)

@@ -126,8 +126,7 @@ def losses(policy, steps=30):
         far = np.sqrt(((np.indices((16, 16, 16)) - centre) ** 2).sum(0))
         target = np.stack([far < 5, far < 3], -1)[None].astype("u1")
         image = (target.sum(-1, keepdims=True) + rng.normal(0, 0.3, (1, 16, 16, 16, 1))).astype("f4")
-        loss, _ = learner.step(iter([(tf.constant(image), tf.constant(target))]), 1e-2)
-        found.append(loss)
+        found.append(learner.step(iter([(tf.constant(image), tf.constant(target))]), 1e-2).loss)
     return np.array(found)
 
 

@@ -94,6 +94,10 @@ class PagePlan:
         """Whether `file` was brought in and not given back."""
         return file in self._kept
 
+    def needs(self, file: Hashable, before: int) -> bool:
+        """Whether `file` is known to be used before a position, from the current one on."""
+        return self._next_use(file) < before
+
     def at(self, position: int) -> Step:
         """What to do as `position` is about to be read. Any position may follow any other; the next one costs least."""
         if position != self._position + 1:

@@ -68,8 +68,8 @@ def test_a_step_does_what_the_trainer_s_step_does(optimizer):
     parts = itertools.repeat((image, tf.constant(rng.integers(0, 2, (2, *GRID, 3)).astype("u1"))))
     before = ours.model.get_weights()
     for _ in range(2):
-        (loss, dice), (plain_loss, plain_dice) = ours.step(parts, 1e-3), plain.step(parts, 1e-3)
-        assert plain_loss == pytest.approx(loss, rel=1e-4)
-        np.testing.assert_allclose(plain_dice, dice, rtol=1e-4)
+        outcome, (plain_loss, plain_dice) = ours.step(parts, 1e-3), plain.step(parts, 1e-3)
+        assert plain_loss == pytest.approx(outcome.loss, rel=1e-4)
+        np.testing.assert_allclose(plain_dice, outcome.dice, rtol=1e-4)
     for old, new, other in zip(before, ours.model.get_weights(), plain.model.get_weights()):
         np.testing.assert_allclose(other - old, new - old, rtol=0.05, atol=0.05 * np.abs(new - old).max())

@@ -1,3 +1,4 @@
+from cpu3d.checkpoint_history import checkpoints
 from cpu3d.compare.timing import FOLDER, computing_seconds, forget, step_seconds
 
 PLAN = [
@@ -27,7 +28,8 @@ def test_what_was_cut_off_or_half_deleted_is_timed_anew(stage, tmp_path):
     for path in ("whole-timed0/log.jsonl", "patch-timed1/config.json"):
         path = tmp_path / FOLDER / path
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
-    (tmp_path / FOLDER / "patch-timed0" / "checkpoints" / "last.npz").unlink()
+    for path in checkpoints(tmp_path / FOLDER / "patch-timed0"):
+        path.unlink()
     assert step_seconds(PLAN, tmp_path / "store", tmp_path) == {"whole": 2.0, "patch": 0.5}
     assert stage.calls() == THERE_AND_BACK[:3]
     forget(tmp_path)

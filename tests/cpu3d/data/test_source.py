@@ -22,6 +22,7 @@ from cpu3d.data.files.look_ahead import LookAhead
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Geometry, array_path, make_manifest, remake
 from cpu3d.data.region import crop, whole
+from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.source import (
     Batches,
     case_region,
@@ -427,6 +428,74 @@ def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phan
         assert hashes(make(start=position, threads=1 + position % 3)) == expected[position:]
 
 
+@pytest.mark.parametrize("kind", ["volumes", "foreground", "grid"])
+def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, kind):
+    make, span = streams(phantom_store)[kind], {"start": 4, "stop": 12}
+    expected = dict(zip(range(4, 12), hashes(make(**span))))
+    for workers in (2, 4):
+        found = {}
+        for rank in range(workers):
+            share = Share(rank, workers, 4, tuple(range(workers)))
+            found.update(zip(share.positions(**span), hashes(make(share=share, threads=1 + rank % 2, **span))))
+        assert found == expected
+
+
+def test_the_micro_batches_of_a_worker_are_those_of_its_block(phantom_store):
+    share, common = Share(1, 2, 8), {"batch": 2, "seed": 3, "augment": AUGMENT}
+    found = hashes(volume_dataset(phantom_store, stop=16, share=share, **common))
+    blocks = [volume_dataset(phantom_store, start=start, stop=start + 4, **common) for start in (4, 12)]
+    assert found == [one for block in blocks for one in hashes(block)]
+    assert found[2:] == hashes(volume_dataset(phantom_store, start=8, stop=16, share=share, **common))
+
+
+def test_the_first_epoch_of_several_workers_is_of_whole_steps(phantom_store):
+    expected = hashes(volume_dataset(phantom_store, shuffle=False))
+    assert len(expected) == 4
+    for rank in range(3):
+        found = hashes(volume_dataset(phantom_store, shuffle=False, share=Share(rank, 3, 3)))
+        assert found == expected[rank : rank + 1]
+    assert hashes(patch_dataset(phantom_store, (8, 8, 8), share=Share(0, 2, 6))) == []
+
+
+def test_a_validation_is_dealt_among_workers_and_loses_no_case(phantom_store):
+    expected = hashes(volume_dataset(phantom_store, shuffle=False))
+    validated = lambda share: hashes(volume_dataset(phantom_store, shuffle=False, stop=4, share=share.singly()))
+    assert [validated(Share(rank, 3, 6)) for rank in range(3)] == [expected[0::3], expected[1::3], expected[2::3]]
+    assert validated(Share(4, 5, 5)) == []
+
+
+def test_each_worker_looks_at_its_own_share_of_the_files(phantom_store, tmp_path):
+    shutil.copytree(phantom_store.folder, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    bad = array_path(store.folder, store.cases("train")[3], "x")
+    bad.write_bytes(bad.read_bytes()[:-10])
+    whole_bytes = open_reading(phantom_store, free_bytes=FREE_BYTES).split_bytes
+    for rank in (1, 2):
+        reading = open_reading(store, free_bytes=FREE_BYTES, share=Share(rank, 3, 3))
+        assert reading.split_bytes == whole_bytes
+    for make in (open_reading, lambda store, **k: volume_dataset(store, share=k["share"])):
+        with pytest.raises(InputError, match=f"{bad.name} must be"):
+            make(store, free_bytes=FREE_BYTES, share=Share(1, 2, 2))
+
+
+def test_workers_of_a_host_plan_together_for_its_memory(phantom_store, monkeypatch):
+    plans = []
+
+    def spy(reader, record_at, *, page_budget_bytes, workers, turn, apart, **named):
+        plans.append((page_budget_bytes, workers, turn, apart, [record_at(place).case_id for place in range(4)]))
+        return LookAhead(reader, record_at, page_budget_bytes=page_budget_bytes, **named)
+
+    monkeypatch.setattr(loader, "LookAhead", spy)
+    cases = [record.case_id for record in phantom_store.cases("train")]
+    share = Share(2, 4, 4, here=(1, 2))
+    for one in (share, share.singly(), ALL):
+        volume_dataset(phantom_store, shuffle=False, stop=8, page_budget_bytes=1000, share=one)
+    together, single, alone = plans
+    assert together == (1000, 2, 1, 3, [cases[1], cases[2], cases[1], cases[2]])
+    assert single == (500, 1, 0, 0, [cases[2]] * 4)  # nobody waits in a validation: its own files, half of the memory
+    assert alone == (1000, 1, 0, 0, cases)
+
+
 FRESH = """
 import sys
 sys.path[:0] = {path!r}
@@ -661,6 +730,9 @@ def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store):
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"multiple": 0}, "multiple must be an integer of at least 1, got 0"),
         ({"page_budget_bytes": -1}, "page_budget_bytes must be an integer of at least 0, got -1"),
+        ({"share": Share(0, 2, 4), "start": 2}, "start must be a multiple of the 4 samples of a step, got 2; give 0"),
+        ({"share": Share(0, 2, 4), "stop": 7}, "stop must be a multiple of the 4 samples of a step, got 7; give 4"),
+        ({"share": Share(0, 2, 4), "batch": 4}, "batch must divide a worker's 2 samples of a step, got 4"),
     ],
 )
 def test_numbers_out_of_range_are_refused(phantom_store, make, wrong, message):

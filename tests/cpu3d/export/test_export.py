@@ -21,7 +21,7 @@ from cpu3d.inference import load_predictor
 from cpu3d.labels import label_from_regions
 from cpu3d.learner import weight_names
 from cpu3d.lock import locked
-from cpu3d.train import resolve
+from cpu3d.resolve import resolve
 from memory_estimator.host import read_host
 from models.unet3d import build_unet3d
 from tests.cpu3d.conftest import LPS_2MM, make_store
@@ -210,7 +210,7 @@ def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
         (["--size", 16, 10, 8], "--size (16, 10, 8) must be divisible by 4; pad to (16, 12, 8)"),
         (["--size", 8, 8, 8], "case e must fit into 8 x 8 x 8, got a brain of 10 x 8 x 6; export with --size 12 8 8"),
         (["--case", "no.nii.gz"], "--case no.nii.gz must exist, found none"),
-        (["--weights", "last"], "last.npz must exist, found none"),
+        (["--weights", "last"], "must hold a checkpoint, found none"),
     ],
 )
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(call, tmp_path, words, told):

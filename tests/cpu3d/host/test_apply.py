@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.host.apply import apply, describe, import_tensorflow
-from cpu3d.host.thread_plan import ThreadPlan, thread_plan
+from cpu3d.host.apply import apply, describe, import_tensorflow, set_up
+from cpu3d.host.memory_policy import memory_policy
+from cpu3d.host.thread_plan import ThreadPlan, thread_plan, thread_plans
+from cpu3d.host.topology import cpu_ranges, read_topology
 from memory_estimator.host import Host, read_host
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,3 +159,99 @@ def test_the_description_says_what_the_process_may_use(monkeypatch):
         "engine: TensorFlow 2.15.1, oneDNN",
     ]
     assert "OMP_NUM_THREADS=3" in describe(host, thread_plan(host), "")[3]
+
+
+# --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
+
+
+def run_python(script, *arguments):
+    """What a fresh process prints last, read as JSON."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_"))}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+needs_two_cores = pytest.mark.skipif(
+    read_host().cores < 2 or read_host().sockets > 1 or read_host().cpu_quota is not None or sys.platform != "linux",
+    reason="needs two cores of one socket to itself",
+)
+needs_policies = pytest.mark.skipif(memory_policy() is None, reason="the system does not tell of memory policies")
+
+
+@needs_two_cores
+def test_a_worker_is_held_to_its_part_of_the_cores():
+    """Each thread of the process, those of TensorFlow among them; and a second set_up finds the part, not its half."""
+    found = run_python(
+        """
+import json, os, threading
+thread = threading.Event()
+threading.Thread(target=thread.wait, daemon=True).start()
+before = os.sched_getaffinity(0)
+from cpu3d.host.apply import describe, set_up
+host, plan, tf = set_up(local=(1, 2))
+tf.linalg.matmul(tf.ones((64, 64)), tf.ones((64, 64)))
+again = set_up(local=(1, 2))[1]
+masks = {tuple(sorted(os.sched_getaffinity(int(task)))) for task in os.listdir("/proc/self/task")}
+print(json.dumps({
+    "before": sorted(before), "cpus": plan.cpus, "masks": sorted(masks), "again": again.cpus, "cores": host.cores,
+    "intra": tf.config.threading.get_intra_op_parallelism_threads(), "threads": plan.intra_op,
+    "places": describe(host, plan, "")[4:],
+}))
+"""
+    )
+    expected = thread_plans(read_topology(), 2)[1]
+    assert found["cpus"] == found["again"] == list(expected.cpus) != found["before"]
+    assert found["masks"] == [list(expected.cpus)]
+    assert found["intra"] == found["threads"] == expected.intra_op
+    assert found["cores"] == read_host().cores
+    assert found["places"][0].startswith(f"places: CPUs {cpu_ranges(expected.cpus)}")
+
+
+POLICIES = """
+import json, os, sys
+from cpu3d.host.apply import apply, describe
+from cpu3d.host.memory_policy import memory_policy, set_memory_policy
+from cpu3d.host.thread_plan import ThreadPlan
+from memory_estimator.host import read_host
+mine, nodes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+said = set_memory_policy(*mine)
+cpus = tuple(sorted(os.sched_getaffinity(0)))
+plan = ThreadPlan(1, 1, 1, {}, cpus=cpus, memory_nodes=tuple(nodes))
+apply(plan)
+print(json.dumps([said, memory_policy(), describe(read_host(), plan, "")[4:]]))
+"""
+
+
+@needs_policies
+@pytest.mark.parametrize(
+    ("mine", "nodes", "expected", "told"),
+    [
+        (["default"], [], ["default", []], []),
+        (["default"], [0], ["preferred", [0]], ["places: memory preferred on NUMA nodes 0"]),
+        (["interleaved", [0]], [0], ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]),
+        (
+            ["default"],
+            [900, 901],
+            ["default", []],
+            ["places: memory not interleaved on NUMA nodes 900-901, the system does not allow it"],
+        ),
+    ],
+)
+def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen(mine, nodes, expected, told):
+    said, found, places = run_python(POLICIES, json.dumps(mine), json.dumps(nodes))
+    assert said == ""
+    assert found == expected
+    assert places == told
+
+
+@needs_policies
+def test_nodes_that_are_not_there_are_refused_by_name():
+    script = "import json, cpu3d.host.memory_policy as m; print(json.dumps(m.set_memory_policy('preferred', [900])))"
+    assert run_python(script) == "Invalid argument"
+
+
+def test_workers_that_the_host_cannot_be_laid_with_are_refused(without_tensorflow):
+    with pytest.raises(InputError, match="workers must have"):
+        set_up(local=(0, 100000))

@@ -45,7 +45,7 @@ class MadeUpRuns:
             bound = self.diverges_at if run.folder.name.startswith("search") else self.full_diverges_at
             error = verdict_of(run)
             if options.learning_rate >= bound and not error:
-                error = RunDivergedError("train must end well: loss must be finite, got nan at step 1", 2, "diverged")
+                error = RunDivergedError("train must end well: loss must be finite, got nan at step 1", 4, "diverged")
                 keep_verdict(run, error)
                 self.diverged.append(run.folder.name)
             if error:

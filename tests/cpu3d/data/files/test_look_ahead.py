@@ -1,17 +1,22 @@
+import dataclasses
 import gc
 import os
+import random
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cpu3d.data.files import page_cache
+from cpu3d.data.files import look_ahead, page_cache
 from cpu3d.data.files.file_map import map_file
 from cpu3d.data.files.look_ahead import LookAhead
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
 from cpu3d.data.sampling import sample_at
+from cpu3d.data.sharding import ALL, Share
 
 IMAGE = np.random.default_rng(0).integers(1000, size=(64, 64, 32, 2), dtype=np.int16)
 """Half a megabyte, 128 pages."""
@@ -100,7 +105,7 @@ def test_pages_in_memory_stay_within_the_budget_on_data_that_is_larger(store):
         ahead.at(position)
         assert reader.array(record_at(position), "x").sum() == TOTAL
         assert reader.array(record_at(position), "y").sum() == LABEL.size
-        eventually(lambda: ahead._positions.empty())
+        eventually(lambda: ahead._samples.empty())
         most = max(most, in_memory(folder, records))
     ahead.close()
     assert in_memory(folder, records) <= budget
@@ -117,7 +122,7 @@ def test_a_file_that_was_mapped_when_it_was_given_back_is_given_back_again(store
     ahead = look_ahead_at(reader, records, page_budget_bytes=1, ahead=0, in_flight=1)
     for position in range(4):
         ahead.at(position)
-    eventually(lambda: ahead._positions.empty())
+    eventually(lambda: ahead._samples.empty())
     assert pages_of(folder, records[0]).any()  # a map's pages cannot be dropped
     del held
     for position in range(4, 14):
@@ -236,3 +241,139 @@ def test_the_thread_begins_with_the_first_position_and_ends_with_its_owner(store
 def test_a_look_ahead_that_was_never_asked_closes_at_once(store):
     folder, records = store(1)
     look_ahead_at(Reader(folder), records).close()
+
+
+# --- Several workers of a host, who share its pages ---
+
+
+class Kernel:
+    """A host's pages: which files are in memory, where nothing goes by itself and every read is done at once."""
+
+    def __init__(self):
+        self.files, self.used = set(), {}
+        self.reads = self.waits = self.most = 0
+        self.uses, self.given, self.taken = 0, [], []
+
+    def bring_in(self, file):
+        self.reads += file not in self.files
+        self.files.add(file)
+        self.most = max(self.most, len(self.files))
+
+    def use(self, worker, file):
+        self.waits += file not in self.files
+        self.bring_in(file)
+        self.used[worker] = file
+        self.uses += 1
+
+    def give_back(self, file):
+        self.given.append((self.uses, file))
+        if file in self.used.values():
+            self.taken.append(file)
+        self.files.discard(file)
+
+
+class FakeReader(Reader):
+    """Of cases whose files are a byte long and not there."""
+
+    def __init__(self, kernel):
+        super().__init__("/nowhere")
+        self.kernel, self.asked = kernel, []
+
+    def advise(self, record, slices=None):
+        self.asked.append(record.stem)
+        self.kernel.bring_in(record.stem)
+
+
+def run_host(monkeypatch, shares, *, budgets, samples, orders=None, begin=0, seed=0):
+    """A host's kernel after `samples` of 60 cases were used here in all, from `begin` on.
+
+    The workers go on in any order, at most a step apart. Each plans within its one of `budgets`, for the order of its
+    one of `orders`: that of its share.
+    """
+    kernel, part = Kernel(), shares[0].part
+    monkeypatch.setattr(look_ahead._Adviser, "_give_back", staticmethod(lambda paths: kernel.give_back(stem_of(paths))))
+    stem_at = lambda position: f"c{sample_at(position, cases=60, seed=3).index:02d}"
+    readers, advisers = [FakeReader(kernel) for _ in shares], []
+    for reader, share, order, budget in zip(readers, shares, orders or shares, budgets):
+        workers = len(order.in_step)
+        ahead = LookAhead(
+            reader,
+            lambda place, order=order: record_of(stem_at(order.position_here(place))),
+            page_budget_bytes=budget,
+            horizon=120,
+            start=begin // len(shares),
+            stop=samples // len(shares),
+            ahead=1,
+            in_flight=1,
+            workers=workers,
+            turn=order.in_step.index(share.rank),
+            apart=part if workers > 1 else 0,
+        )
+        advisers.append(ahead._adviser)  # without its thread: in the order that is drawn
+    draw, done = random.Random(seed), [begin // len(shares)] * len(shares)
+    while sum(done) < samples:
+        last = min(min(done) + part, samples // len(shares))
+        worker = draw.choice([worker for worker, count in enumerate(done) if count < last])
+        advisers[worker].at(done[worker])
+        kernel.use(worker, stem_at(shares[worker].position(done[worker])))
+        done[worker] += 1
+    for reader, share in zip(readers, shares):  # each asks for its own, in its own order, and misses none
+        assert reader.asked == [stem_at(share.position(index)) for index in range(begin // len(shares), done[0])]
+    return kernel
+
+
+def record_of(stem):
+    return SimpleNamespace(stem=stem, format="npy", has_label=False, image_bytes=1, label_bytes=0)
+
+
+def stem_of(paths):
+    return Path(paths[0]).name.split(".")[0]
+
+
+def host_of(workers, part, here):
+    return [Share(rank, workers, workers * part, here) for rank in here]
+
+
+HOSTS = [host_of(2, 1, (0, 1)), host_of(2, 3, (0, 1)), host_of(4, 2, (0, 1, 2, 3)), host_of(4, 2, (1, 2))]
+
+
+@pytest.mark.parametrize("shares", HOSTS)
+def test_no_worker_gives_back_what_another_uses_or_needs_next(monkeypatch, shares):
+    for seed, budget in enumerate((12, 16, 24, 40)):
+        span = {"begin": 24 * (seed % 2), "samples": 240}
+        kernel = run_host(monkeypatch, shares, budgets=[budget] * len(shares), seed=seed, **span)
+        assert kernel.taken == []
+        assert kernel.waits == 0
+        assert kernel.most <= max(budget, 18)  # of four workers more may be in use at once than 12 or 16
+
+
+@pytest.mark.parametrize("shares", HOSTS[:3])
+def test_all_workers_of_a_host_read_from_the_disk_as_often_as_one_with_all_its_memory(monkeypatch, shares):
+    alone = run_host(monkeypatch, [ALL], budgets=[40], samples=240)
+    together = run_host(monkeypatch, shares, budgets=[40] * len(shares), samples=240)
+    assert together.reads == alone.reads == 60 + 3 * (60 - 40)
+    # Each for itself, with its part of the memory, they drop what others use, and read more.
+    own = [dataclasses.replace(share, here=()) for share in shares]
+    apart = run_host(monkeypatch, shares, budgets=[40 // len(shares)] * len(shares), samples=240, orders=own)
+    assert apart.taken
+    assert apart.reads > 1.1 * alone.reads
+
+
+def test_of_workers_that_measured_different_budgets_the_smallest_holds(monkeypatch):
+    shares = HOSTS[1]
+    least = run_host(monkeypatch, shares, budgets=[24, 24], samples=240)
+    for budgets in ([24, 40], [40, 24], [24, 25]):
+        kernel = run_host(monkeypatch, shares, budgets=budgets, samples=240)
+        assert kernel.taken == []
+        assert kernel.waits == 0
+        assert kernel.reads == least.reads
+        assert kernel.most <= 24 + 4
+
+
+def test_each_of_several_workers_gives_a_file_back_twice_eight_of_its_samples_apart(monkeypatch):
+    kernel = run_host(monkeypatch, HOSTS[0], budgets=[24, 24], samples=60)
+    begin, file = kernel.given[0]
+    uses = [use for use, given in kernel.given if given == file and use < begin + 30]
+    assert len(uses) == 4
+    assert uses[1] <= begin + 2
+    assert uses[2] >= begin + 2 * look_ahead.LINGER - 1

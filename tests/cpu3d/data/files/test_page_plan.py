@@ -52,6 +52,15 @@ def test_files_come_ahead_of_their_use_and_once_a_use():
     assert plan.at(5).ahead == ()
 
 
+def test_a_plan_tells_what_is_needed_before_a_position():
+    plan = plan_of("abcab", budget_bytes=9)
+    plan.at(1)
+    assert [plan.needs("a", before) for before in (1, 3, 4)] == [False, False, True]
+    assert plan.needs("b", 2)
+    plan.at(4)
+    assert not plan.needs("a", 100)
+
+
 def test_nothing_is_brought_in_that_would_push_out_what_is_needed_before_it():
     plan = plan_of("abcd", budget_bytes=2, ahead=3)
     assert [plan.at(position).ahead for position in range(4)] == [(0, 1), (2,), (3,), ()]

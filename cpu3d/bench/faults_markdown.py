@@ -1,0 +1,70 @@
+"""The records of `bench faults` as a table: what was killed while doing what, and what it cost."""
+
+import statistics
+from typing import Any, Dict, List, Sequence
+
+from cpu3d.bench.faults_aims import COMPUTING, ENDED, PREPARING, SAVING, STARTING, VALIDATING
+from cpu3d.bench.record import newest as newest_of
+from cpu3d.data.words import count
+
+PHASES = (STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED)
+
+HEADINGS = ("killed while", "kills", "steps done again, median", "most")
+
+
+def newest(records: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The last record of every number of workers and CPU."""
+    return newest_of(records, lambda record: (record["workers"], record["host"]["cpu"]))
+
+
+def faults_lines(record: Dict[str, Any]) -> List[str]:
+    """The lines of one record."""
+    return [
+        summary_line(record),
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|---" * len(HEADINGS) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows_of(record)),
+    ]
+
+
+def rows_of(record: Dict[str, Any]) -> List[List[str]]:
+    """The cells of each phase that was hit."""
+    rows = []
+    for phase in PHASES:
+        hit = [kill for kill in _kills(record) if kill["hit"] == phase]
+        redone = [kill["redone"] for kill in hit if "redone" in kill]
+        cells = [f"{statistics.median(redone):g}", str(max(redone))] if redone else ["-", "-"]
+        if hit:
+            rows.append([phase, str(len(hit)), *cells])
+    return rows
+
+
+def summary_line(record: Dict[str, Any]) -> str:
+    """What was done and what came of it, in two sentences."""
+    kills, workers, wrong = _kills(record), record["workers"], [life for life in record["lives"] if life["problems"]]
+    ends = len(record["lives"])
+    who = "a process" if workers == 1 else f"one of {workers} workers"
+    line = (
+        f"SIGKILL to {who}, {len(kills)} times at random moments of {_what(record)} (float32, {record['steps']} "
+        f"steps, seed {record['seed']}), {record['host']['cores']} cores of {record['host']['cpu']}. "
+    )
+    if workers > 1 and kills:
+        line += f"The other workers had ended after {max(kill['ended_s'] for kill in kills):.0f} s at the most. "
+    if wrong:
+        return f"{line}{len(wrong)} of the {ends} ended otherwise than what was left in peace."
+    return f"{line}None was lost, and all {ends} ended as what was left in peace, bit by bit."
+
+
+# --- Private helpers ---
+
+
+def _what(record: Dict[str, Any]) -> str:
+    """How many folders of each kind."""
+    commands = [life["command"] for life in record["lives"]]
+    kinds = (("train", "small run"), ("prepare", "small store"))
+    return " and ".join(count(commands.count(of), what) for of, what in kinds if of in commands)
+
+
+def _kills(record: Dict[str, Any]) -> List[Dict[str, Any]]:
+    return [kill for life in record["lives"] for kill in life["kills"]]

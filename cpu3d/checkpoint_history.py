@@ -1,0 +1,108 @@
+"""The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
+
+    write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
+    found = newest(run)                              the newest whole one, and what was passed over; None where none is
+    path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
+
+A file is there whole or not at all (`cpu3d.atomic`). One that has been damaged since is passed over for the one before.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+
+from cpu3d.checkpoint import DamagedCheckpointError, load_checkpoint, save_checkpoint
+from cpu3d.errors import InputError
+
+BEST = "best.npz"
+
+_OLD = "last.npz"
+"""The only checkpoint of runs from before several were kept; it counts as older than all others."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    path: Path
+    arrays: Dict[str, np.ndarray]
+    state: Dict[str, Any]
+    passed_over: Tuple[str, ...]
+    """What is wrong with newer ones, a line each."""
+    damaged: Tuple[Path, ...]
+    """Those newer ones."""
+
+
+def write_next(run: Path, step: int, arrays: Dict[str, np.ndarray], state: Dict[str, Any], *, keep: int) -> int:
+    """Add the checkpoint of `step` and remove all but the last `keep`; returns its size in bytes.
+
+    Raises OSError where it cannot be written, as on a full disk: those before stay as they are.
+    """
+    size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
+    for old in checkpoints(run)[keep:]:
+        old.unlink()
+    return size
+
+
+def write_best(run: Path, weights: Dict[str, np.ndarray], state: Dict[str, Any]) -> None:
+    """Keep the network's weights alone as the best so far."""
+    save_checkpoint(_folder(run) / BEST, weights, state)
+
+
+def checkpoints(run: Path) -> List[Path]:
+    """The files that a run could go on from, the newest first; not looked into."""
+    found = [path for path in _folder(run).glob("step-*.npz") if re.fullmatch(r"step-\d{8,}\.npz", path.name)]
+    found.sort(key=step_of, reverse=True)
+    old = _folder(run) / _OLD
+    return [*found, old] if old.is_file() else found
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells; -1 for one whose name tells none."""
+    digits = re.search(r"\d+", path.stem)
+    return int(digits[0]) if digits else -1
+
+
+def newest(run: Path) -> Optional[Found]:
+    """The newest checkpoint that is whole; None where there is none at all.
+
+    Raises InputError where there are some and none is whole, or where one is of another version.
+    """
+    problems, damaged = [], []
+    for path in checkpoints(run):
+        try:
+            arrays, state = load_checkpoint(path)
+            return Found(path, arrays, state, tuple(problems), tuple(damaged))
+        except DamagedCheckpointError as error:
+            problems.extend(error.problems)
+            damaged.append(path)
+    if problems:
+        raise InputError(*problems)
+    return None
+
+
+def set_aside(found: Found) -> List[str]:
+    """Rename damaged checkpoints, so that they are never in the way again; returns a line for each to print."""
+    for path in found.damaged:
+        path.rename(path.with_suffix(".damaged"))
+    return [f"warning: {problem}; now .damaged, going on from {found.path.name}" for problem in found.passed_over]
+
+
+def weights_file(run: Path, weights: str) -> Path:
+    """The file that holds the "best" weights of a run, or its "last": the newest whole checkpoint."""
+    if weights == "best":
+        return _folder(run) / BEST
+    found = newest(run)
+    if found is None:
+        raise InputError(f"run {run} must hold a checkpoint, found none; train it first, or name another run")
+    return found.path
+
+
+# --- Private helpers ---
+
+
+def _folder(run: Path) -> Path:
+    return Path(run) / "checkpoints"

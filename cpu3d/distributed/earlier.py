@@ -1,0 +1,38 @@
+"""Workers of an earlier attempt on this host that have not ended yet: those of a launch that was killed still save."""
+
+import time
+from pathlib import Path
+from typing import List
+
+from cpu3d.distributed.follow import say
+from cpu3d.errors import InputError
+from cpu3d.guard.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
+
+MOST_S = 60.0
+"""So long is waited for them."""
+
+
+def wait_for_earlier(run: Path) -> None:
+    """Return when `run` has no workers here. Raises InputError where they go on for longer than MOST_S."""
+    until_s = time.monotonic() + MOST_S
+    said = False
+    while True:
+        left = _living(run)
+        if not left:
+            return
+        names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
+        if time.monotonic() > until_s:
+            raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
+        if not said:
+            say(f"launch: waiting for {names} of an earlier attempt to end")
+            said = True
+        time.sleep(0.2)
+
+
+# --- Private helpers ---
+
+
+def _living(run: Path) -> List[Heartbeat]:
+    """The last beats of processes of this host that live."""
+    beats = [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat)]
+    return [beat for beat in beats if beat.place == this_place() and process_start(beat.pid) == beat.process_start]

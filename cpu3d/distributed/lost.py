@@ -1,0 +1,59 @@
+"""What an engine says when a worker is lost, some twenty lines from C++, in one sentence."""
+
+import re
+from typing import Optional
+
+from cpu3d.distributed.cluster import Cluster
+from cpu3d.errors import WorkerLostError
+
+CONTINUE = "the same command continues from the last checkpoint"
+
+
+def lost_worker(said: str, cluster: Cluster) -> WorkerLostError:
+    """The error for the user, from what the engine has `said`: which worker is gone, as far as is known, and how."""
+    rank = lost_rank(said, cluster)
+    reason = _reason(said)
+    if rank == cluster.rank:
+        problem = f"worker {_name(cluster, rank)}, this one, must reach the others, got {reason}; mend its network"
+        return WorkerLostError(f"{problem}, {CONTINUE}")
+    if rank is not None:
+        problem = f"worker {_name(cluster, rank)} must answer worker {cluster.rank}, got {reason}"
+    else:
+        problem = f"all {cluster.workers} workers must answer each other, got {reason}"
+    return WorkerLostError(f"{problem}; {'its log' if rank is not None else 'their logs'} may tell why, {CONTINUE}")
+
+
+def lost_rank(said: str, cluster: Cluster) -> Optional[int]:
+    """The rank that TensorFlow's text blames, None where it names nobody. One's own only where it names no other."""
+    named = [int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", said)]
+    known = [rank for rank in named if rank < cluster.workers]
+    others = [rank for rank in known if rank != cluster.rank]
+    if not known and "CoordinationService/" in said and not cluster.is_chief:
+        return 0  # that service is the chief's
+    return others[0] if others else known[0] if known else None
+
+
+# --- Private helpers ---
+
+_REASONS = (
+    (r"incarnation|restarted", "another process at its address"),
+    (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
+    (
+        r"failed to connect|connection (refused|reset)|reset by peer|(socket|connection) closed|broken pipe|Stream removed",
+        "no connection: its process has ended or its host is gone",
+    ),
+    (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),
+)
+"""Patterns in the order of what they tell, with our words."""
+
+
+def _reason(said: str) -> str:
+    for pattern, words in _REASONS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return words
+    told = re.search(r"aborted by: *(.+)", said) or re.search(r"(\S.*)", said)
+    return told[1][:160] if told else "an error without words"
+
+
+def _name(cluster: Cluster, rank: int) -> str:
+    return f"{rank} ({cluster.addresses[rank]})"

@@ -1,0 +1,168 @@
+"""The workers of a run wait for each other before TensorFlow does: with a time limit, and saying who has not come.
+
+TensorFlow's own start waits an hour for a worker that does not come, deaf to Ctrl-C, and does not say for whom. So
+each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
+they are there; and when all have come the chief tells them, and everyone gives its port free for TensorFlow.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import select
+import socket
+import time
+from typing import Any, Callable, Dict, Optional, Sequence
+
+from cpu3d.distributed.cluster import Cluster, host_and_port
+from cpu3d.errors import InputError, WorkerLostError
+
+TRY_AGAIN_S = 0.5
+SAY_AFTER_S = 10.0
+HELLO_S = 5.0
+"""For whoever has connected to say who he is."""
+
+
+def meet(cluster: Cluster, limit_s: float, say: Callable[[str], None] = lambda line: None) -> None:
+    """Return when all workers of the cluster are there. `say` gets a line when some take long.
+
+    Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
+    WorkerLostError on all that have come when others do not within `limit_s`.
+    """
+    with _own_port(cluster) as listener:
+        deadline = time.monotonic() + limit_s
+        if cluster.is_chief:
+            _gather(listener, cluster, deadline, limit_s, say)
+        else:
+            _report(cluster, deadline, limit_s, say)
+
+
+# --- Private helpers ---
+
+
+def _own_port(cluster: Cluster) -> socket.socket:
+    _, port = host_and_port(cluster.addresses[cluster.rank])
+    try:
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
+                raise
+            return socket.create_server(("", port), backlog=1024)  # a host without IPv6
+    except OSError as error:
+        raise InputError(
+            f"port {port} of worker {cluster.rank} ({cluster.addresses[cluster.rank]}) must be free, got "
+            f"{os.strerror(error.errno)}; end the process that has it, a former run's perhaps, or choose another port"
+        ) from None
+
+
+def _gather(
+    listener: socket.socket, cluster: Cluster, deadline: float, limit_s: float, say: Callable[[str], None]
+) -> None:
+    """The chief's part."""
+    here: Dict[int, socket.socket] = {}
+    say_at = time.monotonic() + SAY_AFTER_S
+    try:
+        while len(here) < cluster.workers - 1:
+            now = time.monotonic()
+            missing = [rank for rank in range(1, cluster.workers) if rank not in here]
+            if now >= deadline:
+                for connection in here.values():
+                    _send(connection, {"missing": missing})
+                raise _not_come(cluster, missing, limit_s)
+            if now >= say_at:
+                say(f"waiting for {_workers(cluster, missing)}")
+                say_at = float("inf")
+            ready = select.select([listener, *here.values()], [], [], min(TRY_AGAIN_S, deadline - now))[0]
+            for rank in [rank for rank, connection in here.items() if connection in ready]:
+                here.pop(rank).close()  # they have nothing to say while they wait: this one has gone again
+            if listener in ready:
+                _welcome(listener.accept()[0], cluster, here)
+        for connection in here.values():
+            _send(connection, {"go": True})
+    finally:
+        for connection in here.values():
+            connection.close()
+
+
+def _welcome(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
+    """Add a worker who says the right things to those who are `here`; to others say what is wrong, or nothing."""
+    hello = _receive(connection, HELLO_S)
+    if hello is None or hello.get("to") != "cpu3d":
+        connection.close()
+        return
+    rank, problem = hello.get("rank"), None
+    if hello.get("cluster") != _digest(cluster):
+        problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
+    elif rank in here:
+        problem = f"workers must each have a rank of their own, got {rank} twice"
+    elif rank not in range(1, cluster.workers):
+        problem = f"rank must be in 1 to {cluster.workers - 1}, got {rank}"
+    if problem:
+        _send(connection, {"wrong": problem})
+        connection.close()
+        return
+    here[rank] = connection
+
+
+def _report(cluster: Cluster, deadline: float, limit_s: float, say: Callable[[str], None]) -> None:
+    """The other workers' part."""
+    say_at = time.monotonic() + SAY_AFTER_S
+    while time.monotonic() < deadline:
+        if time.monotonic() >= say_at:
+            say(f"waiting for {_workers(cluster, [0])}")
+            say_at = float("inf")
+        answer = None
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(
+                host_and_port(cluster.addresses[0]), timeout=min(HELLO_S, max(0.1, deadline - time.monotonic()))
+            ) as connection,
+        ):
+            _send(connection, {"to": "cpu3d", "rank": cluster.rank, "cluster": _digest(cluster)})
+            answer = _receive(connection, deadline + HELLO_S - time.monotonic())
+        if answer is None:
+            time.sleep(TRY_AGAIN_S)
+        elif "wrong" in answer:
+            raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
+        elif "missing" in answer:
+            raise _not_come(cluster, answer["missing"], limit_s)
+        else:
+            return
+    raise _not_come(cluster, [0], limit_s)
+
+
+def _send(connection: socket.socket, content: Any) -> None:
+    with contextlib.suppress(OSError):  # who is gone is noticed when TensorFlow wants him
+        connection.sendall(json.dumps(content).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, limit_s: float) -> Optional[Dict[str, Any]]:
+    """One line of JSON; None where none comes in time."""
+    deadline, line = time.monotonic() + limit_s, b""
+    with contextlib.suppress(OSError, ValueError):
+        while not line.endswith(b"\n") and len(line) < 4096:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            part = connection.recv(4096 - len(line))
+            if not part:
+                return None
+            line += part
+        content = json.loads(line)
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def _digest(cluster: Cluster) -> str:
+    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
+
+
+def _workers(cluster: Cluster, ranks: Sequence[int]) -> str:
+    return ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in ranks)
+
+
+def _not_come(cluster: Cluster, missing: Sequence[int], limit_s: float) -> WorkerLostError:
+    return WorkerLostError(
+        f"{_workers(cluster, missing)} must come within {limit_s:g} s, got no sign; see whether it runs and whether "
+        f"worker 0 can be reached at its port, then give the same command on all hosts"
+    )

@@ -1,0 +1,170 @@
+"""What Slurm tells a task that `srun` has started: which task of which hosts it is. Pure: nothing is asked.
+
+By hand, as TensorFlow's SlurmClusterResolver needs TensorFlow imported and asks for NVIDIA cards. The variables are
+those of srun(1), section OUTPUT ENVIRONMENT VARIABLES.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import List, Mapping, Tuple
+
+from cpu3d.errors import InputError
+
+FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 1000
+"""Below Linux's own range for connections, which begins at 32768; so jobs of one host seldom share a port."""
+
+MOST_HOSTS = 100_000
+"""In a list: one with more is a slip of the keyboard."""
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """A task of a job step."""
+
+    hosts: Tuple[str, ...]
+    """Of the step, in Slurm's order."""
+    tasks: Tuple[int, ...]
+    """Of the step on each host."""
+    rank: int
+    """This task's among all of them."""
+    ports: Tuple[int, ...]
+    """For the tasks of one host, or its workers. May be fewer than needed: then the port after the last is next."""
+
+    @property
+    def host_index(self) -> int:
+        """Which of the hosts this task is on. Tasks are numbered host by host, Slurm's --distribution=block."""
+        before = 0
+        for index, count in enumerate(self.tasks):
+            before += count
+            if self.rank < before:
+                return index
+        raise InputError(f"SLURM_PROCID must be below the step's {before} tasks, got {self.rank}; start by srun")
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether each task is one worker, as some host has several; else each is its host's and starts workers."""
+        return max(self.tasks) > 1
+
+
+def in_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of `srun`. A batch script by itself is none: it is once on the first host."""
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_NODELIST" in environ or "SLURM_STEP_ID" in environ)
+
+
+def hosts_without_step(environ: Mapping[str, str]) -> Tuple[str, ...]:
+    """The hosts of the job whose batch script or shell this is, where that is no task of `srun`; else none."""
+    named = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    return () if in_slurm(environ) or not named else expand_hosts(named)
+
+
+def read_slurm(environ: Mapping[str, str]) -> SlurmTask:
+    """The task that this process is. Raises InputError, naming the variables, where they do not agree."""
+    named = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = expand_hosts(named)
+    of_each = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    tasks = expand_counts(of_each) if of_each else (1,) * len(hosts)
+    rank = _whole("SLURM_PROCID", _first(environ, "SLURM_PROCID"))
+    count = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or str(sum(tasks))
+    if len(tasks) != len(hosts) or sum(tasks) != _whole("SLURM_STEP_NUM_TASKS", count):
+        raise InputError(
+            f"Slurm's step must have tasks on each of its hosts, got {of_each} of {count} tasks on {named}; "
+            "start by srun with --ntasks-per-node, or name --hosts"
+        )
+    task = SlurmTask(hosts, tasks, rank, _ports(environ))
+    _check_place(task, environ)
+    return task
+
+
+def bound_apart(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm keeps the tasks of this host to CPUs of their own. Then none shares its CPUs with another."""
+    return len(set(filter(None, environ.get("SLURM_CPU_BIND_LIST", "").split(",")))) > 1
+
+
+def expand_hosts(text: str) -> Tuple[str, ...]:
+    """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7, login.
+
+    Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
+    """
+    hosts: List[str] = []
+    for part in _split(text):
+        names = [""]
+        for before, ranges, after in re.findall(r"([^\[\]]*)\[([^\[\]]*)\]|([^\[\]]+)", part):
+            numbers = _numbers(ranges, text) if ranges else [""]
+            if len(names) * len(numbers) > MOST_HOSTS:
+                raise _bad_hosts(text)
+            names = [name + (before or after) + number for name in names for number in numbers]
+        hosts += names
+    return tuple(hosts)
+
+
+def expand_counts(text: str) -> Tuple[int, ...]:
+    """Slurm's short form of one number a host: "2(x3),1" is 2, 2, 2, 1."""
+    counts: List[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found or int(found[2] or 1) > MOST_HOSTS:
+            raise InputError(f"SLURM_STEP_TASKS_PER_NODE must be like 2(x3),1, got {text!r}; start by srun")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return tuple(counts)
+
+
+# --- Private helpers ---
+
+
+def _split(text: str) -> List[str]:
+    """At the commas that are outside of brackets."""
+    text = text.strip()
+    if not re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text):
+        raise _bad_hosts(text)
+    return re.split(r",(?![^\[]*\])", text)
+
+
+def _numbers(ranges: str, text: str) -> List[str]:
+    """ "01-03,7" with leading zeros as they are written."""
+    numbers: List[str] = []
+    for part in ranges.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) < MOST_HOSTS:
+            raise _bad_hosts(text)
+        width = len(found[1])
+        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1)]
+    return numbers
+
+
+def _ports(environ: Mapping[str, str]) -> Tuple[int, ...]:
+    """Those that Slurm has reserved (`srun --resv-ports`), else by the number of job and step."""
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "")
+    if reserved:
+        return tuple(int(port) for port in _numbers(reserved, reserved))
+    job = _whole("SLURM_JOB_ID", environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0")
+    first = FIRST_PORT + job % JOBS * PORTS_A_JOB
+    return tuple(range(first, first + PORTS_A_JOB))
+
+
+def _check_place(task: SlurmTask, environ: Mapping[str, str]) -> None:
+    """That tasks are numbered host by host: Slurm itself says which host and which task of it this one is."""
+    index = task.host_index
+    found = {"SLURM_NODEID": index, "SLURM_LOCALID": task.rank - sum(task.tasks[:index])}
+    wrong = [f"{name} {environ[name]}" for name, mine in found.items() if environ.get(name, str(mine)) != str(mine)]
+    if wrong:
+        raise InputError(
+            f"Slurm's tasks must be numbered host by host, got {', '.join(wrong)} for task {task.rank}; "
+            "start by srun --distribution=block"
+        )
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if environ.get(name):
+            return environ[name]
+    raise InputError(f"{' or '.join(names)} must be set in a task of Slurm, found none; start by srun")
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise InputError(f"{name} must be a whole number, got {text!r}; start by srun")
+    return int(text)
+
+
+def _bad_hosts(text: str) -> InputError:
+    return InputError(f"host list must be like node[01-03,7],login, got {text!r}; start by srun, or name --hosts")

@@ -1,0 +1,177 @@
+"""run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
+
+No result of a run: it is replaced in one move but not flushed to the disk, and a file that cannot be written stops
+nothing. `status` reads it, on the worker's host or on another one that sees the folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+SCHEMA = 1
+
+PHASES = ("starting", "waiting for data", "computing", "exchanging", "validating", "saving", "ended")
+"""What a worker may be doing."""
+
+STEP_PHASES = ("waiting for data", "computing", "exchanging")
+"""Those that make up a step."""
+
+BEAT_S = 5.0
+"""Time between two beats, and the most between a change of phase and the file."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's host."""
+
+    rank: int
+    workers: int
+    """Workers of the run."""
+    pid: int
+    process_start: int
+    """Tells the process from a later one with its number; see `process_start`."""
+    place: str
+    """The running system and its numbering of processes, see `this_place`; only there the pid means anything."""
+    host_name: str
+    started: float
+    beat: float
+    phase: str
+    phase_since: float
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the run; 0 where that is not known."""
+    last_step_s: Optional[float] = None
+    median_step_s: Optional[float] = None
+    """Of the last hundred."""
+    longest_step_s: Optional[float] = None
+    """Of this attempt; the first compiles the step."""
+    anonymous_bytes: Optional[int] = None
+    """The process's own data; None where the system does not tell, as for all that follow."""
+    file_bytes: Optional[int] = None
+    """Mapped files."""
+    swapped_bytes: Optional[int] = None
+    peak_bytes: Optional[int] = None
+    """The most that was in memory, files included."""
+    bound_bytes: Optional[int] = None
+    """The plan's upper bound."""
+    free_bytes: Optional[int] = None
+    """What is left by the limit that leaves least."""
+    free_of: str = ""
+    """That limit."""
+    limit_bytes: Optional[int] = None
+    """Its size."""
+    checkpoint_step: Optional[int] = None
+    """Of the last checkpoint of this attempt."""
+    checkpoint_time: Optional[float] = None
+    stalled: str = ""
+    """The sentence of a stall."""
+    stop: str = ""
+    """Why the run is to stop after this step."""
+    reason: str = ""
+    """How it ended, in a sentence or a word; "" while it runs."""
+    exit_code: Optional[int] = None
+    """What the process ends with; None while it runs."""
+
+
+class Unreadable(str):
+    """In the place of a heartbeat: what is wrong with its file."""
+
+
+def heartbeat_path(run: Path, rank: int) -> Path:
+    return Path(run) / "heartbeats" / f"worker-{rank}.json"
+
+
+def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
+    """Replace the worker's file in one move. Raises OSError, with the old one as it was, where that cannot be."""
+    path = heartbeat_path(run, heartbeat.rank)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1)
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def read_heartbeats(run: Path) -> Dict[int, Any]:
+    """By rank, the Heartbeat of each worker, or an `Unreadable`; {} for a run without any."""
+    found: Dict[int, Any] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted((Path(run) / "heartbeats").iterdir()):
+            rank = re.fullmatch(r"worker-(\d+)\.json", path.name)
+            if rank:
+                found[int(rank[1])] = _read(path)
+    return found
+
+
+def this_place() -> str:
+    """The running system and its numbering of processes: host names repeat, as those of containers do."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> Optional[int]:
+    """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
+    try:
+        # "123 (a name) S ...": the name may hold anything, so count from its end.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        if Path("/proc/self/stat").is_file():
+            return None
+        return _start_by_psutil(pid)
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+# --- Private helpers ---
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        schema = content.pop("schema")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return Unreadable(f"{path} must be JSON with a schema, got {error!r}")
+    if schema != SCHEMA:
+        return Unreadable(f"{path} must have schema {SCHEMA}, got {schema}")
+    try:
+        heartbeat = Heartbeat(**content)
+    except TypeError as error:
+        return Unreadable(f"{path} must be complete, got {error}")
+    odd = [
+        name
+        for name in ("rank", "workers", "pid", "step", "steps", "beat", "phase_since")
+        if not isinstance(getattr(heartbeat, name), (int, float))
+    ]
+    return Unreadable(f"{path} must have numbers as {', '.join(odd)}") if odd else heartbeat
+
+
+def _start_by_psutil(pid: int) -> Optional[int]:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time())
+    except psutil.Error:
+        return None

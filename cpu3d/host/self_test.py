@@ -1,0 +1,231 @@
+"""Whether TensorFlow does on this host what is expected of it: tried out in a fresh process, within a minute or so.
+
+for check in self_test("auto"):
+    print(check)
+
+As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it has it.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Tuple
+
+from cpu3d.host.apply import engine_name, installed, set_up
+from cpu3d.host.checks import Check
+from memory_estimator.host import Host, read_host
+from memory_estimator.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
+
+LIMIT_S = 300.0
+"""For one test: a slow machine takes tens of seconds, one that hangs takes for ever."""
+
+STEP_SHAPE = (64, 64, 64)
+"""Voxels of the step that bfloat16 is measured by."""
+
+STEP_CHANNELS = 32
+
+ROUNDS = 4
+"""Steps of each dtype, in turns; the fastest counts."""
+
+LEAST_GAIN = 1.2
+"""Of bfloat16 with its instructions: 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it."""
+
+LIMIT_ELEMENTS = 2**31
+"""Where 32 bits end, with which much software counts elements."""
+
+SLICE = (512, 512, 16)
+"""Of the large tensor: Y, Z, channels. It has one slice more than fits under LIMIT_ELEMENTS, or one less."""
+
+SLOWER = 4.0
+"""Times the duration just below LIMIT_ELEMENTS that the convolution above it may take before it is told."""
+
+
+def self_test(engine: str) -> Iterator[Check]:
+    """Try an engine out in a fresh process; yields each result when it is there.
+
+    A failed check is the last: what comes after it would not say anything. So is a process that dies, or takes longer
+    than LIMIT_S over a test. Closing the iterator ends the process.
+    """
+    command = [*PROGRAM, engine]
+    with tempfile.TemporaryFile() as words:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=words, text=True)
+        try:
+            left = [name for name, _ in TESTS]
+            while left:
+                line, is_late = _line(process)
+                if not line:
+                    yield _ended(left[0], process, is_late, words)
+                    return
+                check = Check(**json.loads(line))
+                yield check
+                if check.state == "fail":
+                    return
+                left.pop(0)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def main(engine: str) -> None:
+    """Do the tests in this process, one line of JSON each on stdout."""
+    host, _, tf = set_up(engine)
+    for _, test in TESTS:
+        print(json.dumps(dataclasses.asdict(test(tf, host, engine))), flush=True)
+
+
+def engine_in_force(tf: Any, host: Host, engine: str) -> Check:
+    """oneDNN and, where it is installed or asked for, ITEX; by what is loaded and not by what was wished."""
+    name = engine_name(tf)
+    if "no oneDNN" in name:
+        advice = "unset TF_ENABLE_ONEDNN_OPTS, or set it to 1: a step takes many times as long and more memory without"
+        return Check("engine", "fail", name, advice)
+    if engine in ("auto", "itex") and installed("itex") and "ITEX" not in name:
+        return Check("engine", "fail", f"{name}, although ITEX is installed", "run `./run.sh setup` again")
+    return Check("engine", "ok", name)
+
+
+def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
+    """Seconds of a small training step, two convolutions and their gradients, in float32 and in bfloat16."""
+    if not host.fast_bfloat16:
+        return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
+    steps = {dtype: _step(tf, dtype) for dtype in (tf.float32, tf.bfloat16)}
+    answers = {dtype: step().numpy() for dtype, step in steps.items()}  # traces them too
+    seconds = {dtype: float("inf") for dtype in steps}
+    for _ in range(ROUNDS):
+        for dtype, step in steps.items():
+            seconds[dtype] = min(seconds[dtype], _seconds(step)[0])
+    exact, rounded = answers[tf.float32], answers[tf.bfloat16]
+    error = abs(rounded - exact).max() / abs(exact).max()
+    gain = seconds[tf.float32] / seconds[tf.bfloat16]
+    found = (
+        f"{gain:.2f} times as fast as float32: {format_seconds(seconds[tf.bfloat16])} against "
+        f"{format_seconds(seconds[tf.float32])} a small step, filter gradients within {error:.1%}"
+    )
+    if not error < 0.1:
+        return Check("bfloat16", "fail", found, "train with --dtype float32, and report it")
+    if gain < LEAST_GAIN:
+        return Check("bfloat16", "warn", found, "try again when the host is quiet, or train with --dtype float32")
+    return Check("bfloat16", "ok", found)
+
+
+def large_tensor(tf: Any, host: Host, engine: str) -> Check:
+    """A convolution of more than 2^31 elements, its answers at the far end and its duration against one of less."""
+    dtype = tf.as_dtype(host.best_dtype)
+    slices = LIMIT_ELEMENTS // _elements(1)
+    needed, free = int(1.3 * _elements(slices) * dtype.size) + 2**30, read_host().free_bytes
+    if free < needed:
+        return Check("large tensor", "skipped", f"needs {format_bytes(needed)}, {format_bytes(free)} are free")
+    below_s, is_right = _convolve(tf, slices - 1, dtype)
+    above_s, is_right_above = _convolve(tf, slices + 1, dtype)
+    found = (
+        f"{_elements(slices + 1) / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(above_s)}, "
+        f"just below 2^31 in {format_seconds(below_s)}"
+    )
+    if not (is_right and is_right_above):
+        advice = "keep every tensor below 2^31 elements: a smaller --micro-batch, --mode patch or fewer --filters"
+        return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
+    if above_s > SLOWER * below_s + 1:
+        advice = (
+            "oneDNN has no fast kernel for it here: with ITEX (Python 3.9 to 3.11) it has, or keep tensors below 2^31 "
+            "elements by a smaller --micro-batch"
+        )
+        return Check("large tensor", "warn", f"{found}: right, but slow", advice)
+    return Check("large tensor", "ok", f"{found}: right to its far end")
+
+
+TESTS: Tuple[Tuple[str, Callable[[Any, Host, str], Check]], ...] = (
+    ("engine", engine_in_force),
+    ("bfloat16", bfloat16_gain),
+    ("large tensor", large_tensor),
+)
+"""In this order; the first also says whether TensorFlow can be imported at all."""
+
+
+# --- Private helpers ---
+
+
+def _line(process: subprocess.Popen) -> Tuple[str, bool]:
+    """The process's next line, and whether it was killed for taking too long; "" when it has ended."""
+    late: List[bool] = []
+
+    def kill() -> None:
+        late.append(True)
+        process.kill()
+
+    timer = threading.Timer(LIMIT_S, kill)
+    timer.start()
+    try:
+        return process.stdout.readline(), bool(late)
+    finally:
+        timer.cancel()
+
+
+def _ended(name: str, process: subprocess.Popen, is_late: bool, words: Any) -> Check:
+    code = process.wait()
+    words.seek(0)
+    said = [line for line in words.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    last = f": {said[-1].strip()}" if said else ""
+    if is_late:
+        return Check(name, "fail", f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet")
+    ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return Check(name, "fail", f"the process ended with {ended}{last}", "run `./run.sh setup`, then look at its words")
+
+
+def _step(tf: Any, dtype: Any) -> Callable[[], Any]:
+    """A function that computes the filter gradients of two convolutions, in float32 numbers whatever the dtype."""
+    shape = (1, *STEP_SHAPE, STEP_CHANNELS)
+    image = tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0, 1.0), dtype)
+    filters = [
+        tf.cast(tf.random.stateless_uniform((3, 3, 3, STEP_CHANNELS, STEP_CHANNELS), (3, n), -0.1, 0.1), dtype)
+        for n in range(2)
+    ]
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch(filters)
+            hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
+            loss = tf.reduce_mean(tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2)
+        return tf.concat([tf.cast(one, tf.float32) for one in tape.gradient(loss, filters)], 0)
+
+    return step
+
+
+def _convolve(tf: Any, slices: int, dtype: Any) -> Tuple[float, bool]:
+    """Seconds of a 1 x 1 x 1 convolution over so many SLICEs, and whether its answers in the last ones are right.
+
+    Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole numbers, exact in any
+    dtype.
+    """
+    values = tf.cast(tf.range(slices) % 7, dtype)
+    image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
+    filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
+    seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
+    right = [bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)]
+    return seconds, all(right)
+
+
+def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:
+    begin = time.perf_counter()
+    answer = work()
+    answer[..., :1].numpy()  # until it is there
+    return time.perf_counter() - begin, answer
+
+
+def _elements(slices: int) -> int:
+    y, z, channels = SLICE
+    return slices * y * z * channels
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,138 @@
+"""What it costs that workers exchange their gradients, and how far they get in each other's way: measured, or assumed.
+
+`bench scaling` measures it on one host, between its processes. Records are JSON, one a line, as `cpu3d.bench.record`
+writes them.
+"""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Mapping, Sequence, Tuple
+
+SCHEMA = 1
+KIND = "scaling"
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "scaling.jsonl"
+"""The record that comes with the project; it may not be there."""
+
+ALONE, TOGETHER, APART, WIDE = "alone", "together", "apart", "wide"
+"""Rows of a record: one worker; several that exchange; as many that do not; one with the cores of all of them."""
+
+
+@dataclass(frozen=True)
+class ExchangeCosts:
+    """What workers lose to each other. All of it is of TensorFlow's own collectives over gRPC."""
+
+    endpoint_s_per_byte: float
+    """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
+    message_s: float
+    """Seconds of a message without content between two processes of one host."""
+    packing_s_per_byte: float
+    """Seconds a byte of putting all gradients into one vector, and of taking them out of the sum."""
+    spread: float
+    """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
+    contention: float
+    """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
+    origin: str
+    """Where these are from, for printing."""
+
+
+ASSUMED = ExchangeCosts(
+    endpoint_s_per_byte=20e-3 / 22.6e6,  # 22.6 MB between two processes took 10 to 30 ms on the development host
+    message_s=200e-6,
+    packing_s_per_byte=4 / 10e9,  # written and read on the way in and on the way out, at 10 GB/s
+    spread=0.03,
+    contention=0.0,
+    origin="assumed: no record of `bench scaling` is there",
+)
+"""Stands in for a measurement."""
+
+
+def ring_s(vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float) -> float:
+    """Seconds to sum a vector over all workers by a ring; 0 for one worker.
+
+    2 (n - 1) rounds, in each of which every worker passes an n-th of the vector on to its neighbour, at once with all
+    others (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
+    Distrib. Comput. 69, 2009). The slowest link of the ring sets the pace.
+    """
+    return 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + message_s)
+
+
+def largest_of(count: int) -> float:
+    """The largest of `count` standard normal values, on average; 0 of one.
+
+    Blom's approximation (1958): 0.589 of two, which is 0.564; closer for more.
+    """
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
+    """The records of `bench scaling` in a file: the newest of each job and host.
+
+    Raises ValueError for a file that is missing or has none, and for a line that is damaged or of another schema.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"record file {path} must exist, found none; make it with `bench scaling --record {path}`")
+    found: Dict[str, Mapping[str, Any]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            schema, kind = record["schema"], record["kind"]
+            if schema == SCHEMA and kind == KIND:
+                costs_of(record)  # complete, or refused here
+                if not all(row["step_s"] > 0 for row in record["rows"]):
+                    raise ValueError("steps without seconds")
+                found[_key(record)] = record
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+            raise ValueError(
+                f"record {path}:{number} must be JSON of `bench scaling`, got {error!r}; remove the line"
+            ) from None
+        if schema != SCHEMA:
+            raise ValueError(f"record {path}:{number} must have schema {SCHEMA}, got {schema}; measure again")
+    if not found:
+        raise ValueError(f"record file {path} must hold a record of `bench scaling`, got none; name another")
+    return tuple(found.values())
+
+
+def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
+    """The constants that one record comes to, from its fewest workers above one. Raises KeyError for what is none."""
+    count = min(row["workers"] for row in record["rows"] if row["name"] == TOGETHER)
+    alone, together, apart = row_of(record, ALONE, 1), row_of(record, TOGETHER, count), row_of(record, APART, count)
+    size, message_s = record["gradient_bytes"], together["message_s"]
+    passing_s = together["exchange_s"] - ring_s(0, count, s_per_byte=0, message_s=message_s)
+    return ExchangeCosts(
+        endpoint_s_per_byte=max(0.0, passing_s) / ring_s(size, count, s_per_byte=1, message_s=0),
+        message_s=message_s,
+        packing_s_per_byte=together["packing_s"] / size,
+        spread=together["wait_s"] / together["compute_s"] / largest_of(count),
+        contention=max(0.0, apart["step_s"] / alone["step_s"] - 1),
+        origin=f"measured: bench scaling, {record.get('date', '')}, {count} workers on one {record['host']['cpu']}",
+    )
+
+
+def pooled(records: Sequence[Mapping[str, Any]], name: str = "") -> ExchangeCosts:
+    """The medians over the records, of which there must be one; `name` is their file's."""
+    found = [costs_of(record) for record in records]
+    names = ("endpoint_s_per_byte", "message_s", "packing_s_per_byte", "spread", "contention")
+    return ExchangeCosts(
+        **{field: statistics.median(getattr(one, field) for one in found) for field in names},
+        origin=f"{found[-1].origin}{f' ({name})' if name else ''}",
+    )
+
+
+def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, Any]:
+    """One row of a record. Raises KeyError where there is none."""
+    for row in record["rows"]:
+        if row["name"] == name and row["workers"] == workers:
+            return row
+    raise KeyError(f"row {name} of {workers}")
+
+
+# --- Private helpers ---
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    own = [record[name] for name in ("shape", "unet", "cores_per_worker", "engine_name")]
+    return json.dumps([*own, record["host"]["cpu"]], sort_keys=True)

@@ -1,0 +1,248 @@
+"""Data-parallel training on several hosts: how long a step and a whole training take, from one worker's measured step.
+
+Synchronous: every worker computes the gradients of its share of the batch, the gradients are summed over all, each
+worker updates its own weights. A step lasts as long as
+
+    the slowest worker's share   volumes x seconds a volume, slower where workers share a host, and what the slowest
+                                 of n takes more than the mean (`exchange_costs.largest_of`)
+    packing                      all gradients into one float32 vector, and out of the sum
+    the exchange                 a ring over all workers, host by host: 2 (n-1)/n vectors through its slowest link,
+                                 and 2 (n-1) messages one after the other (`exchange_costs.ring_s`)
+    data                         what reading the share takes longer than computing it, and a wait that is always there
+
+one after the other: nothing of the exchange is hidden behind the backward pass, because the trainer hides none. Not
+counted: start-up, checkpoints, restarts, the first step's compiling, other traffic on the network, switches that are
+oversubscribed, and that the best learning rate of a larger batch may need more epochs.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from memory_estimator.exchange_costs import ALONE, TOGETHER, ExchangeCosts, largest_of, pooled, ring_s, row_of
+
+DATA_WAIT_SHARE = 0.0004
+"""Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
+
+MOST_HOSTS = 4096
+"""Where the search for a number of hosts ends."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker has to do, alone on its host."""
+
+    volume_s: float
+    """Seconds of a training step for each of its volumes, the update included."""
+    gradient_bytes: int
+    """Of all gradients, in float32."""
+    forward_s: float = 0.0
+    """Seconds to predict a volume, for validation."""
+    case_bytes: int = 0
+    """Read of a store for a volume."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the workers run on. All hosts are alike."""
+
+    workers_per_host: int = 1
+    network_bytes_per_s: float = 25e9 / 8
+    """Of a host's link, each way, as it is sold."""
+    latency_s: float = 50e-6
+    """Of a message between two hosts; what a message costs inside one comes on top."""
+    storage_bytes_per_s: float = math.inf
+    """What each host reads by itself."""
+    shared_bytes_per_s: float = math.inf
+    """What all hosts together read, as from one file server."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be done in all."""
+
+    cases: int = 0
+    """Of an epoch; 0 is unknown."""
+    epochs: int = 1
+    validation_cases: int = 0
+    """Predicted after every epoch, dealt to all workers."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of hosts, and what it comes to. Seconds are of a step."""
+
+    hosts: int
+    workers: int
+    batch: int
+    """Volumes a step, of all workers."""
+    compute_s: float
+    """Of the mean worker."""
+    slowest_s: float
+    """What the slowest takes more."""
+    packing_s: float
+    exchange_s: float
+    data_s: float
+    efficiency: float
+    """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
+    epoch_s: Optional[float]
+    """Whole batches only, as `train` counts them, and the validation; None where there are no cases, or fewer than a
+    batch."""
+    epochs: int
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.slowest_s + self.packing_s + self.exchange_s + self.data_s
+
+    @property
+    def cases_per_s(self) -> float:
+        return self.batch / self.step_s
+
+    @property
+    def total_s(self) -> Optional[float]:
+        """All epochs; None where an epoch's time is unknown."""
+        return None if self.epoch_s is None else self.epochs * self.epoch_s
+
+    @property
+    def network_share(self) -> float:
+        """Of a step, exchanging."""
+        return self.exchange_s / self.step_s
+
+    def to_json(self) -> Dict[str, Any]:
+        derived = ("step_s", "cases_per_s", "network_share", "total_s")
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One job on any number of hosts. Either the batch is fixed, or each worker's share of it is."""
+
+    work: Work
+    costs: ExchangeCosts
+    hosts: Hosts = Hosts()
+    training: Training = Training()
+    batch: int = 0
+    """Volumes a step of all workers together, which is strong scaling; 0: the batch grows, which is weak scaling."""
+    batch_per_worker: int = 1
+    """Where it grows."""
+
+    def point(self, hosts: int) -> Point:
+        """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""
+        workers = hosts * self.hosts.workers_per_host
+        if self.batch % workers:
+            raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
+        return self._point(hosts, self.batch / workers if self.batch else self.batch_per_worker)
+
+    def first(self, holds: Callable[[Point], bool]) -> Optional[Point]:
+        """The least number of hosts for which something holds, up to MOST_HOSTS, or where a fixed batch ends.
+
+        Of a fixed batch shares are taken as they come, whole or not: where the limit lies is no matter of divisors.
+        """
+        last = min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
+        for number in range(1, last + 1):
+            workers = number * self.hosts.workers_per_host
+            found = self._point(number, self.batch / workers if self.batch else self.batch_per_worker)
+            if holds(found):
+                return found
+        return None
+
+    def _point(self, hosts: int, share: float) -> Point:
+        workers, costs = hosts * self.hosts.workers_per_host, self.costs
+        alike = self.hosts.workers_per_host > 1
+        compute_s = share * self.work.volume_s * (1 + costs.contention * alike)
+        batch = round(share * workers)
+        slowest_s = compute_s * costs.spread * largest_of(workers)
+        data_s = max(DATA_WAIT_SHARE * compute_s, self._read_s(hosts, share) - compute_s)
+        found = Point(
+            hosts=hosts,
+            workers=workers,
+            batch=batch,
+            compute_s=compute_s,
+            slowest_s=slowest_s,
+            packing_s=self.work.gradient_bytes * costs.packing_s_per_byte if workers > 1 else 0.0,
+            exchange_s=self._exchange_s(hosts),
+            data_s=data_s,
+            efficiency=1.0,
+            epoch_s=None,
+            epochs=self.training.epochs,
+        )
+        alone_s = share * self.work.volume_s * (1 + DATA_WAIT_SHARE)
+        return dataclasses.replace(found, efficiency=alone_s / found.step_s, epoch_s=self._epoch_s(found))
+
+    def _exchange_s(self, hosts: int) -> float:
+        """A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest."""
+        s_per_byte, message_s = self.costs.endpoint_s_per_byte, self.costs.message_s
+        if hosts > 1:
+            s_per_byte += 1 / self.hosts.network_bytes_per_s
+            message_s += self.hosts.latency_s
+        workers = hosts * self.hosts.workers_per_host
+        return ring_s(self.work.gradient_bytes, workers, s_per_byte=s_per_byte, message_s=message_s)
+
+    def _read_s(self, hosts: int, share: float) -> float:
+        """Reading the volumes that a host's workers compute in a step."""
+        rate = min(self.hosts.storage_bytes_per_s, self.hosts.shared_bytes_per_s / hosts)
+        return share * self.hosts.workers_per_host * self.work.case_bytes / rate
+
+    def _epoch_s(self, point: Point) -> Optional[float]:
+        steps = self.training.cases // point.batch
+        if not steps:
+            return None
+        each = -(-self.training.validation_cases // point.workers)
+        slower = 1 + self.costs.contention * (self.hosts.workers_per_host > 1)
+        validation_s = max(each * self.work.forward_s * slower, self._read_s(point.hosts, each))
+        return steps * point.step_s + validation_s
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What somebody has published: hours on one host, and on several."""
+
+    one_h: float
+    many_h: float
+
+    @property
+    def speedup(self) -> float:
+        return self.one_h / self.many_h
+
+    def reached(self, scaling: Scaling) -> Tuple[Optional[Point], Optional[Point], Optional[Point]]:
+        """The fewest hosts that take no longer than its one, than its several, and that are as many times faster than
+        one as its several were; None where none are. The training must have cases."""
+        alone_s = scaling.first(lambda point: True).total_s
+
+        def within(limit_s: float) -> Optional[Point]:
+            return scaling.first(lambda point: point.total_s is not None and point.total_s <= limit_s)
+
+        return within(3600 * self.one_h), within(3600 * self.many_h), within(alone_s / self.speedup)
+
+
+def limits(scaling: Scaling) -> Dict[float, Optional[int]]:
+    """Share of a step -> from how many hosts on the exchange takes more than it; None where it never does."""
+    found = {share: scaling.first(lambda point, share=share: point.network_share > share) for share in (0.1, 0.5)}
+    return {share: point and point.hosts for share, point in found.items()}
+
+
+def rates(learning_rate: float, batch: int, of_batch: int) -> Dict[str, float]:
+    """The learning rate for `batch` volumes a step, from one that is good for `of_batch`, under each rule of `train`.
+
+    "linear": Goyal et al. 2017, for SGD; "sqrt": Krizhevsky 2014, usual for Adam.
+    """
+    times = batch / of_batch
+    return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
+
+
+def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
+    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones.
+
+    Each is predicted from its own record's one worker and the constants of the *other* records. Where there is no
+    other, they are its own, which flatters; that has to be said with them.
+    """
+    errors = []
+    for record in records:
+        others = [one for one in records if one is not record] or [record]
+        alone = row_of(record, ALONE, 1)
+        for row in (row for row in record["rows"] if row["name"] == TOGETHER):
+            work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"])
+            said = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
+            errors.append(said.step_s / row["step_s"] - 1)
+    return errors

@@ -1,0 +1,234 @@
+"""One worker against several: what is measured on which cores, how rounds become rows, the gap, a real exchange."""
+
+import json
+import os
+import statistics
+import sys
+
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.bench import scaling, scaling_processes
+from cpu3d.bench.loopback import loopback_bytes_per_s
+from cpu3d.bench.record import append_record, read_records
+from cpu3d.bench.scaling import compare_workers, cores_each, ways
+from cpu3d.bench.scaling_picture import draw_scaling
+from cpu3d.bench.scaling_processes import free_addresses, measure_together
+from cpu3d.bench.scaling_table import gap, gap_lines, newest, scaling_lines, title_of
+from cpu3d.bench.step import ProcessFailedError
+from cpu3d.bench.tables import SCALING
+from cpu3d.errors import InputError
+from cpu3d.host.example_hosts import topology_of
+from cpu3d.host.topology import read_topology
+from memory_estimator.exchange_costs import read_scaling, row_of
+
+
+def answer(step_s, wait_s=(), sum_s=(), packing_s=(), **more):
+    return {
+        "step_s": list(step_s), "wait_s": list(wait_s), "sum_s": list(sum_s), "packing_s": list(packing_s),
+        "parameters": 5_000_000, "process_peak_bytes": 2**30, "engine_name": "TensorFlow 2.15.1", "threads": {},
+        "versions": {}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Processes that answer as worked out by hand; a list of what was asked. The second round is slower by 1 s."""
+    asked = []
+
+    def measure(request, cpus, *, exchanging):
+        later = sum(1 for one in asked if one == (cpus, exchanging))
+        asked.append((cpus, exchanging))
+        if exchanging:
+            # Two workers, of which the second waits for the first: 2.3 s a step, 0.1 s of it exchanging but for waits.
+            parts = ([0.0, 0.0], [0.04, 0.04], [0.06, 0.06]), ([0.2, 0.0], [0.04, 0.04], [0.06, 0.06])
+            return [answer([2.3 + later, 2.3 + later], *part, message_s=0.001) for part in parts]
+        step_s = 2.1 if len(cpus) > 1 else 1.25 if len(cpus[0]) > 1 else 2.0
+        return [answer([step_s + later] * 2) for _ in cpus]
+
+    monkeypatch.setattr(scaling, "measure_together", measure)
+    monkeypatch.setattr(scaling, "loopback_bytes_per_s", lambda: 2e9)
+    return asked
+
+
+def result_of(rounds=1):
+    found = [("alone", 1, [[0]]), ("together", 2, [[0], [1]]), ("apart", 2, [[0], [1]]), ("wide", 2, [[0, 1]])]
+    request = {
+        "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam",
+        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "policy": "speed"},
+    }  # fmt: skip
+    result = compare_workers(request, found, rounds=rounds)
+    return {**result, "cores_per_worker": 1, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
+
+
+def test_a_worker_has_whole_cores_with_all_their_threads():
+    paper = topology_of("paper-4x20")
+    each = cores_each(paper, [1, 2, 4])
+    assert each == 20
+    found = {(name, count): cpus for name, count, cpus in ways(paper, [4, 2, 1, 2], each)}
+    assert [name for name, _ in found] == ["alone", "together", "apart", "wide", "together", "apart", "wide"]
+    assert found["together", 4] == found["apart", 4]
+    assert [len(share) for share in found["together", 4]] == [40] * 4
+    assert found["alone", 1] == found["together", 4][:1] == found["together", 2][:1]
+    assert found["wide", 2] == [found["together", 2][0] + found["together", 2][1]]
+    places = {cpu.number: (cpu.socket, cpu.core) for cpu in paper.cpus}
+    assert [{places[number][0] for number in share} for share in found["together", 4]] == [{0}, {1}, {2}, {3}]
+    assert cores_each(paper, [2], asked=3) == 3
+    assert [len(share) for share in ways(paper, [2], 3)[1][2]] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "problem"),
+    [
+        ([1], 0, r"--workers must have a number above 1, got \[1\]"),
+        ([0, 2], 0, r"--workers must have a number above 1, got \[0, 2\]"),
+        ([81], 0, "--workers must have cores of their own, got 81 workers on 80"),
+        ([4], 21, "--workers must have cores of their own, got 4 workers of 21 cores on 80"),
+        ([4], -1, "--cores-per-worker must be at least 1, got -1"),
+    ],
+)
+def test_workers_that_cannot_be_laid_are_refused(workers, asked, problem):
+    with pytest.raises(InputError, match=problem):
+        cores_each(topology_of("paper-4x20"), workers, asked)
+
+
+def test_a_step_is_the_sum_of_its_parts(measured):
+    result = result_of()
+    together = row_of(result, "together", 2)
+    assert together["step_s"] == pytest.approx(2.3)
+    assert together["wait_s"] == pytest.approx(0.05)  # of four steps one has waited 0.2 s
+    assert (together["exchange_s"], together["packing_s"]) == (pytest.approx(0.04), pytest.approx(0.06))
+    assert together["compute_s"] == pytest.approx(2.15)
+    assert together["efficiency"] == pytest.approx(2.0 / 2.3)
+    assert row_of(result, "apart", 2)["efficiency"] == pytest.approx(2.0 / 2.1)
+    assert row_of(result, "wide", 2)["efficiency"] == pytest.approx(2.0 / 1.25 / 2)
+    assert result["gradient_bytes"] == 20_000_000
+
+
+def test_the_gap_adds_up_and_is_told(measured):
+    result = result_of()
+    parts = gap(result, 2)
+    assert parts == {
+        "contention": pytest.approx(0.1), "waiting": pytest.approx(0.05), "all-reduce": pytest.approx(0.04),
+        "packing": pytest.approx(0.06), "rest": pytest.approx(0.05),
+    }  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(2.3 - 2.0)
+    (line,) = gap_lines(result)
+    assert "2 workers take +300 ms a step more than one: contention +100 ms (+5.0%), waiting +50 ms (+2.5%)" in line
+    assert "20.0 MB pass each way at 0.50 GB/s, 25% of a plain socket" in line
+
+
+def test_rounds_go_in_turn_and_a_row_is_its_middle_round(measured):
+    result = result_of(rounds=3)
+    assert [exchanging for _, exchanging in measured] == [False, True, False, False] * 3
+    together = row_of(result, "together", 2)
+    assert together["rounds"] == pytest.approx([2.3, 3.3, 4.3])
+    assert together["step_s"] == pytest.approx(3.3)
+    assert (together["step_s_min"], together["step_s_max"]) == (pytest.approx(2.3), pytest.approx(4.3))
+    ratios = [2.0 / 2.3, 3.0 / 3.3, 4.0 / 4.3]
+    assert together["efficiency"] == pytest.approx(statistics.median(ratios))
+    assert (together["efficiency_min"], together["efficiency_max"]) == (
+        pytest.approx(ratios[0]),
+        pytest.approx(ratios[2]),
+    )
+
+
+def test_the_estimator_reads_what_the_bench_writes(measured, tmp_path):
+    result = result_of()
+    append_record(tmp_path / SCALING, "scaling", result)
+    assert len(read_scaling(tmp_path / SCALING)) == 1
+
+
+def test_the_markdown_has_a_table_the_gap_and_the_estimator_s_error(measured, tmp_path):
+    result = result_of()
+    for one in ({**result, "loopback_bytes_per_s": 1e9}, result):
+        append_record(tmp_path / SCALING, "scaling", one)
+    records = read_records(tmp_path / SCALING, "scaling")
+    assert newest(records) == [records[1]]
+    lines = scaling_lines(records)
+    assert "| 2 workers | 2 | 2.30 (2.30 to 2.30) | 0.870 | 87.0% | 1.00 |" in lines
+    assert "| 1 worker | 1 | 2.00 (2.00 to 2.00) | 0.500 | - | 1.00 |" in lines
+    assert lines[-1].startswith("The estimator's steps of several workers are off by -")
+    assert lines[-1].endswith("which flatters.")
+
+
+def test_the_picture_is_a_png_also_where_a_part_is_below_zero(measured):
+    result = result_of()
+    row_of(result, "apart", 2)["step_s"] = 1.9
+    assert draw_scaling(result, title_of(result))[:4] == b"\x89PNG"
+
+
+def test_a_socket_passes_all_bytes():
+    assert loopback_bytes_per_s(3 * 2**20 + 5) > 1e6
+
+
+def test_addresses_are_free_and_different():
+    assert len(set(free_addresses(4))) == 4
+
+
+FAKE = """
+import json, pathlib, sys, time
+request = json.loads(sys.argv[1])
+if request["rank"] == request.get("fails"):
+    print("no memory")
+    sys.exit(7)
+if "fails" in request:
+    time.sleep(60)
+print("noise")
+print(json.dumps({"rank": request["rank"], "cpus": request["cpus"], "addresses": len(request["addresses"])}))
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Processes that answer without TensorFlow."""
+    real = scaling_processes.start
+
+    def start(command, output, environ, cwd):
+        assert "TF_NUM_INTRAOP_THREADS" not in environ
+        return real([sys.executable, "-c", FAKE, command[-1]], output, environ, cwd)
+
+    monkeypatch.setattr(scaling_processes, "start", start)
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
+
+
+def test_processes_answer_by_rank(fake):
+    assert measure_together({}, [[3], [5]], exchanging=True) == [
+        {"rank": 0, "cpus": [3], "addresses": 2},
+        {"rank": 1, "cpus": [5], "addresses": 2},
+    ]
+    assert measure_together({}, [[3]], exchanging=False)[0]["addresses"] == 0
+
+
+def test_one_that_fails_ends_the_others_and_is_named(fake):
+    with pytest.raises(
+        ProcessFailedError, match="worker 1 must end with a line of JSON, exited with 7 saying: no memory"
+    ):
+        measure_together({"fails": 1}, [[3], [5]], exchanging=True)
+
+
+def test_bad_input_is_told(capsys):
+    assert main(["bench", "scaling", "--shape", "32", "32", "32", "--rounds", "0"]) == 2
+    assert "--rounds must be at least 1" in capsys.readouterr().err
+    assert main(["bench", "scaling", "--shape", "32", "32", "32", "--workers", "1"]) == 2
+    assert "--workers must have a number above 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(read_topology().host.usable_cores < 2, reason="needs two cores")
+def test_two_real_workers_exchange_and_their_parts_add_up(tmp_path):
+    options = "--shape 16 16 16 --filters 8 --depth 2 --rounds 1 --steps 2 --dtype float32"
+    record = tmp_path / "scaling.jsonl"
+    before = os.sched_getaffinity(0)
+    assert main(f"bench scaling {options} --record {record} --json".split()) == 0
+    assert os.sched_getaffinity(0) == before
+    (result,) = (json.loads(line) for line in record.read_text().splitlines())
+    together = row_of(result, "together", 2)
+    parts = [together[name] for name in ("compute_s", "wait_s", "exchange_s", "packing_s")]
+    assert sum(parts) == pytest.approx(together["step_s"])
+    assert min(parts) >= 0
+    assert together["exchange_s"] > 0
+    assert read_scaling(record)
+    # Held to one core each, planned for one thread each.
+    assert result["threads"]["together"]["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert result["threads"]["wide"]["TF_NUM_INTRAOP_THREADS"] == "2"

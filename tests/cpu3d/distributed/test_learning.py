@@ -1,0 +1,107 @@
+"""A step of several workers: the whole batch's gradients, the same weights everywhere, what they tell each other."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.errors import DivergedError
+from cpu3d.learner import Learner
+from models.config import UNetConfig
+from tests.cpu3d.distributed.threads import together
+
+BATCH, SIDE = 4, 16
+UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
+CONFIG = RunConfig(grid=(SIDE,) * 3, unet=UNET, batch=BATCH, micro_batch=1, optimizer="sgd")
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, SIDE, SIDE, SIDE, 2)
+    return rng.normal(size=shape).astype("f4"), rng.integers(0, 2, shape).astype("u1")
+
+
+def share_of(exchange, pair, micro=1):
+    """A worker's own micro-batches."""
+    own = BATCH // exchange.count
+    for begin in range(exchange.rank * own, (exchange.rank + 1) * own, micro):
+        yield tuple(tf.constant(part[begin : begin + micro]) for part in pair)
+
+
+def train(exchange, *, config=CONFIG, change=None, note=lambda exchange: 0.0, steps=3):
+    learner, outcomes = Learner(config, exchange), []
+    if change:
+        change(exchange, learner)
+    for step in range(steps):
+        parts = share_of(exchange, batch(step), config.micro)
+        outcomes.append(learner.step(parts, 0.01, lambda: note(exchange)))
+    return outcomes, learner.arrays()
+
+
+@pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam"), (4, "sgd")])
+def test_workers_end_with_the_weights_losses_and_scores_of_one(workers, optimizer):
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, ema=0.9)
+    ((expected, arrays),) = together(1, lambda exchange: train(exchange, config=config))
+    found = together(workers, lambda exchange: train(exchange, config=config))
+    for outcomes, of_worker in found:
+        for a, b in zip(expected, outcomes):
+            np.testing.assert_allclose(b.losses, a.losses, rtol=1e-5)
+            np.testing.assert_allclose(b.dice, a.dice, rtol=1e-4)
+        for name, array in of_worker.items():
+            np.testing.assert_array_equal(array, found[0][1][name], err_msg=name)  # the same on all, to the bit
+            distance = np.linalg.norm(array - arrays[name])
+            assert distance <= 1e-5 * np.linalg.norm(arrays[name]), name
+
+
+def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all():
+    config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
+
+    def moved(exchange):
+        learner = Learner(config, exchange)
+        learner.step(share_of(exchange, batch(), 2), 0.01)
+        return [variable.numpy() for variable in learner.model.non_trainable_variables]
+
+    def alone(exchange, own):
+        learner = Learner(dataclasses.replace(config, batch=2))
+        learner.step(iter([tuple(tf.constant(part[own : own + 2]) for part in batch())]), 0.01)
+        return [variable.numpy() for variable in learner.model.non_trainable_variables]
+
+    first, second = (together(1, lambda exchange, own=own: alone(exchange, own))[0] for own in (0, 2))
+    for found in together(2, moved):
+        for a, b, c in zip(first, second, found):
+            np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_is_not_finite_is_known_to_all_by_its_place_and_nobody_updates():
+    def with_a_bad_volume(exchange):
+        learner = Learner(CONFIG, exchange)
+        before = learner.arrays()
+        image, target = batch()
+        image[3, 5, 5, 5, 0] = np.nan
+        outcome = learner.step(share_of(exchange, (image, target)), 0.01)
+        return outcome, before, learner.arrays()
+
+    for outcome, before, after in together(2, with_a_bad_volume):
+        assert np.flatnonzero(~np.isfinite(outcome.losses)).tolist() == [3]
+        assert not np.isfinite(outcome.loss)
+        for name, array in after.items():
+            if name != "optimizer/001":  # the learning rate
+                np.testing.assert_array_equal(array, before[name], err_msg=name)
+
+
+def test_what_one_notes_all_are_told_at_the_same_step():
+    said = together(2, lambda exchange: train(exchange, note=lambda one: 15.0 * one.rank, steps=1))
+    for outcomes, _ in said:
+        assert outcomes[0].notes.tolist() == [0.0, 15.0]
+
+
+def test_a_worker_whose_weights_are_others_than_the_chief_s_is_named():
+    def tip(exchange, learner):
+        if exchange.rank == 1:
+            learner.model.trainable_variables[0].assign_add(tf.fill(learner.model.trainable_variables[0].shape, 1e-3))
+
+    for answer in together(2, lambda exchange: train(exchange, change=tip)):
+        assert isinstance(answer, DivergedError)
+        assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(answer)

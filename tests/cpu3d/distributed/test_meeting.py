@@ -1,0 +1,146 @@
+"""Waiting for the others, with threads for workers."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cpu3d.distributed import meeting
+from cpu3d.distributed.cluster import Cluster
+from cpu3d.distributed.meeting import meet
+from cpu3d.errors import InputError, WorkerLostError
+
+
+def addresses(count):
+    """Of ports that nobody has."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
+
+
+@pytest.fixture
+def three():
+    return Cluster(addresses(3))
+
+
+def meeting_of(clusters, limit_s=10):
+    """What comes of `meet` in each of these workers at once: None or the error."""
+
+    def one(cluster):
+        try:
+            return meet(cluster, limit_s)
+        except InputError as error:
+            return error
+
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        return list(pool.map(one, clusters))
+
+
+def connected(cluster, rank=0):
+    """A connection to a worker's port, as soon as it listens."""
+    port = int(cluster.addresses[rank].rpartition(":")[2])
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+def hello(cluster, rank):
+    content = {"to": "cpu3d", "rank": rank, "cluster": meeting._digest(cluster)}
+    return json.dumps(content).encode() + b"\n"
+
+
+def test_all_come_and_their_ports_are_free_again(three):
+    for _ in range(2):
+        assert meeting_of([three.of_rank(rank) for rank in (2, 0, 1)]) == [None] * 3
+    for address in three.addresses:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+
+
+def test_those_who_came_say_who_did_not(three):
+    start = time.monotonic()
+    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=1):
+        assert isinstance(error, WorkerLostError)
+        assert f"worker 1 ({three.addresses[1]}) must come within 1 s" in str(error)
+        assert three.addresses[2] not in str(error)
+    assert time.monotonic() - start < 8
+
+
+def test_without_a_chief_he_is_the_one_who_did_not_come(three):
+    with pytest.raises(WorkerLostError, match=r"worker 0 \(127.* must come within 0.7 s"):
+        meet(three.of_rank(1), 0.7)
+
+
+def test_a_port_that_is_taken_is_named_at_once(three):
+    port = int(three.addresses[1].rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(
+            InputError, match=f"port {port} of worker 1 .* must be free, got Address already in use"
+        ) as it:
+            meet(three.of_rank(1), 5)
+        assert it.value.exit_code == 2
+
+
+def test_workers_of_another_cluster_are_sent_away(three):
+    stranger = Cluster((three.addresses[0], *addresses(2)), 1)
+    chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
+    assert "worker 1 has others than worker 0" in str(sent_away)
+    assert sent_away.exit_code == 2
+    assert "worker 1" in str(chief)
+    assert "worker 2" in str(chief)
+
+
+def test_two_of_one_rank_are_not_taken_for_two_workers(three):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three, 2)
+        with connected(three) as first, connected(three) as second:
+            first.sendall(hello(three, 1))
+            second.sendall(hello(three, 1))
+            assert "got 1 twice" in json.loads(second.makefile().readline())["wrong"]
+            assert json.loads(first.makefile().readline()) == {"missing": [2]}
+        assert isinstance(chief.exception(), WorkerLostError)
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n", b'{"to": "cpu3d"}\n', b"", b"x" * 9000]
+)
+def test_whoever_says_other_things_at_the_port_is_not_counted(three, said, monkeypatch):
+    monkeypatch.setattr(meeting, "HELLO_S", 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three, 10)
+        with connected(three) as stranger:
+            stranger.sendall(said)
+            assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [None, None]
+        assert chief.exception() is None
+
+
+def test_one_who_came_and_went_is_waited_for_again(three):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three, 10)
+        with connected(three) as short:
+            short.sendall(hello(three, 1))
+        assert meeting_of([three.of_rank(2), three.of_rank(1)]) == [None, None]
+        assert chief.exception() is None
+
+
+def test_a_long_wait_is_told_once(three, monkeypatch):
+    monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.6)
+    said = {0: [], 1: []}
+    threads = [
+        threading.Thread(target=lambda rank=rank: _quietly(three.of_rank(rank), said[rank].append)) for rank in said
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == [f"waiting for worker 2 ({three.addresses[2]})"]
+
+
+def _quietly(cluster, say):
+    with contextlib.suppress(WorkerLostError):
+        meet(cluster, 1.5, say)

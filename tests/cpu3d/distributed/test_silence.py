@@ -1,0 +1,81 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from cpu3d.distributed.silence import Silence
+from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, write_heartbeat
+
+
+@pytest.fixture
+def process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+@pytest.fixture
+def beat(tmp_path):
+    def make(pid, beat, rank=0):
+        of_day = {"started": 0.0, "beat": beat, "phase_since": 0.0}
+        place = {"process_start": 1, "place": "here", "host_name": "here"}
+        write_heartbeat(
+            tmp_path, Heartbeat(rank=rank, workers=2, pid=pid, phase="computing", step=1, steps=9, **of_day, **place)
+        )
+
+    return make
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_who_lives_and_beats_no_more_is_silent(tmp_path, process, beat):
+    clock = Clock()
+    silence = Silence(tmp_path, suspended_s=60, silent_s=300, clock=clock)
+    assert silence([process]) == {}, "no heartbeat yet"
+    beat(process, 1.0)
+    beat(2**22 + 1, 1.0, rank=1)
+    for clock.now in (1000.0, 1300.0):
+        assert silence([process]) == {}
+    beat(process, 2.0)
+    for clock.now in (1310.0, 1610.0):
+        assert silence([process]) == {}, "counted from the newest beat, by the own clock"
+    clock.now = 1611.0
+    assert silence([process]) == {process: "silent for 301 s while computing, though it lives"}
+    assert silence([]) == {}, "of another's process nothing is said"
+
+
+def test_who_was_suspended_is_waited_for_less(tmp_path, process, beat):
+    clock = Clock()
+    silence = Silence(tmp_path, suspended_s=60, silent_s=300, clock=clock)
+    beat(process, 1.0)
+    silence([process])
+    clock.now = 61.0
+    assert silence([process]) == {}
+    os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)
+    assert silence([process]) == {process: "silent for 61 s while computing, as a signal has stopped it"}
+
+
+def test_a_disk_that_takes_no_files_tells_nothing(tmp_path, process, beat, monkeypatch):
+    clock = Clock()
+    silence = Silence(tmp_path, silent_s=300, clock=clock)
+    beat(process, 1.0)
+    silence([process])
+    clock.now = 301.0
+    monkeypatch.setattr(Silence, "_takes_files", lambda self: False)
+    assert silence([process]) == {}
+
+
+def test_a_damaged_heartbeat_is_nobodys(tmp_path, process, beat):
+    beat(process, 1.0)
+    heartbeat_path(tmp_path, 0).write_text("{")
+    silence = Silence(tmp_path, silent_s=0, clock=Clock())
+    assert silence([process]) == silence([process]) == {}

@@ -1,0 +1,173 @@
+"""Several workers train as one: processes of their own, a core each, on the store of phantoms."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.checkpoint_history import newest
+from cpu3d.run_log import read_events
+
+ROOT = Path(__file__).resolve().parents[3]
+
+OPTIONS = ("--filters", 4, "--depth", 3, "--dtype", "float32", "--policy", "speed", "--learning-rate", 0.002)
+
+ONE_CORE = (
+    "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path.insert(0, sys.argv.pop(1)); "
+)
+MAIN = "from cpu3d.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
+def alone_on_one_core(*words):
+    """`cpu3d words`, with as many threads as each of two workers has: with others sums differ in their last bits."""
+    command = [sys.executable, "-c", ONE_CORE + MAIN, str(ROOT), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def launched(*words):
+    command = [sys.executable, "-m", "cpu3d", "launch", *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def train(store, run, *more):
+    return ("train", "--store", store.folder, "--run", run, *OPTIONS, *more)
+
+
+def weights(run):
+    return newest(run).arrays
+
+
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, a worker each")
+
+
+@needs_two_cores
+def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phantom_store, tmp_path):
+    words = ("--steps", 10, "--batch", 2)
+    two = launched("--workers", 2, *train(phantom_store, tmp_path / "two", *words))
+    said, _ = two.communicate(timeout=120)
+    assert two.returncode == 0, said
+    one = alone_on_one_core(*train(phantom_store, tmp_path / "one", *words))
+    assert one.returncode == 0, one.stderr
+    expected = weights(tmp_path / "one")
+    for name, array in weights(tmp_path / "two").items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    of_one, of_two = (
+        [event for event in read_events(tmp_path / run) if event["event"] in ("step", "validation")]
+        for run in ("one", "two")
+    )
+    for a, b in zip(of_one, of_two):
+        assert (a["event"], a["step"], a.get("case_id")) == (b["event"], b["step"], b.get("case_id"))
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+        assert b["dice"] == pytest.approx(a["dice"], rel=1e-6)
+    assert len(of_two) == len(of_one) == 15
+    assert len(read_events(tmp_path / "two")) == len(read_events(tmp_path / "one")), "the chief alone writes"
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["batch"] == 2
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits_also_on_one_worker(
+    phantom_store, tmp_path
+):
+    words = ("--steps", 60, "--batch", 2, "--save-minutes", 100, "--validate-every", 100)
+    whole = launched("--workers", 2, *train(phantom_store, tmp_path / "whole", *words))
+    said, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, said
+    cut = launched("--workers", 2, *train(phantom_store, tmp_path / "cut", *words))
+    heartbeat = tmp_path / "cut" / "heartbeats" / "worker-1.json"
+    deadline = time.monotonic() + 60
+    while len(read_events(tmp_path / "cut")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(json.loads(heartbeat.read_text())["pid"], signal.SIGKILL)
+    said, _ = cut.communicate(timeout=60)
+    assert cut.returncode == 6
+    assert "worker 1" in said
+    assert "SIGKILL" in said
+    assert newest(tmp_path / "cut").state["step"] >= 4, "the chief saves what was done"
+    again = alone_on_one_core(*train(phantom_store, tmp_path / "cut", *words))
+    assert again.returncode == 0, again.stderr
+    expected = weights(tmp_path / "whole")
+    for name, array in weights(tmp_path / "cut").items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+NETWORK = "10.91.7"
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with a link between them and addresses of their own."""
+    names = [f"cpu3d-{os.getpid()}-{i}" for i in (1, 2)]
+    links = [f"c3d{os.getpid() % 100000}{i}" for i in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+        for number, (name, link) in enumerate(zip(names, links), 1):
+            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield list(zip(names, links))
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs network namespaces: {error}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_two_hosts_train_as_one_and_a_cut_link_ends_both_within_a_minute_and_nothing_is_lost(
+    two_hosts, phantom_store, tmp_path
+):
+    """The run's folder is each host's own: the second has nothing of the first's but what comes by the network."""
+    words = ("--steps", 40, "--batch", 2, "--save-minutes", 100, "--validate-every", 100)
+
+    def start(run):
+        hosts = ["--hosts", f"{NETWORK}.1,{NETWORK}.2", "--workers", 1]
+        folders = [tmp_path / f"{run}{number}" for number in (1, 2)]
+        commands = [
+            ["ip", "netns", "exec", name, "taskset", "-c", str(number), sys.executable, "-m", "cpu3d", "launch"]
+            + [str(word) for word in (*hosts, *train(phantom_store, folders[number], *words))]
+            for number, (name, _) in enumerate(two_hosts)
+        ]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return folders[0], [subprocess.Popen(command, cwd=ROOT, **pipe) for command in commands]
+
+    whole, both = start("whole")
+    for one in both:
+        said = one.communicate(timeout=120)[0]
+        assert one.returncode == 0, said
+    assert not list((tmp_path / "whole2").glob("checkpoints/*")), "only the chief writes"
+
+    cut, both = start("cut")
+    deadline = time.monotonic() + 60
+    while len(read_events(cut)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    name, link = two_hosts[0]
+    ip("-n", name, "link", "set", link, "down")
+    begin = time.monotonic()
+    told = [one.communicate(timeout=120)[0] for one in both]
+    assert time.monotonic() - begin < 60
+    assert [one.returncode for one in both] == [6, 6], told
+    assert f"worker 1 ({NETWORK}.2:" in told[0]
+    assert f"worker 0 ({NETWORK}.1:" in told[1]
+
+    ip("-n", name, "link", "set", link, "up")
+    _, both = start("cut")
+    for one in both:
+        said = one.communicate(timeout=120)[0]
+        assert one.returncode == 0, said
+    expected = weights(whole)
+    for key, array in weights(cut).items():
+        np.testing.assert_array_equal(array, expected[key], err_msg=key)

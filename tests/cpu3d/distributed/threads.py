@@ -1,0 +1,52 @@
+"""Workers as threads of one process, whose exchange is a barrier and an addition."""
+
+import threading
+from typing import Any, Callable, List
+
+import numpy as np
+import tensorflow as tf
+
+from cpu3d.distributed.strategy import Exchange
+
+
+class ThreadExchange(Exchange):
+    """Of one of several workers; `table` is where all of them put their vectors."""
+
+    def __init__(self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock):
+        self.rank, self.count = rank, len(table)
+        self._table, self._barrier, self._turn = table, barrier, turn
+
+    def sum(self, vector):
+        self._table[self.rank] = np.asarray(vector)
+        self._wait()
+        total = sum(self._table[1:], self._table[0])
+        self._wait()
+        return tf.constant(total)
+
+    def _wait(self):
+        self._turn.release()
+        try:
+            self._barrier.wait(60)
+        finally:
+            self._turn.acquire()
+
+
+def together(count: int, work: Callable[[Exchange], Any]) -> List[Any]:
+    """What `work` returns, or raises, as each of `count` workers at once."""
+    table, barrier, answers = [None] * count, threading.Barrier(count), [None] * count
+    turn = threading.Lock()  # one of them computes at a time: Keras does not build two networks at once
+
+    def one(rank: int) -> None:
+        with turn:
+            try:
+                answers[rank] = work(ThreadExchange(rank, table, barrier, turn))
+            except Exception as error:
+                answers[rank] = error
+                barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return answers

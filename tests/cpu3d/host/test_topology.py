@@ -1,0 +1,198 @@
+"""Hosts read from folders that look like their /proc and /sys, and from JSON."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+
+from cpu3d.errors import InputError
+from cpu3d.host.example_hosts import EXAMPLE_HOSTS, hosts_table, topology_of
+from cpu3d.host.topology import Cpu, Node, cpu_ranges, from_json, read_topology, to_json
+
+GIB = 2**30
+
+
+def write_tree(root, topology):
+    """A host's /proc and /sys, as Linux would have them."""
+
+    def write(path, text):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{text}\n")
+
+    host, numbers = topology.host, [cpu.number for cpu in topology.cpus]
+    flags = f"model name\t: {host.cpu_model}\nflags\t\t: fpu {' '.join(host.isa)}"
+    write("proc/cpuinfo", "\n\n".join(f"processor\t: {number}\n{flags}" for number in range(topology.machine_cpus)))
+    write(
+        "proc/meminfo",
+        f"MemTotal: {host.memory_bytes // 1024} kB\nMemAvailable: {host.available_bytes // 1024} kB\n"
+        f"SwapTotal: {topology.swap_bytes // 1024} kB",
+    )
+    write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{cpu_ranges(numbers)}")
+    write("proc/self/cgroup", "0::/")
+    write("sys/kernel/mm/transparent_hugepage/enabled", f"always [{topology.huge_pages}] never")
+    write("sys/devices/system/cpu/online", f"0-{topology.machine_cpus - 1}")
+    if host.cpu_quota:
+        write("sys/fs/cgroup/cpu.max", f"{host.cpu_quota * 100000:.0f} 100000")
+    if host.cgroup_limit_bytes:
+        write("sys/fs/cgroup/memory.max", host.cgroup_limit_bytes)
+        write("sys/fs/cgroup/memory.current", host.cgroup_used_bytes)
+    for cpu in topology.cpus:
+        place = f"sys/devices/system/cpu/cpu{cpu.number}/topology"
+        siblings = [other.number for other in topology.cpus if other.core == cpu.core]
+        write(f"{place}/thread_siblings_list", ",".join(map(str, siblings)))
+        write(f"{place}/physical_package_id", cpu.socket)
+    for node in topology.nodes:
+        place = f"sys/devices/system/node/node{node.number}"
+        write(f"{place}/cpulist", cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number))
+        told = {
+            "MemTotal": node.memory_bytes,
+            "MemFree": node.free_bytes - 3 * GIB,
+            "Active(file)": GIB,
+            "Inactive(file)": 2 * GIB,
+            "Active(anon)": 5 * GIB,
+        }
+        lines = [f"Node {node.number} {name}:   {size // 1024} kB" for name, size in told.items()]
+        write(f"{place}/meminfo", "\n".join([*lines, f"Node {node.number} HugePages_Total:     0"]))
+
+
+def whole_kib(topology):
+    """As /proc tells of memory: in KiB."""
+    down = lambda size: size // 1024 * 1024
+    host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
+    nodes = tuple(dataclasses.replace(node, free_bytes=down(node.free_bytes)) for node in topology.nodes)
+    return dataclasses.replace(topology, host=host, nodes=nodes)
+
+
+@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
+def test_a_host_is_read_as_it_was_written(name, tmp_path):
+    topology = whole_kib(topology_of(name))
+    write_tree(tmp_path, topology)
+    assert read_topology(tmp_path) == topology
+
+
+def test_the_places_of_cpus_are_those_of_linux():
+    """Socket 0 of two with 28 cores has CPUs 0-27 and, as their second threads, 56-83."""
+    topology = topology_of("xeon-2x28")
+    assert topology.cpus[0] == Cpu(0, 0, 0, 0)
+    assert topology.cpus[84] == Cpu(84, 28, 1, 1)
+    assert topology.cores[28] == (Cpu(28, 28, 1, 1), Cpu(84, 28, 1, 1))
+    assert {cpu.node for cpu in topology_of("amx-2x60-snc4").cpus if cpu.socket == 1} == {4, 5, 6, 7}
+
+
+def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
+    write_tree(tmp_path, topology_of("xeon-2x28"))
+    (tmp_path / "proc/self/status").write_text("Cpus_allowed_list: 27-29,84\nMems_allowed_list: 1\n")
+    topology = read_topology(tmp_path)
+    assert [(cpu.number, cpu.socket, cpu.node) for cpu in topology.cpus] == [
+        (27, 0, 0),
+        (28, 1, 1),
+        (29, 1, 1),
+        (84, 1, 1),
+    ]
+    assert [len(core) for core in topology.cores] == [1, 2, 1]
+    assert [node.number for node in topology.nodes] == [1]
+    assert topology.machine_cpus == 112
+
+
+def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor: 0\n\nprocessor: 1\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
+    topology = read_topology(tmp_path)
+    assert topology.nodes == (Node(0, 16384, 8192),)
+    assert topology.cpus == (Cpu(0, 0, 0, 0), Cpu(1, 1, 0, 0))
+    assert (topology.machine_cpus, topology.swap_bytes, topology.huge_pages) == (2, 0, "")
+
+
+def test_outside_linux_there_is_one_socket(tmp_path):
+    topology = read_topology(tmp_path)
+    assert len(topology.nodes) == topology.host.sockets == 1
+    assert len(topology.cores) == topology.host.cores
+
+
+def test_this_host_adds_up():
+    topology = read_topology()
+    assert len(topology.cores) == topology.host.cores
+    assert sum(node.memory_bytes for node in topology.nodes) == pytest.approx(topology.host.memory_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
+def test_json_brings_a_host_back(name, tmp_path):
+    topology = topology_of(name)
+    path = tmp_path / "host.json"
+    path.write_text(json.dumps({"topology": to_json(topology), "plans": []}))
+    assert topology_of(str(path)) == topology
+
+
+def changed(**changes):
+    content = to_json(topology_of("small-1x2"))
+    for name, value in changes.items():
+        where, _, field = name.rpartition("__")
+        target = content[where] if where else content
+        if value is None:
+            del target[field]
+        else:
+            target[field] = value
+    return copy.deepcopy(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must be what `doctor --json` writes"),
+        ([], "must be what `doctor --json` writes"),
+        (changed(schema=2), "must have schema 1, got 2; write it with this version's doctor"),
+        (changed(host="EPYC"), "host must be an object"),
+        (changed(host__cores=None), "host must have the fields .*, got others in cores"),
+        (changed(host__cores=3), "host.cores must be what the CPUs add up to, 2, got 3"),
+        (changed(host__memory_bytes=-1), "host.memory_bytes must be a whole number of bytes, got -1"),
+        (changed(host__cpu_quota=0), "host.cpu_quota must be a positive number of CPUs or null, got 0"),
+        (changed(host__cpu_quota=True), "host.cpu_quota must be a positive number"),
+        (changed(host__cgroup_limit_bytes="1 GiB"), "host.cgroup_limit_bytes must be bytes or null"),
+        (changed(host__isa=["mmx"]), "host.isa must be a list of some of avx, avx2"),
+        (changed(host__cpu_model=7), "host.cpu_model must be a name, got 7"),
+        (changed(cpus=[[0, 0, 0]]), r"cpus must be rows of \[number, core, socket, node\], got \[\[0, 0, 0\]\]"),
+        (changed(cpus=[[0, 0, 0, 0], [0, 1, 0, 0]]), "cpus must be one or more, each once"),
+        (changed(cpus=[]), "cpus must be one or more"),
+        (changed(cpus=[[0, 0, 0, 0], [1, 0, 1, 0]]), "each core on one socket and one node, got one on several"),
+        (changed(nodes=[]), "nodes must be one or more, got none"),
+        (changed(nodes=None), r"nodes must be rows of \[number, memory, free\], got None"),
+        (changed(swap_bytes=1.5), "swap_bytes must be a whole number, got 1.5"),
+        (changed(huge_pages=0), "huge_pages must be a word, got 0"),
+    ],
+)
+def test_a_damaged_description_is_refused_with_what_is_wrong(content, message):
+    with pytest.raises(InputError, match=message) as raised:
+        from_json(content, "host.json")
+    assert all("host host.json" in problem for problem in raised.value.problems)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(InputError) as raised:
+        from_json(changed(huge_pages=0, swap_bytes=-1, cpus="all"), "host.json")
+    assert len(raised.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "host must be a file of `doctor --json` or one of small-1x2, .*, got .*nowhere"),
+     ("{", "must be JSON, got"), ("[1]", "must be what `doctor --json` writes")],
+)  # fmt: skip
+def test_a_name_that_is_no_host_is_refused_with_the_choice(text, message, tmp_path):
+    path = tmp_path / "nowhere"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        topology_of(str(path))
+
+
+def test_the_examples_are_listed():
+    assert list(hosts_table().columns[0].cells) == list(EXAMPLE_HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([7, 6, 1], "1,6-7"), ([0, 2, 4], "0,2,4")]
+)
+def test_cpus_are_written_as_linux_does(numbers, text):
+    assert cpu_ranges(numbers) == text

@@ -1,0 +1,306 @@
+"""Several hosts: truths worked out by hand, the record that constants come from, the command line."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from memory_estimator.__main__ import main
+from memory_estimator.exchange_costs import ExchangeCosts, costs_of, largest_of, pooled, read_scaling, ring_s
+from memory_estimator.published_scale import published_lines
+from memory_estimator.scaling import (
+    DATA_WAIT_SHARE,
+    MOST_HOSTS,
+    Claim,
+    Hosts,
+    Scaling,
+    Training,
+    Work,
+    limits,
+    predicted_errors,
+    rates,
+)
+
+FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, "free")
+"""Workers that lose nothing to each other."""
+
+ENDLESS = Hosts(network_bytes_per_s=math.inf, latency_s=0.0)
+WAIT = 1 + DATA_WAIT_SHARE
+
+
+def record(**changes):
+    """One of `bench scaling`: of two workers, 20 MB pass in 21 ms of which a message takes 0.5 ms, twice."""
+    rows = [
+        {"name": "alone", "workers": 1, "step_s": 2.0},
+        {
+            "name": "together", "workers": 2, "step_s": 2.4, "compute_s": 2.2, "wait_s": 0.1, "exchange_s": 0.021,
+            "packing_s": 0.03, "message_s": 0.0005,
+        },
+        {"name": "apart", "workers": 2, "step_s": 2.1},
+        {"name": "wide", "workers": 1, "step_s": 1.1},
+    ]  # fmt: skip
+    return {
+        "schema": 1, "kind": "scaling", "date": "2026-11-21", "rows": rows, "gradient_bytes": 20_000_000,
+        "shape": [32, 32, 32], "unet": {}, "cores_per_worker": 1, "engine_name": "made up", "host": {"cpu": "made up"},
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    def written(*records):
+        path = tmp_path / "scaling.jsonl"
+        path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+        return path
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("workers", "seconds"),
+    [
+        (1, 0.0),
+        (2, 2 * (500 * 0.01 + 1)),  # half a vector there, half a vector back
+        (4, 6 * (250 * 0.01 + 1)),
+        (1000, 1998 * (1 * 0.01 + 1)),
+    ],
+)
+def test_a_ring_passes_two_vectors_at_most_and_two_messages_a_neighbour(workers, seconds):
+    assert ring_s(1000, workers, s_per_byte=0.01, message_s=1.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("count", "truth"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (10, 1.5388), (100, 2.5076)])
+def test_the_largest_of_several_normal_values_is_that_of_the_tables(count, truth):
+    assert largest_of(count) == pytest.approx(truth, abs=0.03)
+
+
+def test_workers_that_lose_nothing_are_as_many_times_as_fast():
+    work = Work(volume_s=2.0, gradient_bytes=100)
+    growing = Scaling(work, FREE, ENDLESS, batch_per_worker=3)
+    fixed = Scaling(work, FREE, ENDLESS, batch=24)
+    for hosts in (1, 2, 8):
+        point, same = growing.point(hosts), fixed.point(hosts)
+        assert (point.batch, point.step_s) == (3 * hosts, pytest.approx(6 * WAIT))
+        assert (same.batch, same.step_s) == (24, pytest.approx(48 / hosts * WAIT))
+        assert point.efficiency == same.efficiency == pytest.approx(1)
+        assert point.cases_per_s == pytest.approx(hosts / (2 * WAIT))
+
+
+def test_every_part_of_a_step_is_what_it_is_by_hand():
+    costs = ExchangeCosts(
+        endpoint_s_per_byte=1e-9, message_s=1e-3, packing_s_per_byte=2e-9, spread=0.1, contention=0.05, origin=""
+    )
+    hosts = Hosts(workers_per_host=2, network_bytes_per_s=1e9, latency_s=2e-3)
+    scaling = Scaling(Work(10.0, gradient_bytes=80_000_000), costs, hosts)
+    one, two = scaling.point(1), scaling.point(2)
+    assert (one.workers, two.workers, two.batch) == (2, 4, 4)
+    assert one.compute_s == two.compute_s == pytest.approx(10.5)  # contention, as two share each host
+    assert two.slowest_s == pytest.approx(1.05 * largest_of(4))
+    assert two.packing_s == pytest.approx(0.16)
+    assert one.exchange_s == pytest.approx(2 * (40e6 * 1e-9 + 1e-3))  # inside a host no network
+    assert two.exchange_s == pytest.approx(6 * (20e6 * 2e-9 + 3e-3))
+    parts = two.compute_s + two.slowest_s + two.packing_s + two.exchange_s + two.data_s
+    assert two.step_s == pytest.approx(parts)
+    assert two.efficiency == pytest.approx(10 * WAIT / parts)
+    alone = dataclasses.replace(scaling, hosts=dataclasses.replace(hosts, workers_per_host=1)).point(1)
+    assert (alone.slowest_s, alone.packing_s, alone.exchange_s, alone.efficiency) == (0, 0, 0, pytest.approx(1))
+
+
+def test_data_count_where_they_take_longer_than_computing():
+    work = Work(volume_s=2.0, gradient_bytes=0, case_bytes=1000)
+    own = Scaling(work, FREE, dataclasses.replace(ENDLESS, workers_per_host=4, storage_bytes_per_s=1000.0))
+    assert own.point(1).step_s == pytest.approx(4)  # 4 volumes of 1 s each are read while 2 s are computed
+    assert own.point(8).step_s == pytest.approx(4)
+    shared = Scaling(work, FREE, dataclasses.replace(ENDLESS, shared_bytes_per_s=1000.0))
+    assert [shared.point(hosts).step_s for hosts in (1, 2, 8)] == pytest.approx([2 * WAIT, 2 * WAIT, 8])
+
+
+def test_epochs_are_whole_batches_and_a_validation_dealt_to_all():
+    training = Training(cases=10, epochs=3, validation_cases=5)
+    scaling = Scaling(Work(2.0, 0, forward_s=0.5), FREE, ENDLESS, training)
+    assert scaling.point(1).epoch_s == pytest.approx(10 * 2 * WAIT + 5 * 0.5)
+    assert scaling.point(4).epoch_s == pytest.approx(2 * 2 * WAIT + 2 * 0.5)  # two steps of four, two cases at most
+    assert scaling.point(4).total_s == pytest.approx(3 * scaling.point(4).epoch_s)
+    assert scaling.point(11).epoch_s is scaling.point(11).total_s is None  # not one batch
+
+
+def test_a_fixed_batch_must_be_dealt_evenly():
+    fixed = Scaling(Work(1.0, 0), FREE, Hosts(workers_per_host=2), batch=12)
+    assert fixed.point(6).batch == 12
+    for hosts in (4, 8):
+        with pytest.raises(ValueError, match=f"multiple of the {2 * hosts} workers, got 12; see --global-batch"):
+            fixed.point(hosts)
+
+
+def test_the_limit_is_where_the_exchange_crosses_its_share():
+    # An exchange of 2 (n-1)/n s and 1000/n s of computing: a tenth where 2 (n-1) exceeds a ninth of 1000.
+    costs = dataclasses.replace(FREE, endpoint_s_per_byte=1.0)
+    fixed = Scaling(Work(1.0, gradient_bytes=1), costs, ENDLESS, batch=1000)
+    found = limits(fixed)
+    assert found == {0.1: 57, 0.5: 502}
+    for share, hosts in found.items():
+        assert fixed._point(hosts, 1000 / hosts).network_share > share >= fixed._point(
+            hosts - 1, 1000 / (hosts - 1)
+        ).network_share  # fmt: skip
+    assert limits(Scaling(Work(1.0, 1), FREE, ENDLESS)) == {0.1: None, 0.5: None}
+
+
+def test_published_hours_are_reached_by_the_fewest_hosts():
+    scaling = Scaling(Work(3600.0 / WAIT, 0), FREE, ENDLESS, Training(cases=200_000))
+    one, many, speedup = Claim(one_h=100_000, many_h=50_001).reached(scaling)
+    assert (one.hosts, many.hosts, speedup.hosts) == (2, 4, 2)
+    assert Claim(200_000, 1).reached(scaling)[1] is None
+    assert scaling.first(lambda point: True).hosts == 1
+    assert scaling.first(lambda point: point.hosts > MOST_HOSTS) is None
+
+
+def test_learning_rates_follow_the_batch():
+    assert rates(0.002, 16, 1) == {"sqrt": pytest.approx(0.008), "linear": pytest.approx(0.032)}
+    assert rates(0.002, 4, 4) == {"sqrt": 0.002, "linear": 0.002}
+
+
+def test_a_record_gives_its_constants():
+    found = costs_of(record())
+    assert found.endpoint_s_per_byte == pytest.approx(0.020 / 20e6)
+    assert found.message_s == 0.0005
+    assert found.packing_s_per_byte == pytest.approx(0.03 / 20e6)
+    assert found.contention == pytest.approx(0.05)
+    assert found.spread == pytest.approx(0.1 / 2.2 / largest_of(2))
+    assert "2026-11-21" in found.origin
+
+
+def test_several_records_give_their_medians_and_the_newest_of_a_job_counts(file_of):
+    slow = record(shape=[64, 64, 64])
+    slow["rows"][1]["packing_s"] = 0.05
+    older = record(shape=[64, 64, 64])
+    path = file_of(record(), older, {"schema": 1, "kind": "step"}, slow)
+    records = read_scaling(path)
+    assert len(records) == 2
+    assert pooled(records).packing_s_per_byte == pytest.approx(0.04 / 20e6)
+
+
+def test_errors_are_of_steps_that_gave_no_constant_where_there_are_two_records():
+    again = record()
+    (alone,) = predicted_errors([again])
+    said = 2.0 * 1.05 * (1 + 0.1 / 2.2) + 0.03 + 0.021
+    assert alone == pytest.approx(said / 2.4 - 1, abs=1e-4)
+    other = record(shape=[64, 64, 64])
+    other["rows"][1]["packing_s"] = 0.23
+    first, second = predicted_errors([again, other])
+    assert first == pytest.approx((said + 0.2) / 2.4 - 1, abs=1e-4)
+    assert second == pytest.approx(said / 2.4 - 1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "must be JSON of `bench scaling`"),
+        ("[]", "must be JSON of `bench scaling`"),
+        ({"schema": 2, "kind": "scaling"}, "must have schema 1, got 2"),
+        (record(rows=[]), "must be JSON of `bench scaling`"),
+        (record(rows=record()["rows"][:2]), "row apart of 2"),
+        (record(gradient_bytes=0), "must be JSON of `bench scaling`"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_line(line, problem, file_of, capsys):
+    path = file_of(record(), line)
+    assert main([*f"--shape 32 32 32 --threads 2 --hosts 1 2 --record {path}".split()]) == 2
+    told = capsys.readouterr().err
+    assert problem in told
+    assert f"{path}:2" in told
+
+
+def test_a_record_file_must_be_there_and_hold_one(file_of, tmp_path):
+    with pytest.raises(ValueError, match="must exist, found none; make it with `bench scaling --record"):
+        read_scaling(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="must hold a record of `bench scaling`"):
+        read_scaling(file_of({"schema": 1, "kind": "step"}))
+
+
+SMALL = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512_bf16"
+
+
+def test_the_answer_as_json_has_both_tables_and_what_they_rest_on(file_of, capsys):
+    path = file_of(record())
+    asked = (
+        f"{SMALL} --hosts 1 2 3 --step-s 2 --batch 2 --global-batch 4 --cases 100 --epochs 2 --link 8Gbit/s "
+        f"--latency 0s --record {path} --against 1 0.1 --learning-rate 0.01 --json"
+    )
+    assert main(asked.split()) == 0
+    content = json.loads(capsys.readouterr().out)
+    growing, fixed = content["growing"]["rows"], content["fixed"]["rows"]
+    assert [row["batch"] for row in growing] == [2, 4, 6]
+    assert growing[0]["compute_s"] == 2
+    assert growing[0]["total_s"] == pytest.approx(2 * 50 * 2 * WAIT)
+    assert growing[1]["learning_rates"] == {"sqrt": pytest.approx(0.01 * 2**0.5), "linear": pytest.approx(0.02)}
+    assert "problem" in fixed[2]
+    assert fixed[1]["learning_rates"]["linear"] == 0.01
+    assert growing[1]["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.0005)
+    assert content["hosts"]["storage_bytes_per_s"] is None
+    assert content["growing"]["reached"]["one"]["hosts"] == 1
+    assert content["claim"]["speedup"] == pytest.approx(10)
+    assert content["errors"]["in_sample"] is True
+    assert content["work"]["case_bytes"] == 32**3 * 9
+
+
+def test_the_answer_on_the_terminal_names_what_is_assumed_and_what_is_not_counted(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("memory_estimator.scaling_options.PUBLISHED", tmp_path / "none")
+    asked = f"{SMALL} --hosts --workers-per-host 2 --cases 4000 --host-memory 64GiB --against 90 4"
+    assert main(asked.split()) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "The batch stays 128", "The batch grows, 1 a worker", "the exchange takes more than a tenth of a step from",
+        "25 Gbit/s (assumed), 50 us (assumed)", "assumed: no record", "not counted: start-up", "error: not measured",
+        "published: 90 h on one, 4 h on several, 22.5 times as fast", "a worker fits", "2 workers on a host",
+        "data are taken to be read in time",
+    ):  # fmt: skip
+        assert word in out
+
+
+def test_a_worker_that_does_not_fit_its_share_exits_with_3(capsys):
+    assert main(f"{SMALL} --hosts 2 --workers-per-host 4 --host-memory 2GiB".split()) == 3
+    assert "a worker does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
+        ("--hosts 0", "hosts must be at least 1, got 0"),
+        ("--hosts 2 --workers-per-host 0", "--workers-per-host must be at least 1, got 0"),
+        ("--hosts 2 --link 25Gb/s", "rate must be a positive number with its unit, got '25Gb/s'"),
+        ("--hosts 2 --latency 50", "time must be a number with its unit, got '50'"),
+        ("--hosts 2 --storage 0GB/s", "rate must be a positive number with its unit, got '0GB/s'"),
+        ("--hosts 2 --step-s 0", "--step-s must be positive, got 0"),
+        ("--hosts 2 --step-s nan", "--step-s must be positive, got nan"),
+        ("--hosts 2 --epochs 0", "--epochs must be at least 1, got 0"),
+        ("--hosts 2 --validation-cases -1", "--validation-cases must be at least 0, got -1"),
+        ("--hosts 2 --global-batch 0", "--global-batch must be at least 1, got 0"),
+        ("--hosts 2 --learning-rate -1", "--learning-rate must be positive, got -1"),
+        ("--hosts 2 --against 90 4", "--cases must be given with --against"),
+        ("--hosts 2 --against 4 90 --cases 9", "--against must be hours, the more on one host"),
+        ("--hosts 2 --record none.jsonl", "record file none.jsonl must exist"),
+        ("--hosts 2 --plan", "--hosts must stand without --plan and --gpu-memory"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_printed(options, problem, capsys):
+    assert main(f"{SMALL} {options}".split()) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert said.out == ""
+
+
+def test_the_picture_is_a_png_with_and_without_cases(tmp_path, capsys):
+    for number, more in enumerate(("", "--cases 500 --against 1 0.5")):
+        path = tmp_path / f"{number}.png"
+        assert main(f"{SMALL} --hosts 1 2 3 --global-batch 4 --picture {path} {more}".split()) == 0
+        assert path.read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()
+
+
+def test_the_published_scale_out_stands_in_the_docs():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "estimator.md").read_text(encoding="utf-8")
+    missing = [line for line in published_lines() if line not in page]
+    assert not missing, "print them with `python -m memory_estimator.published_scale`:\n" + "\n".join(missing)
