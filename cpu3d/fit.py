@@ -17,7 +17,6 @@ from cpu3d.checkpoint_history import checkpoints, newest, set_aside, step_of, wr
 from cpu3d.config import RunConfig
 from cpu3d.data.sharding import Share
 from cpu3d.data.store import Store
-from cpu3d.data.words import by
 from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
 from cpu3d.distributed.strategy import ALONE, Exchange
 from cpu3d.errors import DivergedError, Interrupted, MemoryRunsOutError, WorkerLostError
@@ -33,8 +32,6 @@ from cpu3d.validation import validate
 from cpu3d.versions import versions
 from cpu3d.watch import TensorBoard, TrainingBar
 from memory_estimator.host import Host
-from memory_estimator.job import statistics_note
-from models.layer_plan import training_flops
 
 MEMORY = 1
 """A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
@@ -60,6 +57,7 @@ class Fit:
         self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
         self.steps = config.steps or config.epochs * self.steps_per_epoch
         self.learner = Learner(config, exchange)
+        self.workers = exchange.count
         self._exchange, self._guard = exchange, UNGUARDED
         self.step = 0
         self.best: Optional[float] = None
@@ -75,34 +73,6 @@ class Fit:
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
             forget_after(self.folder, self.step)
-
-    def plan(self) -> List[str]:
-        """What is about to happen, a line each."""
-        config, manifest = self.config, self.store.manifest
-        unet, flops = config.unet, training_flops(config.unet, config.grid, config.batch)
-        done = f", continued after step {self.step}" if self.step else ""
-        fold = f", fold {config.fold}" if config.fold else ""
-        workers = f", {self._exchange.count} workers" if self._exchange.count > 1 else ""
-        lines = [
-            *self.warnings,
-            f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: "
-            + ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items()),
-            f"{self._seen()}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
-            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
-            f"policy {unet.policy}, {parameter_count(self.learner.model):,} parameters, "
-            f"{flops / 1e9:,.0f} GFLOP a step",
-            f"run: {self.folder}, {self._length()} at batch {config.batch}"
-            f"{f', {config.micro} at a time' if config.parts > 1 else ''}{workers}{done}",
-        ]
-        lines.append(f"reads: {self.feeds.reading.plan.reason}")
-        note = statistics_note(unet.norm, config.batch, config.micro)
-        if note:
-            lines.append(f"note: {note}")
-        if config.augment.resamples:
-            lines.append(f"rotation and scaling: {self._resampling()}")
-        if not self.val_cases:
-            lines.append("no validation cases in this split: the last weights count as the best")
-        return lines
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs, and what it was predicted to take."""
@@ -163,11 +133,14 @@ class Fit:
                 bytes_read=reads.bytes_read,
                 zero_copy_ratio=reads.zero_copy_ratio,
             )
+        if self.is_over:
+            guard.note_end(reason)
         if reason == "interrupted":
             raise Interrupted(f"saved after step {self.step}; the same command continues", stop)
         if reason == "memory":
             raise MemoryRunsOutError(
-                f"{self._guard.why}; stopped and saved after step {self.step}, the same command continues"
+                f"{self._guard.why or 'the memory of another worker runs out'}; stopped and saved after step "
+                f"{self.step}, the same command continues"
             )
 
     def note_end(self) -> None:
@@ -193,28 +166,6 @@ class Fit:
     def wait_share(self) -> float:
         """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
         return self.waited_s / self.stepped_s if self.stepped_s else 0.0
-
-    def _seen(self) -> str:
-        """What a step sees, in words."""
-        config, volume, seen = self.config, by(self.feeds.volume_shape, " x "), by(self.config.grid, " x ")
-        if config.is_patch:
-            return (
-                f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
-                f"{config.foreground:.0%} around labels, on {config.device}"
-            )
-        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
-        return f"volumes: {seen} ({config.extent}){at}"
-
-    def _resampling(self) -> str:
-        """What rotation and scaling cost; of volumes it is measured, which takes a moment."""
-        if self.config.is_patch:
-            return "computed in the step"
-        return f"{self.feeds.resampling_cost_s():.2f} s a volume, while the step before runs"
-
-    def _length(self) -> str:
-        if self.config.steps:
-            return f"{self.steps} steps, {self.steps_per_epoch} an epoch"
-        return f"{self.config.epochs} epochs of {self.steps_per_epoch} steps"
 
     # --- Steps ---
 
@@ -271,7 +222,8 @@ class Fit:
         cases = ", ".join(name for part in odd for name in part)
         self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
         raise DivergedError(
-            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; {self._way_back()}"
+            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; "
+            f"{self._way_back()}"
         )
 
     @property
@@ -300,9 +252,10 @@ class Fit:
 
     def _validate(self) -> None:
         """Score the held-out volumes; keeps the weights when their mean Dice is the best so far."""
-        self._guard.phase("validating", step=self.step)
         begin = time.perf_counter()
-        found = validate(self.feeds, self.learner, self._exchange)
+        found = validate(
+            self.feeds, self.learner, self._exchange, lambda: self._guard.phase("validating", step=self.step)
+        )
         mean_dice = float(found.dice.mean())
         better = self.best is None or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1

@@ -52,6 +52,8 @@ def resolve(
         view = with_fold(store, config.fold)
         config = _for_store(config, view)
         config = _for_host(config, saved, host, settings, gpus)
+        if workers > 1 and config.device != "cpu":
+            raise InputError(f"device must be cpu for several workers, got {config.device}; give --device cpu")
         if saved and "micro_batch" not in settings and saved.batch == config.batch:
             config = dataclasses.replace(config, micro_batch=saved.micro_batch)
         config = _micro_batches(config, workers)

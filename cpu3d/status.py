@@ -142,7 +142,8 @@ def _progress_lines(status: RunStatus) -> List[Any]:
 
 def _memory_notes(status: RunStatus) -> List[Any]:
     """What the table does not say of memory."""
-    beats = [one.heartbeat for one in status.workers if one.heartbeat and one.heartbeat.exit_code is None]
+    living = [one for one in status.workers if one.heartbeat and one.state != "dead"]
+    beats = [one.heartbeat for one in living if one.heartbeat.exit_code is None]
     known = [one for one in beats if one.free_bytes is not None]
     if not known:
         return []

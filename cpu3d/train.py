@@ -28,7 +28,7 @@ from cpu3d.data.extent import grid_size
 from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.words import by
+from cpu3d.data.words import by, count
 from cpu3d.distributed.broadcast import text_from_chief
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
 from cpu3d.distributed.strategy import Exchange, join
@@ -69,22 +69,27 @@ def train(
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
 
-    Leaves config.json, log.jsonl, checkpoints/{last,best}.npz and tensorboard/ in the run folder. SIGINT and SIGTERM
-    finish the step, save, and raise KeyboardInterrupt. Before anything is written it raises InputError for bad settings
-    and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none.
+    Leaves config.json, log.jsonl, checkpoints/, heartbeats/ and tensorboard/ in the run folder. SIGINT and SIGTERM
+    finish the step, save, and raise Interrupted. Before anything is written it raises InputError for bad settings and,
+    unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none. While it
+    trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is saved.
+
+    Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
     """
     settings = settings or {}
     cluster = read_cluster(os.environ)
     store = open_store(store_folder)
     store.check_split()
-    host, gpus = share_of(read_host(), len(cluster.local_ranks)), HostGpus()
+    place = share_of_host(cluster, os.environ)
+    host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
+    gpus = HostGpus()
     plan = None  # of the chief: the others get its configuration once they are together
     if cluster.is_chief:
         plan = _planned(store, run_folder, host, gpus, settings, recipe, cluster.workers, force)
         if plan.saved is None:
             _check_fits(plan, host, gpus, cluster, force)
     engine, device = (plan.config.engine, plan.config.device) if plan else (settings.get("engine", "auto"), "cpu")
-    _, threads, tf = set_up(engine, device, local=share_of_host(cluster, os.environ))
+    _, threads, tf = set_up(engine, device, local=place)
     exchange = join(cluster, cluster.engine, say=_say)
     if cluster.workers > 1:
         plan = _agreed(plan, exchange, store, host)
@@ -96,6 +101,7 @@ def train(
     engine = engine_name(tf)
 
     from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
+    from cpu3d.plan_lines import plan_lines
 
     if cluster.is_chief:
         writable_folder(run_folder, "run")
@@ -105,7 +111,8 @@ def train(
             _check_fits(plan, host, gpus, cluster, force)
         if cluster.is_chief:
             save_config(config, run_folder)
-        _say(*describe(host, threads, engine), *fit.plan(), *_changes(run_folder, engine, plan.saved, config))
+        changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
+        _say(*describe(host, threads, engine), *plan_lines(fit), *changes)
         if fit.is_over:
             fit.note_end()
             _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
@@ -261,12 +268,18 @@ def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
     return [("--extent brain", brain)] if smaller else []
 
 
-def _changes(run_folder: Path, engine: str, saved: Optional[RunConfig], config: RunConfig) -> List[str]:
+def _changes(
+    run_folder: Path, engine: str, threads: Dict[str, str], workers: int, saved: Optional[RunConfig], config: RunConfig
+) -> List[str]:
     """A line of warning where the run was computed in another way before."""
-    engines = [event["engine"] for event in read_events(run_folder) if event.get("event") == "start"]
+    starts = [event for event in read_events(run_folder) if event.get("event") == "start"]
     before = []
-    if engines and engines[-1] != engine:
-        before.append(f"on {engines[-1]}")
+    if starts and starts[-1]["engine"] != engine:
+        before.append(f"on {starts[-1]['engine']}")
+    if starts and starts[-1].get("workers", 1) != workers:
+        before.append(f"of {count(starts[-1].get('workers', 1), 'worker')}")
+    if starts and starts[-1].get("threads", {}).get("OMP_NUM_THREADS") != threads.get("OMP_NUM_THREADS"):
+        before.append(f"with OMP_NUM_THREADS={starts[-1].get('threads', {}).get('OMP_NUM_THREADS')}")
     if saved and saved.unet.policy != config.unet.policy:
         before.append(f"under policy {saved.unet.policy}")
     if saved and saved.device != config.device:

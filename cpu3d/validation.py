@@ -24,12 +24,18 @@ class Validation:
     cases: int
 
 
-def validate(feeds: Feeds, learner: Learner, exchange: Exchange = ALONE) -> Validation:
-    """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then."""
+def validate(
+    feeds: Feeds, learner: Learner, exchange: Exchange = ALONE, sign: Callable[[], None] = lambda: None
+) -> Validation:
+    """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then.
+
+    `sign` is called before each volume.
+    """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
     learner.swap_average()
     for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
+        sign()
         loss, counts = _score(target, whole_logits(feeds, learner.logits, image))
         rows[case] = [float(loss), *_dice(counts.numpy()[0])]
     learner.swap_average()

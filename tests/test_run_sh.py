@@ -401,12 +401,23 @@ def test_horovod_is_built_again_for_changed_requirements_and_after_a_failure(san
     code, said = sandbox.run("setup", "--horovod", STUB_PIP_FAILS="1")
     assert (code, "installing requirements-horovod.txt failed" in said) == (1, True)
     assert sandbox.run("train")[0] == 0  # the environment is as whole as before
-    for name in ("requirements-horovod.txt", "requirements.txt"):
+    for name in ("requirements.txt", "requirements-horovod.txt"):
         assert "Building Horovod" in sandbox.run("setup", "--horovod")[1]
         assert "Building Horovod" not in sandbox.run("setup", "--horovod")[1]
         with (sandbox.root / name).open("a") as file:
             file.write("# changed\n")
-    assert "Building Horovod" in sandbox.run("setup", "--horovod")[1]
+    assert sandbox.run("setup", "--horovod", STUB_PIP_FAILS="1")[0] == 1
+    assert not (sandbox.root / ".venv/horovod").exists()  # it was taken out before, and the file may be changed back
+
+
+def test_horovod_completes_a_setup_that_was_cut(sandbox):
+    sandbox.python("python3.11", "3.11")
+    sandbox.python("mine", "3.10")
+    sandbox.compilers()
+    sandbox.cut("setup", PYTHON=str(sandbox.bin / "mine"))
+    (sandbox.bin / "mine").rename(sandbox.bin / "python3.10")
+    assert sandbox.run("setup", "--horovod")[0] == 0
+    assert sandbox.installed() == "requirements.txt 3.10"
 
 
 @pytest.mark.parametrize("missing", ["cmake", "make", "g++"])

@@ -75,7 +75,7 @@ def _lives(
                 phase=phase,
                 not_before=float((index + rng.random()) / (len(own) + 1)),
                 delay=float(rng.random()),
-                victim=int(rng.integers(workers)),
+                victim=int(rng.integers(workers)) if phase != SAVING else 0,  # only the chief saves
             )
             for index, phase in enumerate(own)
         ]

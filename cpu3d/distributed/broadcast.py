@@ -1,6 +1,6 @@
 """What the chief knows, given to all workers to the bit, by nothing but the exchange's sum: the others add zeros.
 
-Every 16 bits travel as one float32, which holds them exactly: it takes twice the bytes, and no second way to the others.
+Every 16 bits travel as one float32, which holds them exactly: that takes twice the bytes, and no second way to go.
 """
 
 import numpy as np

@@ -18,9 +18,10 @@ def horovod_sum(cluster: Cluster) -> Callable[[Any], Any]:
             f"engine horovod must be installed, got {error}; run `./run.sh setup --horovod`, or leave --engine away"
         ) from None
     hvd.init()
-    if (hvd.rank(), hvd.size()) != (cluster.rank, cluster.workers):
+    rank, size = hvd.rank(), hvd.size()
+    if (rank, size) != (cluster.rank, cluster.workers):
         raise InputError(
-            f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {hvd.rank()} of {hvd.size()}; "
-            f"start it by `launch --engine horovod` or horovodrun"
+            f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {rank} of {size}; start it "
+            f"by `launch --engine horovod` or horovodrun"
         )
     return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")

@@ -39,7 +39,7 @@ _REASONS = (
     (r"incarnation|restarted", "another process at its address"),
     (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
     (
-        r"failed to connect|connection (refused|reset)|reset by peer|(socket|connection) closed|broken pipe|Stream removed",
+        r"failed to connect|connection (refused|reset|closed)|reset by peer|socket closed|broken pipe|stream removed",
         "no connection: its process has ended or its host is gone",
     ),
     (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),

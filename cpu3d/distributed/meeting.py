@@ -89,7 +89,7 @@ def _gather(
 def _welcome(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
     """Add a worker who says the right things to those who are `here`; to others say what is wrong, or nothing."""
     hello = _receive(connection, HELLO_S)
-    if hello is None or hello.get("to") != "cpu3d":
+    if hello is None:
         connection.close()
         return
     rank, problem = hello.get("rank"), None
@@ -120,7 +120,7 @@ def _report(cluster: Cluster, deadline: float, limit_s: float, say: Callable[[st
                 host_and_port(cluster.addresses[0]), timeout=min(HELLO_S, max(0.1, deadline - time.monotonic()))
             ) as connection,
         ):
-            _send(connection, {"to": "cpu3d", "rank": cluster.rank, "cluster": _digest(cluster)})
+            _send(connection, {"rank": cluster.rank, "cluster": _digest(cluster)})
             answer = _receive(connection, deadline + HELLO_S - time.monotonic())
         if answer is None:
             time.sleep(TRY_AGAIN_S)

@@ -57,7 +57,7 @@ def mirrored_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 def _strategy(cluster: Cluster) -> tf.distribute.MultiWorkerMirroredStrategy:
     # gRPC would go through the proxy that http_proxy names, to the next machine and even to its own.
-    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))
+    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112 (gRPC reads it in small letters)
     jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
     jobs.add(name="worker", num_tasks=cluster.workers)
     context.context().configure_coordination_service(

@@ -92,7 +92,7 @@ class _Joined(Exchange):
     def sum(self, vector: Any) -> Any:
         errors = self._tf.errors
         try:
-            return self._sum(vector)
+            return self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
             raise  # vectors of different lengths, or no memory: nobody is lost
         except errors.OpError as error:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Callable, Deque, List, Optional
+from typing import Callable, Deque, List, Optional, Tuple
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
 from cpu3d.guard.free_memory import free_memory, tightest
@@ -105,7 +105,6 @@ class Guard(Unguarded):
         self._told = set()
         self._stalled = self._reason = ""
         self._exit_code: Optional[int] = None
-        self._peak_bytes = 0
         self._started, self._start_of_process = time.time(), process_start(os.getpid()) or 0
         self._done, self._changed = threading.Event(), threading.Event()
         self._writing = threading.Lock()
@@ -239,7 +238,7 @@ class Guard(Unguarded):
         try:
             with self._writing:
                 write_heartbeat(self._run, self.heartbeat())
-        except OSError as error:
+        except Exception as error:  # a disk that is full, a folder that is gone, and what nobody thought of
             self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
 
     def _look(self, wait_s: float = LOOK_S) -> None:
@@ -259,7 +258,7 @@ class Guard(Unguarded):
             self._end_at_once(verdict.why, MemoryRunsOutError.exit_code)
         elif verdict.action == "stop" and self.stop is None:
             self.why, self.stop = verdict.why, "memory"
-            self._say(f"warning: {verdict.why}; saving after this step, then ending")
+            self._tell(f"warning: {verdict.why}; saving after this step, then ending")
             self._changed.set()
         stalled = self._clock.is_stalled(phase, self._longest_had_s)
         if stalled and not self._stalled:
@@ -284,7 +283,7 @@ class Guard(Unguarded):
         since = ""
         if self._checkpoint_step is not None:
             since = f"; the checkpoint of step {self._checkpoint_step} is good"
-        words = threading.Thread(target=lambda: (self._say(f"error: {why}{since}; ending at once"), self._write()))
+        words = threading.Thread(target=lambda: (self._tell(f"error: {why}{since}; ending at once"), self._write()))
         words.daemon = True
         words.start()
         words.join(LAST_WORDS_S)
@@ -293,10 +292,14 @@ class Guard(Unguarded):
     def _say_once(self, kind: str, line: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
+            self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(Exception):  # a terminal that is gone must not end the watch
             self._say(line)
 
 
-def how_it_ended(error: Optional[BaseException]) -> "tuple[str, int]":
+def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     """(reason, exit code) of a process that ends by this exception, as the command line has it."""
     if error is None:
         return "finished", 0

@@ -50,7 +50,7 @@ class WorkerStatus:
     detail: str
     beat_age_s: Optional[float] = None
     phase_s: Optional[float] = None
-    """How long the phase has gone on."""
+    """How long the phase had gone on at the last beat."""
     heartbeat: Optional[Heartbeat] = None
 
 
@@ -153,7 +153,7 @@ def _workers(run: Path, heartbeats: Dict[int, Any], now: float) -> List[WorkerSt
                     state=state.state,
                     detail=state.detail if state.state != "finished" else "",
                     beat_age_s=beat_age_s(run, one, now),
-                    phase_s=max(0.0, now - one.phase_since),
+                    phase_s=max(0.0, one.beat - one.phase_since),
                     heartbeat=one,
                 )
             )

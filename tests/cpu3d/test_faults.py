@@ -127,11 +127,12 @@ def small_disk(folder, size):
 # --- Signals ---
 
 
-def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys):
-    before_step(monkeypatch, 4, lambda fit: signal.raise_signal(signal.SIGTERM))
+@pytest.mark.parametrize("step", [STEPS // 2, STEPS], ids=["before a validation", "the last step"])
+def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys, step):
+    before_step(monkeypatch, step, lambda fit: signal.raise_signal(signal.SIGTERM))
     assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == 143
-    assert "saved after step 4; the same command continues" in capsys.readouterr().err
-    assert newest(tmp_path).state["step"] == 4
+    assert f"saved after step {step}; the same command continues" in capsys.readouterr().err
+    assert newest(tmp_path).state["step"] == step
     assert read_events(tmp_path)[-1]["reason"] == "interrupted"
     assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 

@@ -21,6 +21,7 @@ from cpu3d.inference import Predictor, load_predictor, over_mirror_images
 from cpu3d.inference_options import Inference
 from cpu3d.learner import Learner
 from cpu3d.patch_plan import check_patch, patches_per_case, usual_patch
+from cpu3d.plan_lines import plan_lines
 from cpu3d.resolve import resolve
 from cpu3d.run_log import read_events
 from cpu3d.train import train
@@ -62,7 +63,7 @@ def test_a_patch_run_sees_as_much_in_an_epoch_as_one_of_whole_volumes(phantom_st
     assert fit.config.grid == (16, 16, 16)
     assert fit.config.patches_per_case == round(np.prod(grid) / 16**3)
     assert fit.steps_per_epoch == 4 * fit.config.patches_per_case // 2
-    plan = "\n".join(fit.plan())
+    plan = "\n".join(plan_lines(fit))
     assert "patches: 16 x 16 x 16 of" in plan
     assert "rotation and scaling: computed in the step" in plan
 

@@ -63,7 +63,7 @@ def test_a_run_that_goes_on(run, capsys):
     told = words(run)
     for part in (
         "run: running",
-        "│ 0 │ running │ computing, 3 s │ 120 │ 7.00 │ 8.00 │ 9.00 │ 14.00 │",
+        "│ 0 │ running │ computing, 2 s │ 120 │ 7.00 │ 8.00 │ 9.00 │ 14.00 │",
         "step: 120 of 4,000 (3.0%), 2 s a step, about 4.31 h to go, until",
         "last 50 steps: loss 0.955, Dice WT 0.500 TC 0.250",
         "validation after step 100: Dice WT 0.900 TC 0.700, mean 0.800, the best so far",
@@ -121,6 +121,18 @@ def test_the_worst_worker_tells_the_state_and_what_others_suffer_from_comes_firs
     assert (found.state, found.is_fine) == ("dead", False)
     assert [worker.state for worker in found.workers] == ["broken off", "dead", "running"]
     assert "why: worker 0: worker 1 is lost" in words(run)
+
+
+def test_a_dead_worker_holds_no_memory(run):
+    write_heartbeat(run, beat(process_start=1))
+    told = words(run)
+    assert "│ 0 │ dead │ computing, 2 s │ 120 │ - │ 8.00 │ 9.00 │ - │" in told
+    assert "free of" not in told
+
+
+def test_a_peak_above_the_plan_is_said(run):
+    write_heartbeat(run, beat(bound_bytes=7 * 2**30))
+    assert "memory: worker 0 has held 1.00 GiB above the plan's upper bound, mapped files included" in words(run)
 
 
 def test_the_log_of_the_worst_worker_is_named(run):

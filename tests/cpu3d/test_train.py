@@ -30,6 +30,7 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.inference import load_predictor
 from cpu3d.learner import Outcome
 from cpu3d.lock import locked
+from cpu3d.plan_lines import plan_lines
 from cpu3d.resolve import resolve
 from cpu3d.run_log import append_event, read_events
 from cpu3d.stop_signals import noted_signals
@@ -139,7 +140,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_w
     path.write_bytes(path.read_bytes()[:-100])
     again = start(phantom_store, tmp_path, epochs=1, keep=2)
     assert again.step == 3
-    assert "step-00000004.npz must be whole" in again.plan()[0]
+    assert "step-00000004.npz must be whole" in plan_lines(again)[0]
     assert path.with_suffix(".damaged").exists()
     again.run()
     for name, array in weights(tmp_path).items():
@@ -226,7 +227,7 @@ def test_how_files_are_read_is_planned_logged_free_to_change_and_gives_the_same_
     read = {}
     for mode in ("mmap", "pread"):
         fit = start(phantom_store, tmp_path / mode, epochs=1, read_mode=mode)
-        assert [line for line in fit.plan() if line.startswith(f"reads: {mode} (as asked)")]
+        assert [line for line in plan_lines(fit) if line.startswith(f"reads: {mode} (as asked)")]
         fit.log_start(read_host(), "test", {}, {})
         fit.run()
         events = {event["event"]: event for event in read_events(tmp_path / mode)}

@@ -16,6 +16,7 @@ from cpu3d.checkpoint_history import newest
 from cpu3d.config import load_config, save_config
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError
 from cpu3d.feeds import Parts
+from cpu3d.plan_lines import plan_lines
 from cpu3d.resolve import resolve
 from cpu3d.train import train
 from memory_estimator.estimate import estimate
@@ -163,13 +164,13 @@ def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_p
 
 
 def test_the_plan_says_how_a_batch_is_computed_and_what_that_is_to_batch_norm(phantom_store, tmp_path):
-    plan = "\n".join(start(phantom_store, tmp_path, batch=4, policy="balanced").plan())
+    plan = "\n".join(plan_lines(start(phantom_store, tmp_path, batch=4, policy="balanced")))
     assert "steps at batch 4, 1 at a time" in plan
     assert "instance norm, float32, policy balanced, " in plan
     assert "batch norm" not in plan
-    whole = "\n".join(start(phantom_store, tmp_path / "whole", batch=4, norm="batch").plan())
+    whole = "\n".join(plan_lines(start(phantom_store, tmp_path / "whole", batch=4, norm="batch")))
     assert "at a time" not in whole
-    parts = "\n".join(start(phantom_store, tmp_path / "parts", batch=4, norm="batch", micro_batch=2).plan())
+    parts = "\n".join(plan_lines(start(phantom_store, tmp_path / "parts", batch=4, norm="batch", micro_batch=2)))
     assert "note: batch norm's statistics are of 2 of a batch's 4 volumes at a time, so training differs" in parts
 
 

@@ -227,20 +227,21 @@ def test_a_cut_cable_ends_both_sides_within_a_minute_and_mended_they_meet_again(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("horovodrun") is None, reason="needs Horovod: ./run.sh setup --horovod")
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="needs Horovod: ./run.sh setup --horovod")
 def test_horovod_gives_the_same_sums(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     done = subprocess.run(
-        ["horovodrun", "--gloo", "-np", "3", "-H", "localhost:3", sys.executable, str(script), "horovod", "end"],
-        env={**{k: v for k, v in environment(Cluster(())).items() if k != "TF_CONFIG"}},
+        [horovodrun, "--gloo", "-np", "3", "-H", "localhost:3", sys.executable, str(script), "horovod", "end"],
+        env={name: value for name, value in environment(Cluster(())).items() if name != "TF_CONFIG"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = [[line.partition("[%d]<stdout>:" % rank)[2] for line in done.stdout.splitlines()] for rank in range(3)]
+    said = [[line.partition(f"[{rank}]<stdout>:")[2] for line in done.stdout.splitlines()] for rank in range(3)]
     said = [[line for line in lines if line] for lines in said]
     assert said[0][:2] == ["whole 9000001 6000.0 6003.0 6915.0 6000.0", "empty 0"]
     assert len(said[0]) == 5

@@ -238,6 +238,15 @@ def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_p
     assert line.startswith("warning: no heartbeat can be written, [Errno 2]")
 
 
+def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
+    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append, bound_bytes=MIB)
+    stage.step(guard, 0, 5)
+    stage.free = 10 * MIB
+    stage.look(guard)
+    assert stage.ended == [5]
+    assert read_heartbeats(tmp_path)[0].exit_code == 5
+
+
 def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
     said = []
     with Guard(tmp_path, say=said.append):

@@ -56,14 +56,16 @@ def test_a_worker_is_in_the_state_that_its_heartbeat_tells(tmp_path, changes, wr
 
 def test_a_process_is_watched_while_it_lives_is_suspended_and_dies(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        one = beat(pid=other.pid, process_start=process_start(other.pid))
-        assert state(tmp_path, one).state == "running"
-        other.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, other.pid, os.WSTOPPED)
-        suspended = state(tmp_path, one)
-        assert suspended.state == "suspended"
-        assert f"kill -CONT {other.pid}" in suspended.detail
-        other.kill()
+        try:
+            one = beat(pid=other.pid, process_start=process_start(other.pid))
+            assert state(tmp_path, one).state == "running"
+            other.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+            suspended = state(tmp_path, one)
+            assert suspended.state == "suspended"
+            assert f"kill -CONT {other.pid}" in suspended.detail
+        finally:
+            other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert state(tmp_path, one).state == "dead", "a zombie"
     assert state(tmp_path, one).state == "dead"
