@@ -53,7 +53,7 @@ def summary_line(record: Dict[str, Any]) -> str:
         line += f"The other workers had ended after {max(kill['ended_s'] for kill in kills):.0f} s at the most. "
     if wrong:
         return f"{line}{len(wrong)} of the {ends} ended otherwise than what was left in peace."
-    return f"{line}None was lost, and all {ends} ended as what was left in peace, bit by bit."
+    return f"{line}None was lost, and every end is that of what was left in peace, bit by bit."
 
 
 # --- Private helpers ---
