@@ -18,8 +18,10 @@ constants to this host, is a command of its own: every user wants it, these few 
 
 import argparse
 
-from cpu3d.bench import engines, faults, memory, scaling, step, tables, validate, windows
+from cpu3d.bench import engines, memory, step, tables, validate, windows
 from cpu3d.bench.data import command as data
+from cpu3d.bench.faults import command as faults
+from cpu3d.bench.scaling import command as scaling
 
 KINDS = {
     "step": step,

@@ -18,11 +18,11 @@ from typing import Any, Dict, List, Optional, Tuple
 from cpu3d.atomic import atomic_write
 from cpu3d.bench.data import markdown
 from cpu3d.bench.engines import ENGINE_NAMES
-from cpu3d.bench.faults_markdown import faults_lines
-from cpu3d.bench.faults_markdown import newest as newest_faults
+from cpu3d.bench.faults.markdown import faults_lines
+from cpu3d.bench.faults.markdown import newest as newest_faults
 from cpu3d.bench.policies import lines_of, unit_in_words
 from cpu3d.bench.record import newest, read_records
-from cpu3d.bench.scaling_table import scaling_lines
+from cpu3d.bench.scaling.table import scaling_lines
 from cpu3d.bench.validation_page import page, summary_table
 from cpu3d.bench.windows_markdown import newest as newest_windows
 from cpu3d.bench.windows_markdown import windows_lines

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.faults_checks import run_differences
+from cpu3d.bench.faults.checks import run_differences
 from cpu3d.checkpoint_history import checkpoints, newest
 from cpu3d.config import RunConfig
 from cpu3d.data.phantom import write_phantom

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.faults_aims import (
+from cpu3d.bench.faults.aims import (
     ANYWHERE,
     COMPUTING,
     ENDED,
@@ -21,10 +21,10 @@ from cpu3d.bench.faults_aims import (
     Aim,
     lives,
 )
-from cpu3d.bench.faults_checks import left_of_run, left_of_store, run_differences, store_differences
-from cpu3d.bench.faults_markdown import faults_lines
-from cpu3d.bench.faults_processes import attempt
-from cpu3d.bench.faults_watch import LogTail, Usual, phase_hit, wait_for
+from cpu3d.bench.faults.checks import left_of_run, left_of_store, run_differences, store_differences
+from cpu3d.bench.faults.markdown import faults_lines
+from cpu3d.bench.faults.processes import attempt
+from cpu3d.bench.faults.watch import LogTail, Usual, phase_hit, wait_for
 from cpu3d.bench.record import read_records
 from cpu3d.bench.tables import FAULTS
 from cpu3d.checkpoint_history import checkpoints, write_best, write_next

@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import scaling, scaling_processes
-from cpu3d.bench.loopback import loopback_bytes_per_s
 from cpu3d.bench.record import append_record, read_records
-from cpu3d.bench.scaling import compare_workers, cores_each, ways
-from cpu3d.bench.scaling_picture import draw_scaling
-from cpu3d.bench.scaling_processes import free_addresses, measure_together
-from cpu3d.bench.scaling_table import gap, gap_lines, newest, scaling_lines, title_of
+from cpu3d.bench.scaling import command as scaling
+from cpu3d.bench.scaling import processes as scaling_processes
+from cpu3d.bench.scaling.command import compare_workers, cores_each, ways
+from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
+from cpu3d.bench.scaling.picture import draw_scaling
+from cpu3d.bench.scaling.processes import free_addresses, measure_together
+from cpu3d.bench.scaling.table import gap, gap_lines, newest, scaling_lines, title_of
 from cpu3d.bench.step import ProcessFailedError
 from cpu3d.bench.tables import SCALING
 from cpu3d.errors import InputError

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cpu3d.atomic import writable_folder
-from cpu3d.bench.faults_aims import (
+from cpu3d.bench.faults.aims import (
     ANYWHERE,
     COMPUTING,
     LIFE_KILLS,
@@ -36,10 +36,10 @@ from cpu3d.bench.faults_aims import (
     Life,
     lives,
 )
-from cpu3d.bench.faults_checks import left_of_run, left_of_store, run_differences, store_differences
-from cpu3d.bench.faults_markdown import HEADINGS, rows_of, summary_line
-from cpu3d.bench.faults_processes import Ended, attempt
-from cpu3d.bench.faults_watch import LogTail, Usual, phase_hit, wait_for
+from cpu3d.bench.faults.checks import left_of_run, left_of_store, run_differences, store_differences
+from cpu3d.bench.faults.markdown import HEADINGS, rows_of, summary_line
+from cpu3d.bench.faults.processes import Ended, attempt
+from cpu3d.bench.faults.watch import LogTail, Usual, phase_hit, wait_for
 from cpu3d.bench.record import append_record
 from cpu3d.child import how_ended, last_words
 from cpu3d.data.phantom import write_phantom

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Tuple
 
 import numpy as np
 
-from cpu3d.bench.faults_watch import partials
+from cpu3d.bench.faults.watch import partials
 from cpu3d.checkpoint import load_checkpoint
 from cpu3d.checkpoint_history import BEST, checkpoints, newest
 from cpu3d.data.store import open_store

@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, List, Tuple
 
-from cpu3d.bench.scaling_table import gap, name_of
+from cpu3d.bench.scaling.table import gap, name_of
 from memory_estimator.exchange_costs import ALONE, APART, TOGETHER, row_of
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 

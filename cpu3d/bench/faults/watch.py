@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 
-from cpu3d.bench.faults_aims import (
+from cpu3d.bench.faults.aims import (
     ANYWHERE,
     COMPUTING,
     ENDED,

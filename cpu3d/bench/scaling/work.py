@@ -1,6 +1,6 @@
 """One worker of `bench scaling`: the trainer's own step on made-up data, the exchange with the others timed in parts.
 
-python -m cpu3d.bench.scaling_work '{"shape": [64, 64, 64], ..., "cpus": [0]}'     prints one JSON line
+python -m cpu3d.bench.scaling.work '{"shape": [64, 64, 64], ..., "cpus": [0]}'     prints one JSON line
 """
 
 import itertools

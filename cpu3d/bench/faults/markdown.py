@@ -3,7 +3,7 @@
 import statistics
 from typing import Any, Dict, List, Sequence
 
-from cpu3d.bench.faults_aims import COMPUTING, ENDED, PREPARING, SAVING, STARTING, VALIDATING
+from cpu3d.bench.faults.aims import COMPUTING, ENDED, PREPARING, SAVING, STARTING, VALIDATING
 from cpu3d.bench.record import newest as newest_of
 from cpu3d.data.words import count
 

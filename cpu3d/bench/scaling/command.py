@@ -19,10 +19,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.atomic import atomic_write, writable_folder
-from cpu3d.bench.loopback import loopback_bytes_per_s
 from cpu3d.bench.record import append_record
-from cpu3d.bench.scaling_processes import measure_together
-from cpu3d.bench.scaling_table import gap_lines, scaling_table, title_of
+from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
+from cpu3d.bench.scaling.processes import measure_together
+from cpu3d.bench.scaling.table import gap_lines, scaling_table, title_of
 from cpu3d.bench.step import add_engine_options, add_step_options, step_request
 from cpu3d.errors import InputError
 from cpu3d.host.topology import Topology, read_topology
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         append_record(args.record, "scaling", result)
     if args.picture:
-        from cpu3d.bench.scaling_picture import draw_scaling
+        from cpu3d.bench.scaling.picture import draw_scaling
 
         with atomic_write(args.picture) as file:
             file.write(draw_scaling(result, title_of(result)))

@@ -23,7 +23,7 @@ NOT_OURS = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "KMP_AFFIN
 def measure_together(
     request: Dict[str, Any], cpus: Sequence[Sequence[int]], *, exchanging: bool
 ) -> List[Dict[str, Any]]:
-    """What `bench.scaling_work` says in as many processes as `cpus` has shares, all at once; by rank.
+    """What `work` says in as many processes as `cpus` has shares, all at once; by rank.
 
     Raises ProcessFailedError where one of them fails, once all have been ended, and KeyboardInterrupt for our signals.
     """
@@ -37,7 +37,7 @@ def measure_together(
         told = stack.enter_context(told_of_signals(processes, lambda number: number))
         stack.callback(_end, processes)
         for rank, one in enumerate(requests):
-            command = [sys.executable, "-m", "cpu3d.bench.scaling_work", json.dumps(one)]
+            command = [sys.executable, "-m", "cpu3d.bench.scaling.work", json.dumps(one)]
             log = stack.enter_context((folder / f"log-{rank}").open("wb"))
             processes.append(start(command, log, environ, ROOT))
         while any(process.poll() is None for process in processes):
