@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from memory_estimator import gpu, planner, report, scaling_options, scaling_report
+from memory_estimator import gpu, planner, report
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
 from memory_estimator.engines import installed_engine
@@ -34,6 +34,8 @@ from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.options import add_job_options, add_source_options, job_from, policy_is_open, source_job
 from memory_estimator.saved_run import notes_on_run
+from memory_estimator.scaling import options as scaling_options
+from memory_estimator.scaling import report as scaling_report
 from memory_estimator.units import format_bytes, parse_bytes
 from models.config import POLICIES
 
@@ -138,7 +140,7 @@ def _answer_for_hosts(
     request = scaling_options.request_from(args, asked, constants.of(job.engine, job.unet.dtype))
     fits = not worker_memory_bytes or asked.upper_bound_bytes <= worker_memory_bytes
     if args.picture:
-        from memory_estimator.scaling_picture import draw_scaling
+        from memory_estimator.scaling.picture import draw_scaling
 
         _write_picture(args.picture, draw_scaling(request))
     if args.json:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.exchange_costs import ExchangeCosts, costs_of, largest_of, pooled, read_scaling, ring_s
-from memory_estimator.published_scale import published_lines
-from memory_estimator.scaling import (
+from memory_estimator.scaling.costs import ExchangeCosts, costs_of, largest_of, pooled, read_scaling, ring_s
+from memory_estimator.scaling.model import (
     DATA_WAIT_SHARE,
     MOST_HOSTS,
     Claim,
@@ -22,6 +21,7 @@ from memory_estimator.scaling import (
     predicted_errors,
     rates,
 )
+from memory_estimator.scaling.published import published_lines
 
 FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, "free")
 """Workers that lose nothing to each other."""
@@ -246,7 +246,7 @@ def test_the_answer_as_json_has_both_tables_and_what_they_rest_on(file_of, capsy
 
 
 def test_the_answer_on_the_terminal_names_what_is_assumed_and_what_is_not_counted(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("memory_estimator.scaling_options.PUBLISHED", tmp_path / "none")
+    monkeypatch.setattr("memory_estimator.scaling.options.PUBLISHED", tmp_path / "none")
     asked = f"{SMALL} --hosts --workers-per-host 2 --cases 4000 --host-memory 64GiB --against 90 4"
     assert main(asked.split()) == 0
     out = capsys.readouterr().out
@@ -303,4 +303,4 @@ def test_the_picture_is_a_png_with_and_without_cases(tmp_path, capsys):
 def test_the_published_scale_out_stands_in_the_docs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "estimator.md").read_text(encoding="utf-8")
     missing = [line for line in published_lines() if line not in page]
-    assert not missing, "print them with `python -m memory_estimator.published_scale`:\n" + "\n".join(missing)
+    assert not missing, "print them with `python -m memory_estimator.scaling.published`:\n" + "\n".join(missing)

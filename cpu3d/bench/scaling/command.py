@@ -27,7 +27,7 @@ from cpu3d.bench.step import add_engine_options, add_step_options, step_request
 from cpu3d.errors import InputError
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.progress import bar
-from memory_estimator.exchange_costs import ALONE, APART, TOGETHER, WIDE
+from memory_estimator.scaling.costs import ALONE, APART, TOGETHER, WIDE
 
 GRADIENT_BYTES = 4
 """Gradients are exchanged in float32."""

@@ -3,8 +3,8 @@
 from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench.scaling.table import gap, name_of
-from memory_estimator.exchange_costs import ALONE, APART, TOGETHER, row_of
 from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.scaling.costs import ALONE, APART, TOGETHER, row_of
 
 COLOURS = {"step of one": PALETTE[5], "contention": PALETTE[0], "rest": "#999999", "packing": PALETTE[3],
            "all-reduce": PALETTE[1], "waiting": PALETTE[4]}  # fmt: skip

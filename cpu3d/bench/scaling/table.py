@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cpu3d.bench.record import newest as newest_of
-from memory_estimator.exchange_costs import ALONE, APART, TOGETHER, WIDE, row_of
-from memory_estimator.scaling import predicted_errors
+from memory_estimator.scaling.costs import ALONE, APART, TOGETHER, WIDE, row_of
+from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.units import GIB
 
 COLUMNS = ("", "cores", "s a step", "volumes/s", "efficiency", "peak of a process, GiB")

@@ -21,7 +21,7 @@ from cpu3d.bench.tables import SCALING
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import topology_of
 from cpu3d.host.topology import read_topology
-from memory_estimator.exchange_costs import read_scaling, row_of
+from memory_estimator.scaling.costs import read_scaling, row_of
 
 
 def answer(step_s, wait_s=(), sum_s=(), packing_s=(), **more):

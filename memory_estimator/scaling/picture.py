@@ -3,9 +3,9 @@
 from typing import Any, List, Optional, Tuple
 
 from memory_estimator.figure import PALETTE, new_figure, plain, png
-from memory_estimator.scaling import Point, Scaling, limits
-from memory_estimator.scaling_options import ScaleRequest
-from memory_estimator.scaling_report import rows_of
+from memory_estimator.scaling.model import Point, Scaling, limits
+from memory_estimator.scaling.options import ScaleRequest
+from memory_estimator.scaling.report import rows_of
 
 
 def draw_scaling(request: ScaleRequest) -> bytes:

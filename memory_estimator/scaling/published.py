@@ -9,11 +9,11 @@ from typing import List, Tuple
 
 from memory_estimator.calibration import HostConstants, named_constants, shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.exchange_costs import ASSUMED, PUBLISHED, pooled, read_scaling
 from memory_estimator.job import Job
 from memory_estimator.recipes import JOBS
-from memory_estimator.scaling import Claim, Scaling, Training, Work
-from memory_estimator.scaling_options import gradient_bytes
+from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, pooled, read_scaling
+from memory_estimator.scaling.model import Claim, Scaling, Training, Work
+from memory_estimator.scaling.options import gradient_bytes
 
 CASES, EPOCHS = 48884, 10
 CLAIM = Claim(one_h=90.0, many_h=4.0)

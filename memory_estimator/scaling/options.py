@@ -10,9 +10,9 @@ from typing import List, Optional, Tuple
 from memory_estimator.calibration import HostConstants
 from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.estimate import Estimate
-from memory_estimator.exchange_costs import ASSUMED, PUBLISHED, ExchangeCosts, pooled, read_scaling
 from memory_estimator.job import Job
-from memory_estimator.scaling import Claim, Hosts, Scaling, Training, Work, predicted_errors
+from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, ExchangeCosts, pooled, read_scaling
+from memory_estimator.scaling.model import Claim, Hosts, Scaling, Training, Work, predicted_errors
 from memory_estimator.timing import step_seconds
 from memory_estimator.training_step import training_step
 from memory_estimator.units import format_rate, parse_duration, parse_rate

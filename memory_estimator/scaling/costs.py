@@ -13,7 +13,7 @@ from typing import Any, Dict, Mapping, Sequence, Tuple
 SCHEMA = 1
 KIND = "scaling"
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "scaling.jsonl"
+PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
 """The record that comes with the project; it may not be there."""
 
 ALONE, TOGETHER, APART, WIDE = "alone", "together", "apart", "wide"

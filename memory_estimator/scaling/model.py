@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from memory_estimator.exchange_costs import ALONE, TOGETHER, ExchangeCosts, largest_of, pooled, ring_s, row_of
+from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, largest_of, pooled, ring_s, row_of
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.report import count_of, describe, new_console, new_table
-from memory_estimator.scaling import Point, Scaling, limits, rates
-from memory_estimator.scaling_options import ScaleRequest
+from memory_estimator.scaling.model import Point, Scaling, limits, rates
+from memory_estimator.scaling.options import ScaleRequest
 from memory_estimator.units import format_bytes, format_seconds
 
 Row = Tuple[int, Optional[Point], str]
