@@ -41,6 +41,7 @@ def shown_commands(path):
 
 def check(words):
     """Read a command line as the program that it is for does; SystemExit for what that would not take."""
+    words = words[: words.index(">")] if ">" in words else words
     if words[0] == "estimate":
         estimator._parser().parse_args(words[1:])
     elif words[0] not in ("setup", "test", "help"):
