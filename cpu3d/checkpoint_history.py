@@ -7,6 +7,7 @@
 A file is there whole or not at all (`cpu3d.atomic`). One that has been damaged since is passed over for the one before.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ def write_next(run: Path, step: int, arrays: Dict[str, np.ndarray], state: Dict[
     """
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
     for old in checkpoints(run)[keep:]:
-        old.unlink()
+        with contextlib.suppress(OSError):  # one too many does no harm
+            old.unlink()
     return size
 
 
@@ -71,14 +73,20 @@ def newest(run: Path) -> Optional[Found]:
 
     Raises InputError where there are some and none is whole, or where one is of another version.
     """
+    there = checkpoints(run)
     problems, damaged = [], []
-    for path in checkpoints(run):
+    for path in there:
         try:
             arrays, state = load_checkpoint(path)
             return Found(path, arrays, state, tuple(problems), tuple(damaged))
         except DamagedCheckpointError as error:
             problems.extend(error.problems)
             damaged.append(path)
+        except InputError:
+            if path.is_file():
+                raise
+    if there and not set(there) & set(checkpoints(run)):
+        return newest(run)  # a run that is going on has meanwhile written others, and removed these
     if problems:
         raise InputError(*problems)
     return None
@@ -87,7 +95,8 @@ def newest(run: Path) -> Optional[Found]:
 def set_aside(found: Found) -> List[str]:
     """Rename damaged checkpoints, so that they are never in the way again; returns a line for each to print."""
     for path in found.damaged:
-        path.rename(path.with_suffix(".damaged"))
+        earlier = len(list(path.parent.glob(f"{path.stem}.damaged*")))
+        path.rename(path.with_suffix(f".damaged{earlier or ''}"))
     return [f"warning: {problem}; now .damaged, going on from {found.path.name}" for problem in found.passed_over]
 
 

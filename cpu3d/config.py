@@ -100,7 +100,7 @@ class RunConfig:
     """Checkpoints that are kept, besides the best weights: of the last steps that were saved."""
     stall_minutes: float = 15.0
     """A step, a validation or a wait that takes longer, and ten times longer than any before, counts as hanging: the
-    process says where and ends."""
+    process says where and ends. 0 never looks."""
     deterministic: bool = False
     """Have TensorFlow refuse what may differ from one time to the next. On a CPU the bits are the same without."""
     seed: int = 0
@@ -115,13 +115,12 @@ class RunConfig:
     def __post_init__(self):
         for name in ("batch", "epochs", "validate_every", "patches_per_case", "keep"):
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("steps", "validations", "patience", "warmup_steps", "save_minutes"):
+        for name in ("steps", "validations", "patience", "warmup_steps", "save_minutes", "stall_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         try:
             check_micro_batch(self.batch, self.micro_batch)
         except ValueError as error:
             raise InputError(str(error)) from None
-        _require(self.stall_minutes > 0, "stall_minutes", "be positive", self.stall_minutes)
         _require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         _require(0 <= self.ema < 1, "ema", "be in [0, 1)", self.ema)
         _require(0 <= self.foreground <= 1, "foreground", "be in [0, 1]", self.foreground)

@@ -41,6 +41,10 @@ class WorkerLostError(InputError):
     exit_code = 6
 
 
+class WorkersDifferError(WorkerLostError):
+    """Workers that should have the same weights do not: none of them is to be saved."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
 

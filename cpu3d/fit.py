@@ -19,7 +19,14 @@ from cpu3d.data.sharding import Share
 from cpu3d.data.store import Store
 from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
 from cpu3d.distributed.strategy import ALONE, Exchange
-from cpu3d.errors import DivergedError, Interrupted, MemoryRunsOutError, WorkerLostError
+from cpu3d.errors import (
+    DivergedError,
+    InputError,
+    Interrupted,
+    MemoryRunsOutError,
+    WorkerLostError,
+    WorkersDifferError,
+)
 from cpu3d.feeds import Feeds, Parts
 from cpu3d.guard.guard import UNGUARDED, Unguarded
 from cpu3d.host.gpu import memory_device
@@ -72,7 +79,7 @@ class Fit:
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
-            forget_after(self.folder, self.step)
+            forget_after(self.folder, self.step, owes_validation=self._owes_validation)
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs, and what it was predicted to take."""
@@ -116,12 +123,12 @@ class Fit:
                     self._owes_validation = self._validation_is_due()
                 validated = self._owes_validation and not stop  # who asks us to stop may not wait for it
                 if validated:
-                    self._validate()
+                    stop = self._validate(lambda: self._wish(noted))
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
             reads = self.feeds.reading.reader.reads
-            reason = self._reason() if self.is_over else STOPS.get(stop, "interrupted")
+            reason = self.reason if self.is_over else STOPS.get(stop, "interrupted")
             self._log(
                 "end",
                 reason=reason,
@@ -133,6 +140,7 @@ class Fit:
                 bytes_read=reads.bytes_read,
                 zero_copy_ratio=reads.zero_copy_ratio,
             )
+        self._wait_for_the_chief()
         if self.is_over:
             guard.note_end(reason)
         if reason == "interrupted":
@@ -143,6 +151,17 @@ class Fit:
                 f"{self.step}, the same command continues"
             )
 
+    def _wait_for_the_chief(self) -> None:
+        """Leave only when the chief has written all there is to write; it leaves without the others."""
+        if self._exchange.count == 1:
+            return
+        self._guard.phase("waiting for the last checkpoint", step=self.step)
+        try:
+            self._exchange.sum(np.zeros(1, np.float32))
+        except WorkerLostError:
+            if not self._exchange.is_chief:
+                raise
+
     def note_end(self) -> None:
         """Log the end of a run that was killed between its last checkpoint and that line."""
         events = read_events(self.folder)
@@ -151,14 +170,15 @@ class Fit:
         steps = [event for event in events if event["event"] == "step"]
         self._log(
             "end",
-            reason=self._reason(),
+            reason=self.reason,
             seconds=self.trained_s,
             peak_rss_bytes=max((event["rss_bytes"] for event in steps), default=None),
             allocator_peak_bytes=None,
             wait_share=sum(event["wait_s"] for event in steps) / max(sum(event["step_s"] for event in steps), 1e-9),
         )
 
-    def _reason(self) -> str:
+    @property
+    def reason(self) -> str:
         """Why a run that is over is over."""
         return "finished" if self.step >= self.steps else "early stop"
 
@@ -181,11 +201,9 @@ class Fit:
         )
         self._guard.phase("computing", step=self.step)
         begin, waited_before_s = time.perf_counter(), parts.waited_s
-        try:
-            outcome = self.learner.step(parts, rate, wish)
-        except WorkerLostError as error:  # before the weights were touched: nothing but this step is lost
-            self._save()
-            raise WorkerLostError(f"{error}; saved after step {self.step}") from error
+        with self._saved_where_one_is_lost():  # nothing but this step is
+            outcome = self.learner.step(parts, rate, wish, lambda: self._guard.phase("exchanging", step=self.step))
+        self._guard.phase("computing", step=self.step)
         step_s, waited_s = time.perf_counter() - begin, parts.waited_s - waited_before_s
         self.waited_s += waited_s
         self.exchanged_s += outcome.exchange_s
@@ -212,15 +230,14 @@ class Fit:
 
     def _wish(self, noted: List[int]) -> int:
         """What this worker tells the others when its gradients are ready."""
-        if self._exchange.count > 1:
-            self._guard.phase("exchanging", step=self.step)
         return max(noted, default=MEMORY if self._guard.stop else 0)
 
     def _diverged(self, outcome: Outcome, names: List[str]) -> None:
         """Raise DivergedError with the cases whose loss is not finite, and the weights that still are."""
         odd = [names[part * self.config.micro : (part + 1) * self.config.micro] for part in _not_finite(outcome.losses)]
         cases = ", ".join(name for part in odd for name in part)
-        self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
+        with contextlib.suppress(OSError):  # what is raised says the same
+            self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
         raise DivergedError(
             f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; "
             f"{self._way_back()}"
@@ -250,12 +267,20 @@ class Fit:
             due = self.step % (self.steps_per_epoch * self.config.validate_every) == 0
         return bool(self.val_cases) and (due or self.step == self.steps)
 
-    def _validate(self) -> None:
-        """Score the held-out volumes; keeps the weights when their mean Dice is the best so far."""
+    def _validate(self, wish: Callable[[], int]) -> int:
+        """Score the held-out volumes; keeps the weights when their mean Dice is the best so far.
+
+        Returns what stops the run after it, 0 for nothing: the same on all workers.
+        """
         begin = time.perf_counter()
-        found = validate(
-            self.feeds, self.learner, self._exchange, lambda: self._guard.phase("validating", step=self.step)
-        )
+
+        def phase(name: str) -> None:
+            self._guard.phase(name, step=self.step)
+
+        with self._saved_where_one_is_lost():
+            found, stop = validate(self.feeds, self.learner, self._exchange, phase, wish)
+        if found is None:
+            return stop
         mean_dice = float(found.dice.mean())
         better = self.best is None or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1
@@ -273,6 +298,7 @@ class Fit:
             best=bool(better),
             cases=found.cases,
         )
+        return stop
 
     # --- Checkpoints ---
 
@@ -297,6 +323,23 @@ class Fit:
         self._guard.saved(self.step, size)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
+    @contextlib.contextmanager
+    def _saved_where_one_is_lost(self) -> Iterator[None]:
+        """Let the chief save what all have done before WorkerLostError goes on."""
+        try:
+            yield
+        except WorkersDifferError:
+            raise
+        except WorkerLostError as error:
+            if not self._exchange.is_chief:
+                raise
+            try:
+                self._save()
+                told = f"saved after step {self.step}"
+            except (OSError, InputError) as also:
+                told = str(also)
+            raise WorkerLostError(f"{error}; {told}") from error
+
     def _save_best(self) -> None:
         if not self._exchange.is_chief:
             return
@@ -319,13 +362,15 @@ class Fit:
 
     def _restore(self) -> List[str]:
         """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
-        chief = self._exchange.is_chief
-        found = newest(self.folder) if chief else None
+        found = newest(self.folder) if self._exchange.is_chief else None
+        if found:
+            self.learner.restore(found.arrays)
         told = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
         if not told:
             return []
-        arrays = found.arrays if found else self.learner.arrays()
-        self.learner.restore({name: array_from_chief(self._exchange, arrays[name]) for name in sorted(arrays)})
+        if self._exchange.count > 1:
+            for variable in self.learner.named_variables().values():
+                variable.assign(array_from_chief(self._exchange, variable.numpy()))
         state = json.loads(told)
         self.step, self.best = state["step"], state["best"]
         self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
@@ -364,7 +409,12 @@ class Fit:
         if not self._exchange.is_chief:
             return
         line = {"event": event, "step": self.step, **content}
-        append_event(self.folder, line)
+        try:
+            append_event(self.folder, line)
+        except OSError as error:
+            raise OSError(
+                f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}: {error}; {self._still_there()}"
+            ) from error
         for watch in self._watchers:
             watch(line)
 

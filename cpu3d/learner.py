@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from cpu3d.config import RunConfig
 from cpu3d.distributed.strategy import ALONE, Exchange
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host
 from memory_estimator.region import MIB, region_bytes
@@ -71,13 +71,15 @@ class Learner:
         parts: Iterator[Tuple[tf.Tensor, tf.Tensor]],
         learning_rate: float,
         note: Callable[[], float] = lambda: 0.0,
+        before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """One optimizer step on this worker's next parts of the batch, which are taken one after another.
 
         A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
         gradients are there; all workers are told. With a loss that is not finite a batch in several parts ends early on
         its worker, and no worker updates its weights.
-        Raises WorkerLostError where another worker is gone, DivergedError where one has other weights than the chief.
+        Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
+        WorkersDifferError where one has other weights than the chief.
         """
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
@@ -86,6 +88,7 @@ class Learner:
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
+        before = [moving.numpy() for moving in self._statistics] if self._exchange.count > 1 else []
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
         losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
@@ -99,8 +102,14 @@ class Learner:
         own, exchange_s = note(), 0.0
         notes = np.array([own])
         if self._exchange.count > 1:
+            before_exchange()
             begin = time.perf_counter()
-            losses, dice, notes = self._exchanged(losses, dice, own)
+            try:
+                losses, dice, notes = self._exchanged(losses, dice, own)
+            except WorkerLostError:
+                for moving, value in zip(self._statistics, before):
+                    moving.assign(value)
+                raise
             exchange_s = time.perf_counter() - begin
         if np.isfinite(losses).all():
             self._apply()
@@ -112,11 +121,16 @@ class Learner:
 
     def arrays(self) -> Dict[str, np.ndarray]:
         """Every variable by a stable name: the network's, the optimizer's, the averaged ones."""
-        return {name: variable.numpy() for name, variable in self._variables().items()}
+        return {name: variable.numpy() for name, variable in self.named_variables().items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what `arrays()` holds."""
+        return sum(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
 
     def restore(self, arrays: Dict[str, np.ndarray]) -> None:
         """The way back from `arrays()`. Raises InputError when names or shapes are another network's."""
-        variables = self._variables()
+        variables = self.named_variables()
         if set(arrays) != set(variables):
             odd = sorted(set(arrays) ^ set(variables))
             raise InputError(
@@ -144,7 +158,8 @@ class Learner:
             variable.assign(mean)
             mean.assign(current)
 
-    def _variables(self) -> Dict[str, tf.Variable]:
+    def named_variables(self) -> Dict[str, tf.Variable]:
+        """Every variable by its name in `arrays()`."""
         groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
         named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
         return {**named, "updates": self._updates}
@@ -157,16 +172,16 @@ class Learner:
         notes[self._exchange.rank] = note
         known = np.concatenate([losses, dice.ravel(), notes, prints])
         total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
-        self._take(total)
         told = total[-len(known) :].numpy()
         losses, dice, notes, prints = np.split(told, np.cumsum([losses.size, dice.size, notes.size]))
         odd = np.flatnonzero(prints != prints[0])
-        if np.isfinite(prints).all() and odd.size:
-            raise DivergedError(
+        if odd.size:
+            raise WorkersDifferError(
                 f"weights must be the same on all workers, got others on {', '.join(f'worker {rank}' for rank in odd)} "
                 "than on the chief; a host that computes wrong, or in another way, has to leave: the same command "
                 "continues from the last checkpoint"
             )
+        self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes
 
     @property
@@ -178,7 +193,7 @@ class Learner:
 
     def _packed(self, known, place):
         """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
-        fingerprint = tf.add_n([tf.reduce_sum(weight) for weight in self.model.trainable_variables])
+        fingerprint = _fingerprint(self.model.trainable_variables)
         known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
         shares = [moving / self._exchange.count for moving in self._statistics]
         return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
@@ -234,6 +249,15 @@ class Learner:
 
     def _infer(self, image):
         return finest(self.model(image, training=False))
+
+
+def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
+    """24 bits of all the weights' bits, as a float32. Integers: their sum is the same for any number of threads."""
+    total = tf.constant(0, tf.int32)
+    for weight in weights:
+        total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))
+    mixed = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 16))
+    return tf.cast(tf.bitwise.bitwise_and(mixed, 0xFFFFFF), tf.float32)
 
 
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:

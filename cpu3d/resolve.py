@@ -48,7 +48,7 @@ def resolve(
         config = with_settings(start, settings)
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, saved, settings, workers)
+        config = _for_workers(config, settings, workers, scale=saved is None or recipe is not None)
         view = with_fold(store, config.fold)
         config = _for_store(config, view)
         config = _for_host(config, saved, host, settings, gpus)
@@ -94,14 +94,14 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
     )
 
 
-def _for_workers(config: RunConfig, saved: Optional[RunConfig], settings: Dict[str, Any], workers: int) -> RunConfig:
+def _for_workers(config: RunConfig, settings: Dict[str, Any], workers: int, *, scale: bool) -> RunConfig:
     """Fill in what follows from the number of workers, where the batch is to grow with it: batch and learning rate.
 
-    A run that continues keeps its rate, unless one is asked for again.
+    The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
     """
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        if saved is None or "learning_rate" in settings:
+        if scale or "learning_rate" in settings:
             power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
             config = dataclasses.replace(config, learning_rate=config.learning_rate * workers**power)
     elif "rate_scaling" in settings:

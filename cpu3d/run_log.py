@@ -44,11 +44,17 @@ def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
     return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
-def forget_after(run: Path, step: int) -> None:
+def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
     """Drop what a killed run logged past its last checkpoint, for those steps are about to be done again.
 
-    Steps and validations after `step` go, torn lines and, before the first checkpoint, everything.
+    Steps and validations after `step` go, torn lines and, before the first checkpoint, everything. The validation of
+    `step` goes too where the checkpoint is from before it.
     """
-    kept = [event for event in read_events(run) if step and event.get("step", 0) <= step]
+
+    def is_kept(event: Dict[str, Any]) -> bool:
+        again = owes_validation and event.get("event") == "validation" and event["step"] == step
+        return bool(step) and event.get("step", 0) <= step and not again
+
+    kept = [event for event in read_events(run) if is_kept(event)]
     with atomic_write(Path(run) / "log.jsonl", "w") as file:
         file.writelines(json.dumps(event) + "\n" for event in kept)

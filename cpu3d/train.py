@@ -83,54 +83,51 @@ def train(
     place = share_of_host(cluster, os.environ)
     host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
     gpus = HostGpus()
-    plan = None  # of the chief: the others get its configuration once they are together
-    if cluster.is_chief:
+    engine, device, plan = settings.get("engine", "auto"), "cpu", None
+    if cluster.is_chief:  # the others get its configuration once they are together
         plan = _planned(store, run_folder, host, gpus, settings, recipe, cluster.workers, force)
+        engine, device = plan.config.engine, plan.config.device
         if plan.saved is None:
             _check_fits(plan, host, gpus, cluster, force)
-    engine, device = (plan.config.engine, plan.config.device) if plan else (settings.get("engine", "auto"), "cpu")
-    _, threads, tf = set_up(engine, device, local=place)
-    exchange = join(cluster, cluster.engine, say=_say)
-    if cluster.workers > 1:
-        plan = _agreed(plan, exchange, store, host)
-        if not cluster.is_chief:
-            _check_fits(plan, host, gpus, cluster, force)
-    config, store = plan.config, plan.store
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    engine = engine_name(tf)
+    elif "engine" not in settings and (run_folder / "config.json").is_file():
+        engine = load_config(run_folder).engine
+    with _lock_of_chief(cluster, run_folder), _guard(run_folder, cluster, plan, settings) as guard:
+        _, threads, tf = set_up(engine, device, local=place)
+        engine = engine_name(tf)
+        exchange = join(cluster, cluster.engine, say=_say)
+        if cluster.workers > 1:
+            plan = _agreed(plan, exchange, store, host, engine)
+            if plan.saved is None and not cluster.is_chief:
+                _check_fits(plan, host, gpus, cluster, force)
+        config = plan.config
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
 
-    from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
-    from cpu3d.plan_lines import plan_lines
+        from cpu3d.fit import Fit  # imports TensorFlow, so not before the host is set up
+        from cpu3d.plan_lines import plan_lines
 
-    if cluster.is_chief:
-        writable_folder(run_folder, "run")
-    with _lock_of_chief(cluster, run_folder), fits_memory("a training step", _smaller(config)):
-        fit = Fit(store, run_folder, config, exchange, cluster.local_ranks)
-        if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
-            _check_fits(plan, host, gpus, cluster, force)
-        if cluster.is_chief:
-            save_config(config, run_folder)
-        changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
-        _say(*describe(host, threads, engine), *plan_lines(fit), *changes)
-        if fit.is_over:
-            fit.note_end()
-            _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
-        else:
-            fit.log_start(host, engine, in_force(threads), plan.for_log())
-            bound_bytes = plan.foreseen.upper_bound_bytes if plan.foreseen else None  # on a card nothing is foreseen
-            with Guard(
-                run_folder,
-                say=_say,
-                rank=cluster.rank,
-                workers=cluster.workers,
-                step=fit.step,
-                steps=fit.steps,
-                bound_bytes=bound_bytes,
-                stall_minutes=config.stall_minutes,
-            ) as guard:
+        with fits_memory("a training step", _smaller(config)):
+            fit = Fit(plan.store, run_folder, config, exchange, cluster.local_ranks)
+            if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
+                _check_fits(plan, host, gpus, cluster, force)
+            if cluster.is_chief:
+                save_config(config, run_folder)
+            changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
+            _say(*describe(host, threads, engine), *plan_lines(fit), *changes)
+            if fit.is_over:
+                fit.note_end()
+                guard.note_end(fit.reason)
+                _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
+            else:
+                fit.log_start(host, engine, in_force(threads), plan.for_log())
+                guard.plan(
+                    step=fit.step,
+                    steps=fit.steps,
+                    bound_bytes=plan.foreseen.upper_bound_bytes if plan.foreseen else None,  # on a card nothing is
+                    save_bytes=2 * fit.learner.size_bytes,
+                )
                 fit.run(guard)
-        exchange.close()
+            exchange.close()
     return config
 
 
@@ -152,7 +149,7 @@ class _Plan:
     store: Store
     """As the run's fold sees it."""
     saved: Optional[RunConfig]
-    """Of the run that is continued; None for a new one, and for workers that only follow the chief."""
+    """Of the run that is continued; None for a new one. Of the others than the chief it is `config`."""
     volumes: Optional[memory_plan.Volumes]
     foreseen: Optional[Estimate]
 
@@ -185,12 +182,18 @@ def _planned(
     return _Plan(config, view, saved, volumes, foreseen)
 
 
-def _agreed(plan: Optional[_Plan], exchange: Exchange, store: Store, host: Host) -> _Plan:
-    """The chief's plan, on this worker's store and host. Raises InputError for another store than the chief's."""
-    told = text_from_chief(exchange, json.dumps(config_to_json(plan.config)) if plan else "")
+def _agreed(plan: Optional[_Plan], exchange: Exchange, store: Store, host: Host, engine: str) -> _Plan:
+    """The chief's plan, on this worker's store and host. Raises InputError for a store or an engine not the chief's."""
+    told = plan and {"config": config_to_json(plan.config), "continues": plan.saved is not None, "engine": engine}
+    told = json.loads(text_from_chief(exchange, json.dumps(told) if plan else ""))
     if plan is not None:
         return plan
-    config = dataclasses.replace(config_from_json(json.loads(told)), store=str(store.folder.resolve()))
+    config = dataclasses.replace(config_from_json(told["config"]), store=str(store.folder.resolve()))
+    if engine != told["engine"]:
+        raise InputError(
+            f"engine must be the chief's, {told['engine']}, got {engine}; give all workers the same --engine, and "
+            "their hosts the same packages"
+        )
     if config.split_hash != store.manifest.split_hash:
         raise InputError(
             f"store {store.folder} must be the chief's, got split {store.manifest.split_hash} for {config.split_hash}; "
@@ -198,7 +201,8 @@ def _agreed(plan: Optional[_Plan], exchange: Exchange, store: Store, host: Host)
         )
     view = with_fold(store, config.fold)
     volumes = memory_plan.volumes_of(config, view)
-    return _Plan(config, view, None, volumes, _foresee(config, host, view, volumes, exchange.count, force=True)[1])
+    foreseen = _foresee(config, host, view, volumes, exchange.count, force=True)[1]
+    return _Plan(config, view, config if told["continues"] else None, volumes, foreseen)
 
 
 def _check_fits(plan: _Plan, host: Host, gpus: HostGpus, cluster: Cluster, force: bool) -> None:
@@ -209,12 +213,24 @@ def _check_fits(plan: _Plan, host: Host, gpus: HostGpus, cluster: Cluster, force
         memory_plan.check_fits(plan.foreseen, host, grids, plan.volumes, continued=goes_on, workers=cluster.workers)
 
 
+def _guard(run_folder: Path, cluster: Cluster, plan: Optional[_Plan], settings: Dict[str, Any]) -> Guard:
+    """Watches this process from before TensorFlow is imported; what is planned it is told when that is known."""
+    return Guard(
+        run_folder,
+        say=_say,
+        rank=cluster.rank,
+        workers=cluster.workers,
+        stall_minutes=plan.config.stall_minutes if plan else settings.get("stall_minutes", RunConfig.stall_minutes),
+    )
+
+
 @contextlib.contextmanager
 def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
     """Hold the run's folder, as one process alone may write to it."""
     if not cluster.is_chief:
         yield
         return
+    writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")

@@ -125,7 +125,8 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training("--keep", type=int, metavar="K", help="checkpoints to keep, besides the best weights (default: 3)")
     training(
         "--stall-minutes", type=float, metavar="M",
-        help="a step that takes longer, and ten times longer than any before, counts as hanging (default: 15)",
+        help="a step that takes longer, and ten times longer than any before, counts as hanging (default: 15; 0: none "
+        "does; what is done for the first time may take four times as long)",
     )  # fmt: skip
     training("--deterministic", action="store_true", help="refuse every operation that may give other bits next time")
     training("--seed", type=int, metavar="S", help="of weights, order and augmentation (default: 0)")

@@ -1,7 +1,7 @@
 """Scores on whole held-out volumes while a run trains: each worker takes its share of the cases, all learn of all."""
 
 from dataclasses import dataclass
-from typing import Callable, Tuple
+from typing import Callable, Optional, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,24 +25,40 @@ class Validation:
 
 
 def validate(
-    feeds: Feeds, learner: Learner, exchange: Exchange = ALONE, sign: Callable[[], None] = lambda: None
-) -> Validation:
+    feeds: Feeds,
+    learner: Learner,
+    exchange: Exchange = ALONE,
+    phase: Callable[[str], None] = lambda name: None,
+    wish: Callable[[], int] = lambda: 0,
+) -> Tuple[Optional[Validation], int]:
     """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then.
 
-    `sign` is called before each volume.
+    `phase` is told of each volume. `wish` is asked what should stop the run, 0 for nothing, and the answer, the same on
+    all workers, is returned too: one that is alone breaks off between two volumes, with no scores; several finish.
+    Raises WorkerLostError where another worker is gone.
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
     learner.swap_average()
-    for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-        sign()
-        loss, counts = _score(target, whole_logits(feeds, learner.logits, image))
-        rows[case] = [float(loss), *_dice(counts.numpy()[0])]
-    learner.swap_average()
+    try:
+        phase("validating")
+        for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
+            loss, counts = _score(target, whole_logits(feeds, learner.logits, image))
+            rows[case] = [float(loss), *_dice(counts.numpy()[0])]
+            phase("validating")
+            if exchange.count == 1 and wish():
+                return None, wish()
+    finally:
+        learner.swap_average()
+    stop = 0
     if exchange.count > 1:  # a case's row is 0 on all workers but one
-        rows = np.asarray(exchange.sum(rows.ravel())).reshape(rows.shape)
+        phase("waiting for the others' validation")
+        notes = np.zeros(exchange.count, np.float32)
+        notes[exchange.rank] = wish()
+        told = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
+        rows, stop = told[: rows.size].reshape(rows.shape), int(max(told[rows.size :]))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:], count)
+    return Validation(float(mean[0]), mean[1:], count), stop
 
 
 def whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d import fit as fit_module
 from cpu3d import validation as validation_module
 from cpu3d.__main__ import main
 from cpu3d.checkpoint_history import checkpoints, newest
@@ -24,7 +25,7 @@ from cpu3d.data.records import array_path, remake
 from cpu3d.data.region import round_up
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, open_store
-from cpu3d.errors import DivergedError, DoesNotFitError, InputError
+from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, WorkerLostError
 from cpu3d.fit import Fit
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference import load_predictor
@@ -32,7 +33,7 @@ from cpu3d.learner import Outcome
 from cpu3d.lock import locked
 from cpu3d.plan_lines import plan_lines
 from cpu3d.resolve import resolve
-from cpu3d.run_log import append_event, read_events
+from cpu3d.run_log import append_event, forget_after, read_events
 from cpu3d.stop_signals import noted_signals
 from cpu3d.train import train
 from cpu3d.training_options import add_training_options, with_settings
@@ -337,7 +338,11 @@ def test_a_run_that_no_longer_fits_keeps_its_settings_and_one_that_is_over_needs
     phantom_store, tmp_path, monkeypatch, capsys
 ):
     hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, force=True)
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix in (".json", ".jsonl", ".npz")}
+    kept = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*.*")
+        if path.suffix in (".json", ".jsonl", ".npz") and path.parent.name != "heartbeats"
+    }
     hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch)
     assert "nothing to do after step" in capsys.readouterr().err
     with pytest.raises(DoesNotFitError, match="as a run in another folder") as caught:
@@ -434,3 +439,67 @@ def test_a_finished_run_whose_last_line_was_lost_gets_it_when_it_is_called_again
         assert [event["event"] for event in again] == [event["event"] for event in events]
         assert again[-1]["seconds"] == events[-1]["seconds"]
         assert again[-1]["reason"] == "finished"
+
+
+def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_for_it(
+    phantom_store, tmp_path, monkeypatch
+):
+    options = {"steps": 4, "save_minutes": 100}
+    start(phantom_store, tmp_path / "whole", **options).run()
+    fit = start(phantom_store, tmp_path / "cut", **options)
+    score = validation_module._score
+
+    def asked_to_stop(target, logits):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return score(target, logits)
+
+    monkeypatch.setattr(validation_module, "_score", asked_to_stop)
+    with pytest.raises(Interrupted, match="saved after step 4") as stopped:
+        fit.run()
+    assert stopped.value.exit_code == 143
+    monkeypatch.setattr(validation_module, "_score", score)
+    again = start(phantom_store, tmp_path / "cut", **options)
+    assert not again.is_over
+    again.run()
+    validations = [
+        [(event["step"], event["loss"]) for event in read_events(tmp_path / run) if event["event"] == "validation"]
+        for run in ("whole", "cut")
+    ]
+    assert validations[0] == validations[1]
+    assert len(validations[0]) == 1
+
+
+def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, steps=4, save_minutes=100)
+
+    def lost(*given):
+        raise WorkerLostError("worker 1 must answer worker 0")
+
+    monkeypatch.setattr(fit_module, "validate", lost)
+    with pytest.raises(WorkerLostError, match="worker 1 must answer worker 0; saved after step 4"):
+        fit.run()
+    assert newest(tmp_path).state["owes_validation"]
+
+
+def test_a_log_that_cannot_be_written_is_told_with_what_is_whole(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, save_minutes=0.0)
+
+    def full(run, event):
+        if event["step"] == 2:
+            raise OSError(28, "No space left on device")
+        append_event(run, event)
+
+    monkeypatch.setattr(fit_module, "append_event", full)
+    with pytest.raises(OSError, match=r"step 2 could not be logged in .*log\.jsonl: .*step-00000001\.npz is whole"):
+        fit.run()
+
+
+def test_a_validation_that_is_owed_is_logged_once(tmp_path):
+    for event, step in (("step", 1), ("validation", 1), ("step", 2), ("validation", 2), ("step", 3)):
+        append_event(tmp_path, {"event": event, "step": step})
+    forget_after(tmp_path, 2, owes_validation=True)
+    assert [(event["event"], event["step"]) for event in read_events(tmp_path)] == [
+        ("step", 1),
+        ("validation", 1),
+        ("step", 2),
+    ]

@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.errors import DivergedError
-from cpu3d.learner import Learner
+from cpu3d.errors import WorkerLostError, WorkersDifferError
+from cpu3d.learner import Learner, _fingerprint
 from models.config import UNetConfig
-from tests.cpu3d.distributed.threads import together
+from tests.cpu3d.distributed.threads import ThreadExchange, together
 
 BATCH, SIDE = 4, 16
 UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
@@ -103,5 +103,29 @@ def test_a_worker_whose_weights_are_others_than_the_chief_s_is_named():
             learner.model.trainable_variables[0].assign_add(tf.fill(learner.model.trainable_variables[0].shape, 1e-3))
 
     for answer in together(2, lambda exchange: train(exchange, change=tip)):
-        assert isinstance(answer, DivergedError)
+        assert isinstance(answer, WorkersDifferError)
         assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(answer)
+
+
+def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
+    weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
+    other = weights.copy()
+    other.view("i4")[12345] += 1
+    prints = [float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)]
+    assert prints[0] == prints[1], "threads add up in an order of their own"
+    assert prints[0] != prints[2]
+
+
+def test_a_step_in_which_a_worker_is_lost_leaves_every_variable_as_it_was():
+    class Lonely(ThreadExchange):
+        def sum(self, vector):
+            raise WorkerLostError("worker 1 must answer")
+
+    config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
+    learner = Learner(config, Lonely(0, [None, None], None, None))
+    before = learner.arrays()
+    with pytest.raises(WorkerLostError):
+        learner.step(share_of(learner._exchange, batch(), 2), 0.01)
+    for name, array in learner.arrays().items():
+        if name != "optimizer/001":  # the learning rate
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
