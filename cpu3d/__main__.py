@@ -17,7 +17,7 @@ COMMANDS = {
     "store": "cpu3d.data.upkeep.command",
     "train": "cpu3d.train",
     "launch": "cpu3d.distributed.launch",
-    "status": "cpu3d.status",
+    "status": "cpu3d.status.command",
     "evaluate": "cpu3d.evaluate",
     "predict": "cpu3d.predict",
     "export": "cpu3d.export.command",

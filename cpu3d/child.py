@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any, Callable, Iterator, List, Mapping, Optional, Sequence
+from typing import IO, Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,6 +67,13 @@ def told_of_signals(children: List[subprocess.Popen], as_signal: Callable[[int],
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def family(pid: int) -> Tuple[int, ...]:
+    """The process and all that it has started, and those have; itself alone where it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
+    return (pid,)
 
 
 def how_ended(returncode: int) -> str:

@@ -12,6 +12,7 @@ Exit code 1 means that a check has failed; warnings alone leave it 0.
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 from rich.console import Console
@@ -20,15 +21,17 @@ from rich.text import Text
 
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, installed, installed_versions
-from cpu3d.host.checks import Check, host_checks, software_checks
+from cpu3d.host.checks import Check, host_checks, process_checks, software_checks
 from cpu3d.host.example_hosts import hosts_table, topology_of
+from cpu3d.host.memory import address_limit_bytes
 from cpu3d.host.plan_table import describe_host, describe_plans, overridden
 from cpu3d.host.self_test import TESTS, self_test
 from cpu3d.host.thread_plan import ThreadPlan, default_workers, thread_plans
 from cpu3d.host.topology import Topology, read_topology, to_json
 from cpu3d.progress import bar
+from memory_estimator.proc import memory_high
 
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         console.print(describe_host(topology), describe_plans(topology, plans))
     if not args.on_host:
+        high, _ = memory_high(Path("/"), topology.host.memory_bytes)
+        checks += process_checks(topology, address_limit_bytes(), high)
         checks += software_checks(*installed_versions(), overridden(plans))
         if not args.no_self_test and all(check.state != "fail" for check in checks):
             checks += _tried(args.engine)

@@ -27,14 +27,11 @@ from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Estimate, est
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.planner import Price, fastest_that_fits, nearest
+from memory_estimator.scaling.memory import of_one
 from memory_estimator.units import format_bytes, format_seconds
 
 LOSS_MAPS = 8
 """float32 maps as large as the logits that a validation holds at a time: counted in the loss's code, not measured."""
-
-EXCHANGED_COPIES = 4
-"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
-both. Counted, not measured."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +257,9 @@ def _priced(
     """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound."""
 
     def price(job: Job) -> Estimate:
-        said = estimate(job, constants, accuracy, host.memory_bytes)
+        said = of_one(estimate(job, constants, accuracy, host.memory_bytes), workers)
         beside = volumes.bytes(job) if volumes else 0
-        if workers > 1:
-            beside += EXCHANGED_COPIES * sum(part.bytes for part in said.components if part.name == "gradient sums")
-        bound = said.upper_bound_bytes + beside
-        return dataclasses.replace(said, upper_bound_bytes=bound, step_s=said.step_s / workers)
+        return dataclasses.replace(said, upper_bound_bytes=said.upper_bound_bytes + beside)
 
     return price
 

@@ -34,7 +34,8 @@ from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
 from cpu3d.distributed.strategy import Exchange, join
 from cpu3d.errors import InputError
 from cpu3d.guard.guard import Guard
-from cpu3d.host.apply import describe, engine_name, in_force, set_up
+from cpu3d.host.apply import engine_name, in_force, set_up
+from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory, why_no_card
 from cpu3d.host.thread_plan import share_of
 from cpu3d.lock import locked
@@ -91,7 +92,8 @@ def train(
             _check_fits(plan, host, gpus, cluster, force)
     elif "engine" not in settings and (run_folder / "config.json").is_file():
         engine = load_config(run_folder).engine
-    with _lock_of_chief(cluster, run_folder), _guard(run_folder, cluster, plan, settings) as guard:
+    watched = Guard(run_folder, say=_say, rank=cluster.rank, workers=cluster.workers)
+    with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
         engine = engine_name(tf)
         exchange = join(cluster, cluster.engine, say=_say)
@@ -125,6 +127,8 @@ def train(
                     steps=fit.steps,
                     bound_bytes=plan.foreseen.upper_bound_bytes if plan.foreseen else None,  # on a card nothing is
                     save_bytes=2 * fit.learner.size_bytes,
+                    here=len(cluster.local_ranks),
+                    stall_minutes=config.stall_minutes,
                 )
                 fit.run(guard)
             exchange.close()
@@ -211,17 +215,6 @@ def _check_fits(plan: _Plan, host: Host, gpus: HostGpus, cluster: Cluster, force
         memory_plan.check_card(plan.config, gpus, continued=goes_on)
         grids = _other_grids(plan.store, plan.config)
         memory_plan.check_fits(plan.foreseen, host, grids, plan.volumes, continued=goes_on, workers=cluster.workers)
-
-
-def _guard(run_folder: Path, cluster: Cluster, plan: Optional[_Plan], settings: Dict[str, Any]) -> Guard:
-    """Watches this process from before TensorFlow is imported; what is planned it is told when that is known."""
-    return Guard(
-        run_folder,
-        say=_say,
-        rank=cluster.rank,
-        workers=cluster.workers,
-        stall_minutes=plan.config.stall_minutes if plan else settings.get("stall_minutes", RunConfig.stall_minutes),
-    )
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from memory_estimator.options import add_job_options, add_source_options, job_fr
 from memory_estimator.saved_run import notes_on_run
 from memory_estimator.scaling import options as scaling_options
 from memory_estimator.scaling import report as scaling_report
+from memory_estimator.scaling.memory import price_of_one
 from memory_estimator.units import format_bytes, parse_bytes
 from models.config import POLICIES
 
@@ -77,15 +78,15 @@ def _answer(args: argparse.Namespace) -> int:
     given_bytes = parse_bytes(args.host_memory) if args.host_memory else None
     gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else None
     is_scale = scaling_options.is_asked(args)
-    workers = scaling_options.workers_per_host(args) if is_scale else 1
+    per_host = scaling_options.workers_per_host(args) if is_scale else 1
     if not hasattr(args, "threads"):
-        args.threads = max(1, host().usable_cores // workers)
+        args.threads = max(1, host().usable_cores // per_host)
     job = job_from(args, source_job(args))
     constants = named_constants(args.calibration) if args.calibration else find_constants(job.threads, host())
     accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
     if is_scale:
-        return _answer_for_hosts(args, job, price, constants, given_bytes and given_bytes // workers)
+        return _answer_for_hosts(args, job, price, constants, given_bytes and given_bytes // per_host)
     memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
     picked = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else ""
@@ -133,23 +134,24 @@ def _answer_for_hosts(
     worker_memory_bytes: Optional[int],
 ) -> int:
     """Time on several hosts. Memory is looked at where that of a host was given: this one's is nobody's business."""
+    price_of_worker = price_of_one(price, scaling_options.most_workers(args))
     if worker_memory_bytes and policy_is_open(args):
-        asked = planner.fastest_that_fits(job, price, worker_memory_bytes).estimate
-    else:
-        asked = price(job)
-    request = scaling_options.request_from(args, asked, constants.of(job.engine, job.unet.dtype))
-    fits = not worker_memory_bytes or asked.upper_bound_bytes <= worker_memory_bytes
+        policy = planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy
+        job = planner.with_policy(job, policy)
+    request = scaling_options.request_from(args, price(job), constants.of(job.engine, job.unet.dtype))
+    worker = price_of_worker(job)
+    fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
     if args.picture:
         from memory_estimator.scaling.picture import draw_scaling
 
         _write_picture(args.picture, draw_scaling(request))
     if args.json:
-        content = {**scaling_report.to_json(request), "upper_bound_bytes": asked.upper_bound_bytes, "fits": fits}
+        content = {**scaling_report.to_json(request), "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}
         print(json.dumps(content))
     else:
         scaling_report.print_scaling(request)
         if worker_memory_bytes:
-            print(f"a worker {report.verdict(asked, worker_memory_bytes, 'its share of a host')}")
+            print(f"a worker {report.verdict(worker, worker_memory_bytes, 'its share of a host')}")
     return FITS if fits else DOES_NOT_FIT
 
 

@@ -51,9 +51,14 @@ class Host:
     cgroup_used_bytes: int
     """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
     cpu_quota: Optional[float]
-    """CPUs' worth of time a cgroup grants; None without a limit."""
+    """CPUs' worth of time a cgroup grants; None without a limit. One of all its CPUs' time or more limits nothing, as
+    Kubernetes gives a pod that has CPUs of its own, so it becomes None too."""
     isa: Tuple[str, ...]
     """Those of ISA_FLAGS that the CPU has, in that order."""
+
+    def __post_init__(self):
+        if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
+            object.__setattr__(self, "cpu_quota", None)  # the class is frozen
 
     @property
     def usable_cores(self) -> int:

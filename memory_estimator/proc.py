@@ -1,11 +1,12 @@
-"""What Linux tells in /proc and /sys of CPUs, memory and limits: the only place that reads it.
+"""What Linux tells in /proc and /sys of a host's CPUs and memory, and of the limits on them, read here alone.
 
-Every reader takes the folder that the host's /proc and /sys lie in, and none fails for a file that is missing, as many
-are in containers: it answers with the next best source, and in the end with what a plain small machine would say.
+What it tells of single processes is read where it is asked for. Every reader takes the folder that the host's /proc
+and /sys lie in, and none fails for a file that is missing, as many are in containers: it answers with the next best
+source, and in the end with what a plain small machine would say.
 """
 
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class CpuPlace(NamedTuple):
@@ -89,21 +90,12 @@ def huge_pages(root: Path) -> str:
 
 def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
     """The limit that leaves least, and what is used of it; a limit of the machine's size or more is none."""
-    tightest: Optional[Tuple[int, int]] = None
-    for folder in _cgroup_folders(root, "memory"):
-        for limit_name, used_name, file_names in (
-            ("memory.max", "memory.current", ("active_file", "inactive_file")),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
-        ):
-            limit = _read(folder / limit_name)
-            if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
-                continue
-            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            cache = sum(int(stat.get(name, 0)) for name in file_names)  # active ones too: a mapped store's are
-            used = max(0, int(_read(folder / used_name) or 0) - cache)
-            if tightest is None or int(limit) - used < tightest[0] - tightest[1]:
-                tightest = int(limit), used
-    return (None, 0) if tightest is None else tightest
+    return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
+
+
+def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
+    """As `memory_limit`, of version 2's memory.high: beyond it nobody is killed, every allocation is made to wait."""
+    return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
 
 
 def cpu_quota(root: Path) -> Optional[float]:
@@ -139,6 +131,26 @@ def cpu_list(text: str) -> List[int]:
 
 
 # --- Private helpers ---
+
+VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+"""Of a cgroup: the file of its limit, of what it uses, and what of that are pages of files."""
+
+
+def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:
+    """The limit that leaves least, on the way up, and what is used of it without pages of files; (None, 0) for none."""
+    tightest: Optional[Tuple[int, int]] = None
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, used_name, file_names in kinds:
+            limit = _read(folder / limit_name)
+            if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
+                continue
+            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+            cache = sum(int(stat.get(name, 0)) for name in file_names)  # active ones too: a mapped store's are
+            used = max(0, int(_read(folder / used_name) or 0) - cache)
+            if tightest is None or int(limit) - used < tightest[0] - tightest[1]:
+                tightest = int(limit), used
+    return (None, 0) if tightest is None else tightest
 
 
 def _read(path: Path) -> str:

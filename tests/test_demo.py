@@ -1,6 +1,8 @@
 """The whole way through the command line, small: what the README's first command does."""
 
+import argparse
 import json
+import os
 
 import nibabel
 import numpy as np
@@ -82,3 +84,13 @@ def test_an_interrupt_exits_with_130_and_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(report, "run", interrupted)
     assert main(["report", "--run", "r"]) == 130
     assert "the same command continues" in capsys.readouterr().err
+
+
+def test_a_demo_is_of_no_cluster_that_is_left_over(monkeypatch, tmp_path):
+    import cpu3d.__main__
+
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+    told = []
+    monkeypatch.setattr(cpu3d.__main__, "main", lambda command: told.append(os.environ.get("TF_CONFIG")) or 0)
+    assert demo.run(argparse.Namespace(out=tmp_path, smoke=True, policy=None)) == 0
+    assert set(told) == {None}

@@ -13,7 +13,7 @@ import argparse
 import functools
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.atomic import atomic_write
 from cpu3d.bench.data import markdown
@@ -32,6 +32,7 @@ from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
+from memory_estimator.scaling.costs import read_scaling
 from memory_estimator.validation import Measured, Row, compare, has_known_engine, job_from, read_measured
 
 GIB = 2**30
@@ -101,7 +102,7 @@ def tables(folder: Path) -> List[str]:
     if (folder / COMPARE).is_file():
         lines += ["", *compare_markdown.summary_lines(read_records(folder / COMPARE, "compare"))]
     if (folder / SCALING).is_file():
-        lines += ["", *scaling_lines(read_records(folder / SCALING, "scaling"))]
+        lines += ["", *scaling_lines(scaling_records(folder))]
     if (folder / FAULTS).is_file():
         for record in newest_faults(read_records(folder / FAULTS, "faults")):
             lines += ["", *faults_lines(record)]
@@ -131,6 +132,14 @@ def compare_page(folder: Path) -> List[str]:
         for record in newest_windows(read_records(folder / WINDOWS, "windows")):
             lines += [*windows_lines(record), ""]
     return lines
+
+
+def scaling_records(folder: Path) -> Tuple[Mapping[str, Any], ...]:
+    """The newest of each job, read as the estimator reads them."""
+    try:
+        return read_scaling(folder / SCALING)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:

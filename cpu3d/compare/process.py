@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.child import PROGRAM, ROOT, how_ended, last_step, last_words, start, told_of_signals
+from cpu3d.distributed.plan import of_nobody
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.progress import bar
 
@@ -73,7 +74,7 @@ def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, 
     """A process, and the signals of ours that it was told of, each as SIGINT: the second one stops it unsaved."""
     children: List[subprocess.Popen] = []
     with told_of_signals(children, as_signal=lambda number: signal.SIGINT) as told:
-        child = start(command, output, cwd=ROOT)
+        child = start(command, output, of_nobody(os.environ), cwd=ROOT)
         children.append(child)
         if told:  # while it was being started
             child.send_signal(signal.SIGINT)

@@ -4,9 +4,10 @@ import time
 from pathlib import Path
 from typing import List
 
+from cpu3d.distributed.beats import is_here
 from cpu3d.distributed.follow import say
 from cpu3d.errors import InputError
-from cpu3d.guard.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
+from cpu3d.guard.heartbeat import Heartbeat, read_heartbeats
 
 MOST_S = 60.0
 """So long is waited for them."""
@@ -34,5 +35,4 @@ def wait_for_earlier(run: Path) -> None:
 
 def _living(run: Path) -> List[Heartbeat]:
     """The last beats of processes of this host that live."""
-    beats = [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat)]
-    return [beat for beat in beats if beat.place == this_place() and process_start(beat.pid) == beat.process_start]
+    return [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cpu3d.child import last_step
+from cpu3d.distributed.patiently import Patiently
 from cpu3d.progress import columns
 from cpu3d.run_log import recent_events
 
@@ -31,6 +32,7 @@ class Follower:
         """A line that has no end yet."""
         self._progress = Progress(*columns(), console=console, disable=not (log and console.is_terminal))
         self._task = self._progress.add_task("train", total=None)
+        self._look = Patiently(self._show)
 
     def __enter__(self) -> "Follower":
         self._progress.start()
@@ -43,7 +45,14 @@ class Follower:
         self._progress.stop()
 
     def show(self) -> None:
-        """Print what is new, and move the bar."""
+        """Print what is new, and move the bar. A file system that does not answer holds it for a moment, once."""
+        self._look()
+
+    def say(self, line: str) -> None:
+        """Print a line of our own, above the bar."""
+        say(line, self._console)
+
+    def _show(self) -> None:
         self._print_new()
         if self._progress.disable:
             return
@@ -51,10 +60,6 @@ class Follower:
         if step and self._progress.tasks[0].total is None:
             self._progress.update(self._task, total=_steps(self._run))
         self._progress.update(self._task, completed=step)
-
-    def say(self, line: str) -> None:
-        """Print a line of our own, above the bar."""
-        say(line, self._console)
 
     def _print_new(self) -> None:
         if not self._log or not self._log.exists():

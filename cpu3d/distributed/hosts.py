@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import random
 import socket
 from pathlib import Path
 from typing import Callable, FrozenSet, List, Sequence, Tuple
@@ -9,6 +10,9 @@ from typing import Callable, FrozenSet, List, Sequence, Tuple
 import psutil
 
 from cpu3d.errors import InputError
+
+OPEN_PORTS = range(20000, 65536)
+"""Those that are chosen from: below are more of known services."""
 
 LOOPBACK = "127.0.0.1"
 """The host of all workers where there is only one."""
@@ -75,14 +79,32 @@ def addresses(host: str) -> FrozenSet[str]:
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports that nobody listens on, chosen by the system, so that two launches at a time hardly meet."""
+    """Ports that nobody listens on, by chance, so that two launches at a time hardly meet.
+
+    Of those that the system gives to nobody by itself, as they are not held until TensorFlow takes them; its choice
+    where none of them is left.
+    """
+    free = [port for port in OPEN_PORTS if port not in own_choice()]
+    random.SystemRandom().shuffle(free)
     with contextlib.ExitStack() as held:
         taken: List[int] = []
-        for _ in range(count):
+        for port in (*free, *(0 for _ in range(count))):
+            if len(taken) == count:
+                break
             one = held.enter_context(socket.socket())
-            one.bind(("", 0))
-            taken.append(one.getsockname()[1])
+            with contextlib.suppress(OSError):
+                one.bind(("", port))
+                taken.append(one.getsockname()[1])
         return tuple(taken)
+
+
+def own_choice(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> range:
+    """The ports that the system gives to whoever asks for any, as all outgoing connections do."""
+    try:
+        first, last = map(int, path.read_text(encoding="ascii").split())
+        return range(first, last + 1)
+    except (OSError, ValueError):
+        return range(32768, 65536)
 
 
 def check_free(ports: Sequence[int]) -> None:

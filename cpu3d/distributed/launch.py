@@ -20,10 +20,9 @@ is one worker. --engine horovod is started on one host only; its launcher reache
 
 import argparse
 import functools
+import importlib.util
 import os
-import shutil
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Sequence, Tuple
@@ -34,10 +33,12 @@ from cpu3d.atomic import writable_folder
 from cpu3d.child import ROOT, last_step
 from cpu3d.config import load_config
 from cpu3d.distributed import dry_run
+from cpu3d.distributed.beats import Beats
 from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.earlier import wait_for_earlier
 from cpu3d.distributed.follow import Follower, say
 from cpu3d.distributed.hosts import check_free, free_ports, own_index, read_hosts
+from cpu3d.distributed.patiently import Patiently
 from cpu3d.distributed.plan import (
     ENGINES,
     HOROVOD,
@@ -50,8 +51,9 @@ from cpu3d.distributed.plan import (
     make_plan,
     train_command,
 )
-from cpu3d.distributed.silence import Silence
-from cpu3d.distributed.supervise import Job, supervise
+from cpu3d.distributed.running import Job
+from cpu3d.distributed.silence import Silence, SilenceBelow
+from cpu3d.distributed.supervise import supervise
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import hosts_table, topology_of
 from cpu3d.host.thread_plan import default_workers, thread_plans
@@ -141,7 +143,7 @@ def _commands(plan: Plan, options: Sequence[str], run: Path) -> Dict[int, Tuple[
 
 
 def _launch(plan: Plan, options: Sequence[str], run: Path) -> None:
-    if plan.engine == HOROVOD and not _horovodrun():
+    if plan.engine == HOROVOD and importlib.util.find_spec("horovod") is None:
         raise InputError("horovod must be installed for --engine horovod, found none; run ./run.sh setup --horovod")
     wait_for_earlier(run)
     check_free(plan.ports_here)
@@ -152,10 +154,16 @@ def _launch(plan: Plan, options: Sequence[str], run: Path) -> None:
         say(f"note: {plan.note}")
     began_s, before = time.monotonic(), last_step(run)
     with Follower(jobs[0].log if plan.cluster.is_chief else None, run) as follower:
-        supervise(jobs, show=follower.show, say=follower.say, hanging=Silence(run))
+        silence = SilenceBelow(run, follower.say) if plan.engine == HOROVOD else Silence(run)
+        hanging = Patiently(silence, otherwise={}, late=functools.partial(_no_answer, run, follower.say))
+        supervise(jobs, show=follower.show, say=follower.say, hanging=hanging, beats=Beats(run))
     after = last_step(run)
     steps = f"{after - before} steps, to step {after}" if plan.cluster.is_chief else "the chief has counted the steps"
     say(f"launch: {plan.words}: ended well, {steps}, {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
+
+
+def _no_answer(run: Path, say: Callable[[str], None], seconds: float) -> None:
+    say(f"launch: the file system of {run} must answer, got nothing for {seconds:.0f} s; the workers wait for it too")
 
 
 def _jobs(plan: Plan, commands: Mapping[int, Tuple[str, ...]], logs: Path) -> List[Job]:
@@ -164,14 +172,8 @@ def _jobs(plan: Plan, commands: Mapping[int, Tuple[str, ...]], logs: Path) -> Li
     jobs = []
     for rank, command in commands.items():
         if plan.engine == HOROVOD:
-            name, log, command = "horovodrun", logs / "horovod.log", (_horovodrun(), *command[1:])
+            name, log = "horovodrun", logs / "horovod.log"
         else:
             name, log = f"worker {rank}", logs / f"worker-{rank}.log"
         jobs.append(Job(name, socket.gethostname(), command, environ_of(plan, rank, environ), log))
     return jobs
-
-
-def _horovodrun() -> str:
-    """Of this Python's environment, else the one on the path; "" without one."""
-    beside = Path(sys.executable).with_name("horovodrun")
-    return str(beside) if beside.is_file() else shutil.which("horovodrun") or ""

@@ -4,7 +4,7 @@ import re
 from typing import Optional
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.errors import WorkerLostError
+from cpu3d.errors import InputError, WorkerLostError
 
 CONTINUE = "the same command continues from the last checkpoint"
 
@@ -21,6 +21,17 @@ def lost_worker(said: str, cluster: Cluster) -> WorkerLostError:
     else:
         problem = f"all {cluster.workers} workers must answer each other, got {reason}"
     return WorkerLostError(f"{problem}; {'its log' if rank is not None else 'their logs'} may tell why, {CONTINUE}")
+
+
+def not_started(said: str, cluster: Cluster) -> InputError:
+    """The error for the user where TensorFlow has not come to a server of its own, or has not found the others."""
+    if not re.search(r"could not start grpc server|address already in use", said, re.IGNORECASE):
+        return lost_worker(said, cluster)
+    address = cluster.addresses[cluster.rank]
+    return InputError(
+        f"port {address.rpartition(':')[2]} of worker {cluster.rank} ({address}) must be free until TensorFlow takes "
+        "it, got it taken by another process; give the same command again, or choose another port"
+    )
 
 
 def lost_rank(said: str, cluster: Cluster) -> Optional[int]:

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, Optional, Sequence
 
 from cpu3d.distributed.cluster import Cluster, host_and_port
@@ -22,6 +23,8 @@ TRY_AGAIN_S = 0.5
 SAY_AFTER_S = 10.0
 HELLO_S = 5.0
 """For whoever has connected to say who he is."""
+LINE = 4096
+"""Bytes of what is said, at most."""
 
 
 def meet(cluster: Cluster, limit_s: float, say: Callable[[str], None] = lambda line: None) -> None:
@@ -62,6 +65,8 @@ def _gather(
 ) -> None:
     """The chief's part."""
     here: Dict[int, socket.socket] = {}
+    callers: Dict[socket.socket, _Caller] = {}
+    listener.setblocking(False)
     say_at = time.monotonic() + SAY_AFTER_S
     try:
         while len(here) < cluster.workers - 1:
@@ -72,23 +77,53 @@ def _gather(
                     _send(connection, {"missing": missing})
                 raise _not_come(cluster, missing, limit_s)
             if now >= say_at:
-                say(f"waiting for {_workers(cluster, missing)}")
+                say(_waiting(cluster, missing))
                 say_at = float("inf")
-            ready = select.select([listener, *here.values()], [], [], min(TRY_AGAIN_S, deadline - now))[0]
+            ready = select.select([listener, *callers, *here.values()], [], [], min(TRY_AGAIN_S, deadline - now))[0]
             for rank in [rank for rank, connection in here.items() if connection in ready]:
                 here.pop(rank).close()  # they have nothing to say while they wait: this one has gone again
+            for connection, caller in list(callers.items()):
+                if connection in ready and caller.has_said(connection):
+                    del callers[connection]
+                    _welcome(connection, caller.words, cluster, here)
+                elif time.monotonic() >= caller.until_s:
+                    callers.pop(connection).close()
             if listener in ready:
-                _welcome(listener.accept()[0], cluster, here)
+                with contextlib.suppress(OSError):  # who has gone again by now
+                    connection = listener.accept()[0]
+                    connection.setblocking(False)
+                    callers[connection] = _Caller(time.monotonic() + HELLO_S)
         for connection in here.values():
             _send(connection, {"go": True})
     finally:
-        for connection in here.values():
+        for connection in (*callers, *here.values()):
             connection.close()
 
 
-def _welcome(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
+@dataclass
+class _Caller:
+    """Who has connected and has not said yet who he is."""
+
+    until_s: float
+    """When he has had the time to."""
+    words: bytes = b""
+
+    def has_said(self, connection: socket.socket) -> bool:
+        """Whether his line is there, or nothing more is to come; call it when there is something to read."""
+        try:
+            part = connection.recv(LINE - len(self.words))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.words += part
+        return not part or self.words.endswith(b"\n") or len(self.words) >= LINE
+
+
+def _welcome(connection: socket.socket, words: bytes, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
     """Add a worker who says the right things to those who are `here`; to others say what is wrong, or nothing."""
-    hello = _receive(connection, HELLO_S)
+    connection.settimeout(HELLO_S)
+    hello = _content(words)
     if hello is None:
         connection.close()
         return
@@ -111,17 +146,9 @@ def _report(cluster: Cluster, deadline: float, limit_s: float, say: Callable[[st
     say_at = time.monotonic() + SAY_AFTER_S
     while time.monotonic() < deadline:
         if time.monotonic() >= say_at:
-            say(f"waiting for {_workers(cluster, [0])}")
+            say(_waiting(cluster, [0]))
             say_at = float("inf")
-        answer = None
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(
-                host_and_port(cluster.addresses[0]), timeout=min(HELLO_S, max(0.1, deadline - time.monotonic()))
-            ) as connection,
-        ):
-            _send(connection, {"rank": cluster.rank, "cluster": _digest(cluster)})
-            answer = _receive(connection, deadline + HELLO_S - time.monotonic())
+        answer = _answer(cluster, deadline)
         if answer is None:
             time.sleep(TRY_AGAIN_S)
         elif "wrong" in answer:
@@ -133,6 +160,17 @@ def _report(cluster: Cluster, deadline: float, limit_s: float, say: Callable[[st
     raise _not_come(cluster, [0], limit_s)
 
 
+def _answer(cluster: Cluster, deadline: float) -> Optional[Dict[str, Any]]:
+    """The chief's, once all have come or one has not; None where he cannot be reached, or has gone."""
+    limit_s = min(HELLO_S, max(0.1, deadline - time.monotonic()))
+    try:
+        with socket.create_connection(host_and_port(cluster.addresses[0]), timeout=limit_s) as connection:
+            _send(connection, {"rank": cluster.rank, "cluster": _digest(cluster)})
+            return _receive(connection, deadline + HELLO_S - time.monotonic())
+    except OSError:
+        return None
+
+
 def _send(connection: socket.socket, content: Any) -> None:
     with contextlib.suppress(OSError):  # who is gone is noticed when TensorFlow wants him
         connection.sendall(json.dumps(content).encode() + b"\n")
@@ -141,13 +179,19 @@ def _send(connection: socket.socket, content: Any) -> None:
 def _receive(connection: socket.socket, limit_s: float) -> Optional[Dict[str, Any]]:
     """One line of JSON; None where none comes in time."""
     deadline, line = time.monotonic() + limit_s, b""
-    with contextlib.suppress(OSError, ValueError):
-        while not line.endswith(b"\n") and len(line) < 4096:
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < LINE:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
-            part = connection.recv(4096 - len(line))
+            part = connection.recv(LINE - len(line))
             if not part:
                 return None
             line += part
+    return _content(line)
+
+
+def _content(line: bytes) -> Optional[Dict[str, Any]]:
+    """Of a line of JSON; None for anything else."""
+    with contextlib.suppress(ValueError):
         content = json.loads(line)
         return content if isinstance(content, dict) else None
     return None
@@ -159,6 +203,10 @@ def _digest(cluster: Cluster) -> str:
 
 def _workers(cluster: Cluster, ranks: Sequence[int]) -> str:
     return ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in ranks)
+
+
+def _waiting(cluster: Cluster, ranks: Sequence[int]) -> str:
+    return f"waiting for {_workers(cluster, ranks)}, of this run by TF_CONFIG; without that variable it has one worker"
 
 
 def _not_come(cluster: Cluster, missing: Sequence[int], limit_s: float) -> WorkerLostError:

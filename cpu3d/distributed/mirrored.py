@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.lost import lost_worker
+from cpu3d.distributed.lost import not_started
 
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long is lost. TensorFlow's heartbeat is a thread of its own: one that
@@ -28,14 +28,15 @@ one host, a core each); 22 MB take 25 ms either way."""
 def mirrored_sum(cluster: Cluster) -> Callable[[Any], Any]:
     """Start this worker's server, find the others', and return the function that sums a float32 tensor (n,).
 
-    Raises WorkerLostError where a worker has gone since they met, RuntimeError when TensorFlow has computed before.
+    Raises WorkerLostError where a worker has gone since they met, InputError where its port is taken, RuntimeError when
+    TensorFlow has computed before.
     """
     if context.context()._context_handle is not None:
         raise RuntimeError("join must come before any operation of TensorFlow")
     try:
         strategy = _strategy(cluster)
     except tf.errors.OpError as error:
-        raise lost_worker(str(error), cluster) from error
+        raise not_started(str(error), cluster) from error
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".

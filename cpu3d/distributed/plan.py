@@ -3,6 +3,7 @@
 Pure: what has to be asked of this host comes in as functions, so that a table of hosts and schedulers tests it.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
 
@@ -119,19 +120,24 @@ def make_plan(asked: Asked, environ: Mapping[str, str], host: ThisHost) -> Plan:
 
 def environ_of(plan: Plan, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
     """The whole environment of a worker: ours, and its place in the cluster. Alone it has none."""
-    clean = {name: value for name, value in environ.items() if name not in OF_A_CLUSTER}
+    clean = of_nobody(environ)
     if plan.engine == TENSORFLOW and plan.cluster.workers > 1:
         clean["TF_CONFIG"] = plan.cluster.of_rank(rank).as_tf_config()
     return clean
 
 
+def of_nobody(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The same for a process of no cluster, whatever was left over from one."""
+    return {name: value for name, value in environ.items() if name not in OF_A_CLUSTER}
+
+
 def horovod_command(plan: Plan, train: Sequence[str], logs: str) -> Tuple[str, ...]:
-    """What starts all workers of all hosts at once: Horovod's own launcher, over ssh where there are several."""
+    """What starts all workers of all hosts at once: Horovod's launcher, over ssh where there are several."""
     hosts = {("localhost" if host == LOOPBACK else host): count for host, count in plan.hosts.items()}
     places = ",".join(f"{host}:{count}" for host, count in hosts.items())
     return (
-        *("horovodrun", "--gloo", "-np", str(plan.cluster.workers), "-H", places),
-        *("--output-filename", logs, *train),
+        *(sys.executable, "-m", "cpu3d.distributed.horovodrun", "--gloo", "-np", str(plan.cluster.workers)),
+        *("-H", places, "--output-filename", logs, *train),
     )
 
 

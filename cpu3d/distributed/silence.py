@@ -3,11 +3,16 @@
 A worker tells of its own stalls (`cpu3d.guard`); one that was suspended, or holds Python's lock for ever, cannot.
 """
 
+import contextlib
+import os
+import signal
 import tempfile
 import time
 from pathlib import Path
 from typing import Callable, Dict, Sequence, Tuple
 
+from cpu3d.child import family
+from cpu3d.distributed.beats import is_here
 from cpu3d.guard.heartbeat import Heartbeat, is_suspended, read_heartbeats
 
 SUSPENDED_S = 60.0
@@ -36,10 +41,13 @@ class Silence:
         """Process -> its last beat, and when that was seen first."""
 
     def __call__(self, pids: Sequence[int]) -> Dict[int, str]:
-        """Those that hang, and how one knows. A process without a heartbeat of its own is none of them."""
+        """Those that hang, and how one knows. A process without a heartbeat of its own is none of them.
+
+        Nor is one that has noted its end: it beats no more, and waits for the chief, who may save for long.
+        """
         found = {}
         for beat in read_heartbeats(self._run).values():
-            if not isinstance(beat, Heartbeat) or beat.pid not in pids:
+            if not isinstance(beat, Heartbeat) or beat.pid not in pids or not is_here(beat):
                 continue
             before = self._seen.get(beat.pid)
             if before is None or before[0] != beat.beat:
@@ -47,6 +55,8 @@ class Silence:
                 continue
             silent_s = self._clock() - before[1]
             suspended = is_suspended(beat.pid)
+            if beat.exit_code is not None and not suspended:
+                continue
             if silent_s > (self._suspended_s if suspended else self._silent_s) and (suspended or self._takes_files()):
                 why = "as a signal has stopped it" if suspended else "though it lives"
                 found[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
@@ -59,3 +69,21 @@ class Silence:
             return True
         except OSError:
             return False
+
+
+class SilenceBelow:
+    """The same for workers that are below a launcher which ends all of them when one has ended, as Horovod's does.
+
+    So that one is killed here, and no process named to the asker.
+    """
+
+    def __init__(self, run: Path, say: Callable[[str], None]):
+        self._silence, self._say = Silence(run), say
+
+    def __call__(self, pids: Sequence[int]) -> Dict[int, str]:
+        members = [member for pid in pids for member in family(pid)]
+        for worker, why in self._silence(members).items():
+            self._say(f"launch: process {worker} hangs, {why}; it is ended")
+            with contextlib.suppress(OSError):
+                os.kill(worker, signal.SIGKILL)
+        return {}

@@ -44,7 +44,11 @@ class Exchange:
         return vector
 
     def close(self) -> None:
-        """Take leave of the others, who are at the same point. After it there is no other sum."""
+        """Take leave of the others, who are at the same point. After it there is no other sum.
+
+        Says nothing of one who is gone already: by then all of them know, by a sum of the run, that the chief has
+        written all there is to write.
+        """
 
 
 ALONE = Exchange()

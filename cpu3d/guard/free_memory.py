@@ -41,6 +41,15 @@ def free_memory(process: Optional[Resident] = None, root: Union[str, Path] = "/"
     return rooms
 
 
+def throttled_at(root: Union[str, Path] = "/") -> Optional[Room]:
+    """What is left to where a cgroup makes its processes wait for memory (memory.high); None where that is not set."""
+    root = Path(root)
+    if not (root / "proc/meminfo").is_file():
+        return None
+    high, used = proc.memory_high(root, proc.meminfo(root)["MemTotal"])
+    return None if high is None else Room(max(0, high - used), high)
+
+
 def tightest(rooms: Dict[str, Room]) -> str:
     """The limit that leaves least."""
     return min(rooms, key=lambda name: rooms[name].free_bytes)

@@ -8,34 +8,37 @@ Decisions are in `judge` and `stall`; here are the threads that take samples and
 a thread of its own, because a file system that does not answer must not keep the watch from saying so.
 """
 
-import collections
 import contextlib
 import faulthandler
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Callable, Deque, List, Optional, Tuple
+from typing import Callable, List, Optional
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
-from cpu3d.guard.free_memory import free_memory, tightest
+from cpu3d.guard.ending import how_it_ended
+from cpu3d.guard.free_memory import tightest
 from cpu3d.guard.heartbeat import (
     BEAT_S,
-    STEP_PHASES,
     Heartbeat,
     process_start,
     this_place,
     write_heartbeat,
 )
-from cpu3d.guard.judge import LOOK_S, Limits, Sample, judge, next_look_s, span_s, thinned
+from cpu3d.guard.judge import SAMPLE_EVERY_S, Limits, judge, next_look_s, span_s
+from cpu3d.guard.pace import Pace
+from cpu3d.guard.samples import Sample, take_sample, thinned
 from cpu3d.guard.stall import StallClock, stall_message
-from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.host.memory import peak_rss_bytes
 
 MOST_SAMPLES = 400
 """Thinned beyond."""
+
+PHASE_LASTS_S = 2.0
+"""A phase that has gone on for so long is in the heartbeat without waiting for the next one."""
 
 LAST_WORDS_S = 3.0
 """A process that has to end at once waits no longer than this for its message and its heartbeat to be written."""
@@ -53,7 +56,16 @@ class Unguarded:
     def saved(self, step: int, size_bytes: int = 0) -> None:
         pass
 
-    def plan(self, *, step: int = 0, steps: int = 0, bound_bytes: Optional[int] = None, save_bytes: int = 0) -> None:
+    def plan(
+        self,
+        *,
+        step: Optional[int] = None,
+        steps: Optional[int] = None,
+        bound_bytes: Optional[int] = None,
+        save_bytes: Optional[int] = None,
+        here: Optional[int] = None,
+        stall_minutes: Optional[float] = None,
+    ) -> None:
         pass
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
@@ -77,31 +89,30 @@ class Guard(Unguarded):
         steps: int = 0,
         bound_bytes: Optional[int] = None,
         save_bytes: int = 0,
+        here: int = 1,
         stall_minutes: float = 15.0,
-        on_stall: Optional[Callable[[str], None]] = None,
         end: Callable[[int], None] = os._exit,
     ):
         """`save_bytes` is what saving takes for a moment; it grows to twice the largest checkpoint that `saved` tells.
 
-        `on_stall` is called, in the watching thread, with the sentence of a stall; by default it is said and the
-        process ends. `end` ends the process. 0 `stall_minutes` never find a stall.
+        `here` workers of the run are on this host, each with a plan of `bound_bytes`. `end` ends the process. 0
+        `stall_minutes` never find a stall. What is not known yet may be told later, see `plan`.
         """
         self.stop = None
         """None, or "memory": finish the step, save, and raise MemoryRunsOutError with `why`."""
         self.why = ""
         self._run, self._say, self._rank, self._workers = Path(run), say, rank, workers
         self._step, self._steps = step, steps
-        self._bound_bytes, self._save_bytes = bound_bytes, save_bytes
-        self._on_stall, self._end = on_stall, end
+        self._bound_bytes, self._save_bytes, self._here = bound_bytes, save_bytes, here
+        self._end = end
         # What `phase` notes, for the threads to read.
         self._phase, self._phase_since, self._called_at, self._signs = "starting", time.time(), time.perf_counter(), 0
-        self._step_so_far_s = self._had_so_far_s = 0.0
-        self._step_seconds: Deque[float] = collections.deque(maxlen=100)
-        self._longest_step_s = self._longest_had_s = None
-        self._longest_save_s = 0.0
+        self._pace = Pace()
         self._checkpoint_step = self._checkpoint_time = None
         self._clock = StallClock(60 * stall_minutes)
         self._samples: List[Sample] = []
+        self._anew = False
+        """Whether samples are counted from the next one on."""
         self._told = set()
         self._stalled = self._reason = ""
         self._exit_code: Optional[int] = None
@@ -135,28 +146,37 @@ class Guard(Unguarded):
         now = time.perf_counter()
         spent, before = now - self._called_at, self._phase
         had = self._clock.ended(before, spent)
-        if before in STEP_PHASES:
-            self._step_so_far_s += spent
-            self._had_so_far_s += had
-        elif before == "saving":
-            self._longest_save_s = max(self._longest_save_s, spent)
+        self._pace.ended(before, spent, had)
         if step is not None and step != self._step:
-            if step > self._step and self._step_so_far_s:
-                self._step_seconds.append(self._step_so_far_s)
-                self._longest_step_s = max(self._longest_step_s or 0.0, self._step_so_far_s)
-                self._longest_had_s = max(self._longest_had_s or 0.0, self._had_so_far_s)
-            self._step_so_far_s = self._had_so_far_s = 0.0
+            self._pace.step_ended(is_done=step > self._step)
             self._step = step
         if name != before:
             self._phase_since = time.time()
         self._phase, self._called_at = name, now
         self._signs += 1
 
-    def plan(self, *, step: int = 0, steps: int = 0, bound_bytes: Optional[int] = None, save_bytes: int = 0) -> None:
-        """Set what was not known when the guard was made, as for one that watches the process from its beginning."""
-        self._step, self._steps = step, steps
-        self._bound_bytes, self._save_bytes = bound_bytes, max(self._save_bytes, save_bytes)
-        self._samples = self._samples[-1:]  # what the plan is held against begins here, with the libraries there
+    def plan(
+        self,
+        *,
+        step: Optional[int] = None,
+        steps: Optional[int] = None,
+        bound_bytes: Optional[int] = None,
+        save_bytes: Optional[int] = None,
+        here: Optional[int] = None,
+        stall_minutes: Optional[float] = None,
+    ) -> None:
+        """Set what was not known when the guard was made, as for one that watches the process from its beginning.
+
+        What is None stays. The plan is held against what the process takes from here on, its libraries there.
+        """
+        self._anew = True
+        self._step = self._step if step is None else step
+        self._steps = self._steps if steps is None else steps
+        self._bound_bytes = self._bound_bytes if bound_bytes is None else bound_bytes
+        self._save_bytes = max(self._save_bytes, save_bytes or 0)
+        self._here = self._here if here is None else here
+        if stall_minutes is not None:
+            self._clock.limit_s = 60 * stall_minutes
         self._changed.set()
 
     def saved(self, step: int, size_bytes: int = 0) -> None:
@@ -172,11 +192,11 @@ class Guard(Unguarded):
 
     def heartbeat(self) -> Heartbeat:
         """What the file says, as of now."""
-        sample = self._samples[-1] if self._samples else None
+        samples = self._samples
+        sample = samples[-1] if samples else None
         limit = tightest(sample.rooms) if sample else ""
         room = sample.rooms[limit] if sample else None
         known = sample is not None and sample.own_bytes > 0
-        steps = list(self._step_seconds)
         return Heartbeat(
             rank=self._rank,
             workers=self._workers,
@@ -190,9 +210,9 @@ class Guard(Unguarded):
             phase_since=self._phase_since,
             step=self._step,
             steps=self._steps,
-            last_step_s=steps[-1] if steps else None,
-            median_step_s=statistics.median(steps) if steps else None,
-            longest_step_s=self._longest_step_s,
+            last_step_s=self._pace.last_step_s,
+            median_step_s=self._pace.median_step_s,
+            longest_step_s=self._pace.longest_step_s,
             anonymous_bytes=sample.own_bytes - sample.swapped_bytes if known else None,
             file_bytes=sample.file_bytes if known else None,
             swapped_bytes=sample.swapped_bytes if known else None,
@@ -212,7 +232,7 @@ class Guard(Unguarded):
     # --- Threads ---
 
     def _watch(self) -> None:
-        wait_s = LOOK_S
+        wait_s = SAMPLE_EVERY_S
         while not self._done.wait(wait_s):
             try:
                 self._look(wait_s)
@@ -221,7 +241,7 @@ class Guard(Unguarded):
                 self._say_once(
                     "watch", f"warning: the watch on memory and stalls has failed, {error!r}; the run goes on"
                 )
-                wait_s = LOOK_S
+                wait_s = SAMPLE_EVERY_S
 
     def _beat(self) -> None:
         while True:
@@ -229,8 +249,10 @@ class Guard(Unguarded):
             self._write()
             if done:
                 return
-            while not self._changed.wait(1.0):
-                if time.monotonic() - written >= BEAT_S or self._phase != phase:
+            # Steps may be many a second, and the file system that of a whole cluster: a new phase waits until it lasts.
+            while not self._changed.wait(PHASE_LASTS_S / 2):
+                lasts = time.time() - self._phase_since >= PHASE_LASTS_S
+                if time.monotonic() - written >= BEAT_S or (lasts and self._phase != phase):
                     break
             self._changed.clear()
 
@@ -241,12 +263,17 @@ class Guard(Unguarded):
         except Exception as error:  # a disk that is full, a folder that is gone, and what nobody thought of
             self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
 
-    def _look(self, wait_s: float = LOOK_S) -> None:
+    def _look(self, wait_s: float = SAMPLE_EVERY_S) -> None:
         """Take a sample, and do what follows from it and from the silence."""
         phase = self._phase
         self._clock.look(time.monotonic(), self._signs, wait_s)
-        limits = Limits(self._bound_bytes, self._save_bytes, self._longest_had_s, self._longest_save_s)
-        self._samples.append(take_sample())
+        sample, anew = take_sample(), self._anew
+        if anew:
+            self._anew = False
+        limits = Limits(
+            self._bound_bytes, self._save_bytes, self._here, self._pace.longest_had_s, self._pace.longest_save_s
+        )
+        self._samples = [sample] if anew else [*self._samples, sample]
         if len(self._samples) > MOST_SAMPLES:
             self._samples = thinned(self._samples, span_s(limits))
         if self._exit_code is not None:
@@ -256,26 +283,19 @@ class Guard(Unguarded):
             self._say_once(kind, line)
         if verdict.action == "end":
             self._end_at_once(verdict.why, MemoryRunsOutError.exit_code)
-        elif verdict.action == "stop" and self.stop is None:
+        elif verdict.action == "stop" and self.stop is None and phase != "starting":  # nothing is to be saved then
             self.why, self.stop = verdict.why, "memory"
             self._tell(f"warning: {verdict.why}; saving after this step, then ending")
             self._changed.set()
-        stalled = self._clock.is_stalled(phase, self._longest_had_s)
-        if stalled and not self._stalled:
+        if self._clock.is_stalled(phase, self._pace.longest_had_s):
             self._stall(phase)
-        elif self._stalled and not stalled:
-            self._stalled = ""  # `on_stall` has let it go on, and it did
 
     def _stall(self, phase: str) -> None:
-        silent_s, allowed_s = self._clock.silent_s, self._clock.allowed_s(phase, self._longest_had_s)
+        silent_s, allowed_s = self._clock.silent_s, self._clock.allowed_s(phase, self._pace.longest_had_s)
         self._stalled = stall_message(phase, silent_s, allowed_s, self._rank, self._workers)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stderr that is no file
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        if self._on_stall is None:
-            self._end_at_once(self._stalled, WorkerLostError.exit_code)
-        else:
-            self._changed.set()
-            self._on_stall(self._stalled)
+        self._end_at_once(self._stalled, WorkerLostError.exit_code)
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
         """Say why, note it, and end the process, whatever holds the console or the file."""
@@ -297,30 +317,3 @@ class Guard(Unguarded):
     def _tell(self, line: str) -> None:
         with contextlib.suppress(Exception):  # a terminal that is gone must not end the watch
             self._say(line)
-
-
-def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
-    """(reason, exit code) of a process that ends by this exception, as the command line has it."""
-    if error is None:
-        return "finished", 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return "finished" if code == 0 else f"exit code {code}", code
-    default = 130 if isinstance(error, KeyboardInterrupt) else 1
-    told = str(error).strip().splitlines()
-    first = told[0][:400] if told else ""
-    name = type(error).__name__
-    reason = first if hasattr(error, "exit_code") else ": ".join(filter(None, (name, first)))
-    return reason or name, getattr(error, "exit_code", default)
-
-
-def take_sample() -> Sample:
-    """This process's memory and what is left to it, now. Zeros for the process where there is no /proc."""
-    process = resident()
-    return Sample(
-        time_s=time.monotonic(),
-        own_bytes=process.anonymous_bytes + process.swapped_bytes if process else 0,
-        file_bytes=process.file_bytes if process else 0,
-        swapped_bytes=process.swapped_bytes if process else 0,
-        rooms=free_memory(process),
-    )

@@ -12,15 +12,18 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 SCHEMA = 1
 
-PHASES = ("starting", "waiting for data", "computing", "exchanging", "validating", "saving", "ended")
-"""What a worker may be doing."""
-
 STEP_PHASES = ("waiting for data", "computing", "exchanging")
 """Those that make up a step."""
+
+WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
+"""Those in which a worker waits for the others."""
+
+PHASES = ("starting", "waiting for data", "computing", "validating", "saving", *WAITING_PHASES, "ended")
+"""What a worker may be doing."""
 
 BEAT_S = 5.0
 """Time between two beats, and the most between a change of phase and the file."""
@@ -125,26 +128,31 @@ def this_place() -> str:
 
 def process_start(pid: int) -> Optional[int]:
     """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
-    try:
-        # "123 (a name) S ...": the name may hold anything, so count from its end.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        if Path("/proc/self/stat").is_file():
-            return None
-        return _start_by_psutil(pid)
+    fields = _stat(pid)
+    if fields is None:
+        return None if Path("/proc/self/stat").is_file() else _start_by_psutil(pid)
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def is_suspended(pid: int) -> bool:
     """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    fields = _stat(pid)
+    return fields is not None and fields[0] in "Tt"
 
 
 # --- Private helpers ---
+
+ANEW = "a worker that lives writes it anew with its next beat"
+
+
+def _stat(pid: int) -> Optional[List[str]]:
+    """/proc/PID/stat from the process's state on; None without such a process, or without a /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
+    return fields if len(fields) > 19 else None
 
 
 def _read(path: Path) -> Any:
@@ -152,19 +160,19 @@ def _read(path: Path) -> Any:
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         schema = content.pop("schema")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return Unreadable(f"{path} must be JSON with a schema, got {error!r}")
+        return Unreadable(f"{path} must be JSON with a schema, got {error!r}; {ANEW}")
     if schema != SCHEMA:
-        return Unreadable(f"{path} must have schema {SCHEMA}, got {schema}")
+        return Unreadable(f"{path} must have schema {SCHEMA}, got {schema}; look with the version that runs")
     try:
         heartbeat = Heartbeat(**content)
     except TypeError as error:
-        return Unreadable(f"{path} must be complete, got {error}")
+        return Unreadable(f"{path} must be complete, got {error}; {ANEW}")
     odd = [
         name
         for name in ("rank", "workers", "pid", "step", "steps", "beat", "phase_since")
         if not isinstance(getattr(heartbeat, name), (int, float))
     ]
-    return Unreadable(f"{path} must have numbers as {', '.join(odd)}") if odd else heartbeat
+    return Unreadable(f"{path} must have numbers as {', '.join(odd)}; {ANEW}") if odd else heartbeat
 
 
 def _start_by_psutil(pid: int) -> Optional[int]:

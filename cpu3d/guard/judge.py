@@ -1,48 +1,36 @@
 """Whether a run's memory is as planned, will last over the next step, or is about to run out: decided from samples.
 
 A run's memory goes up and down within a step, so the slope of a moment says nothing. What counts is the highest that
-the process has held within the time of a step, and how that, and what others leave to it, have changed since the time
-of a step before: that much may go again before the loop can stop. Growth up to the plan's bound is no news.
+the process has held within the time of a step, and how that, and what others leave to it, have changed from one such
+span to the next: what has gone on for several will go on until the loop can stop. What is taken once, as by another
+worker's first validation, is not counted again, and growth up to the plan's bound is no news.
 """
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
-from cpu3d.guard.free_memory import ADDRESSES, Room
+from cpu3d.guard.free_memory import ADDRESSES
+from cpu3d.guard.samples import KEPT_SPANS, Sample
 from memory_estimator.units import format_bytes, format_seconds
 
-FLOOR_BYTES = 64 * 2**20
-"""Of the smallest host, what is kept free beside what a save needs. Larger ones keep more, see `floor_bytes`."""
+FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
+"""Of the smallest and of the largest host, what is kept free beside what a save needs, see `floor_bytes`."""
 
 SHORTEST_SPAN_S = 5.0
 """Changes are looked for over the time of a step, and at least over this."""
 
-LOOK_S, SHORTEST_LOOK_S = 0.5, 0.02
+SAMPLE_EVERY_S, SAMPLE_SOONEST_S = 0.5, 0.02
 """Time between two samples: as a rule, and when memory is about to run out."""
 
-_RECENT_S = 3.0
-"""Samples of so long are kept as they are; older ones are merged."""
+MISSED_SHARE = 0.05
+"""Of what the workers of a host have still to take at the first sample, what may be missing or taken by others while
+their plans still fit: some workers are further than others then, and the plans' own margin is larger."""
 
 _FEW = 20
 """Samples that span a fifth of a second at any rate."""
 
 _REACTION_S = 0.25
 """What falls within this cannot be waited for."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A process's memory, and what is left to it, at one moment."""
-
-    time_s: float
-    """Of a clock that never goes back."""
-    own_bytes: int
-    """The process's own data, in memory or swapped out: nobody can take it back."""
-    file_bytes: int
-    """Pages of files that it has mapped: the libraries' code, a store."""
-    swapped_bytes: int
-    rooms: Dict[str, Room]
-    """What each limit leaves, see `free_memory`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,8 @@ class Limits:
     """The plan's upper bound of the process; None without a plan."""
     save_bytes: int = 0
     """What saving a checkpoint takes for a moment."""
+    here: int = 1
+    """Workers of the run on this host, each with that plan."""
     step_s: Optional[float] = None
     """The longest step so far; None before the first is done: then the run still grows into its memory, and only what
     is left counts."""
@@ -90,38 +80,17 @@ def judge(samples: Sequence[Sample], limits: Limits) -> Verdict:
 
 def floor_bytes(total_bytes: int) -> int:
     """What is kept free of a limit beside what a save needs: on a large host other programs vary by more."""
-    return max(FLOOR_BYTES, total_bytes // 500)
+    return min(max(FLOOR_BYTES, total_bytes // 500), HIGHEST_FLOOR_BYTES)
 
 
 def next_look_s(samples: Sequence[Sample]) -> float:
     """Time until the next sample: soon when what is left may be gone soon."""
-    waits = [LOOK_S]
+    waits = [SAMPLE_EVERY_S]
     for name, room in samples[-1].rooms.items() if samples else ():
         fall, _ = _fall_per_s(samples, name)
         if fall > 0:
             waits.append((room.free_bytes - floor_bytes(room.total_bytes) / 2) / fall / 4)
-    return max(min(waits), SHORTEST_LOOK_S)
-
-
-def thinned(samples: Sequence[Sample], span_s: float) -> List[Sample]:
-    """At most some hundred samples that are judged alike: the first, then those of the last two spans.
-
-    Older ones are merged so that the merged one has the most that the process held and the least that was left to it.
-    """
-    if len(samples) < 3:
-        return list(samples)
-    now = samples[-1].time_s
-    kept, width = [samples[0]], max(span_s / 50, 1e-9)
-    for sample in samples[1:]:
-        age = now - sample.time_s
-        if age > 2 * span_s + width:
-            continue
-        same = len(kept) > 1 and age > _RECENT_S and int(sample.time_s / width) == int(kept[-1].time_s / width)
-        if same:
-            kept[-1] = _merged(kept[-1], sample)
-        else:
-            kept.append(sample)
-    return kept
+    return max(min(waits), SAMPLE_SOONEST_S)
 
 
 def span_s(limits: Limits) -> float:
@@ -132,18 +101,63 @@ def span_s(limits: Limits) -> float:
 # --- Private helpers ---
 
 
-def _left(sample: Sample, name: str) -> int:
-    """What a limit leaves to this process altogether; only others change it."""
-    return sample.rooms[name].free_bytes + sample.own_bytes
-
-
-def _as_planned(samples: Sequence[Sample], limits: Limits) -> int:
+def _planned_bytes(samples: Sequence[Sample], limits: Limits) -> int:
     """What the process's own data may come to by the plan, whose bound counts the libraries' pages too; 0 without."""
     return max(0, limits.bound_bytes - samples[0].file_bytes) if limits.bound_bytes else 0
 
 
+def _spare_bytes(samples: Sequence[Sample], limits: Limits, name: str) -> Optional[int]:
+    """What the plans of this host's workers leave free of a limit, by the first sample; None without a plan.
+
+    They begin together, so the others lack then what this one lacks. Below 0 for a run that was forced.
+    """
+    first = samples[0]
+    if not limits.bound_bytes or name not in first.rooms:
+        return None
+    return first.rooms[name].free_bytes - _workers(limits, name) * _lacked_bytes(samples, limits)
+
+
+def _lacked_bytes(samples: Sequence[Sample], limits: Limits) -> int:
+    """What the process had still to take by its plan at the first sample."""
+    return max(0, _planned_bytes(samples, limits) - samples[0].own_bytes)
+
+
+def _workers(limits: Limits, name: str) -> int:
+    """Those that share a limit: each process has addresses of its own."""
+    return 1 if name == ADDRESSES else limits.here
+
+
+def _at_most_spare(kept_bytes: int, samples: Sequence[Sample], limits: Limits, name: str) -> int:
+    """`kept_bytes` to keep free, and of a run with a plan no more than half of what the plan leaves free.
+
+    A run is let in while its upper bound fits what is free, to the byte. One that is within its plan, where others have
+    taken no more than the other half, thus is never stopped. To stop it would save nothing: it saves every few minutes
+    in any case, with as little left, and the same command would be let in again and stopped again. FLOOR_BYTES are kept
+    of any host: with less the kernel kills, whatever was planned.
+    """
+    spare = _spare_bytes(samples, limits, name)
+    return kept_bytes if spare is None else min(kept_bytes, max(FLOOR_BYTES, spare // 2))
+
+
+def _all_is_planned(samples: Sequence[Sample], limits: Limits, name: str) -> bool:
+    """Whether all that was taken since the first sample, by this process and by others, is what the plans foresaw.
+
+    However fast it falls then, it will stop with about half of `_spare_bytes` left. The other workers of this host
+    count with all that they lacked: their growth, in a first step or a first validation, cannot be told from that of
+    another program.
+    """
+    spare, lacked = _spare_bytes(samples, limits, name), _lacked_bytes(samples, limits)
+    workers, first, last = _workers(limits, name), samples[0], samples[-1]
+    missed = MISSED_SHARE * workers * lacked
+    if spare is None or spare < -missed:
+        return False
+    taken = first.ours_bytes(name) - last.ours_bytes(name)
+    within = last.own_bytes <= max(_planned_bytes(samples, limits), first.own_bytes)
+    return within and taken <= (workers - 1) * lacked + max(missed, spare // 2)
+
+
 def _fall_per_s(samples: Sequence[Sample], name: str) -> Tuple[float, float]:
-    """Bytes a second: how fast what is left has fallen lately, and how much of that this process has taken.
+    """Bytes a second: how fast what is free has fallen lately, and how much of that this process has taken.
 
     Zeros where nothing fell, and before the second sample.
     """
@@ -163,15 +177,17 @@ def _must_end(samples: Sequence[Sample], limits: Limits, name: str) -> str:
 
     Never for the limit of addresses: the kernel does not kill for it, it refuses memory, and TensorFlow says so.
     """
-    last, (fall, own) = samples[-1], _fall_per_s(samples, name)
+    last, (fall, own_fall) = samples[-1], _fall_per_s(samples, name)
     room = last.rooms[name]
-    hard = floor_bytes(room.total_bytes) // 2
+    least = _at_most_spare(floor_bytes(room.total_bytes), samples, limits, name) // 2
     if name == ADDRESSES or fall <= 0:
         return ""
     # Its own growth up to the plan, or to what it has held before, will stop there.
-    known = (_as_planned(samples, limits), max((one.own_bytes for one in samples[:-1]), default=0))
-    expected = own if any(0 <= high - last.own_bytes <= room.free_bytes - hard for high in known) else 0.0
-    if room.free_bytes - (fall - expected) * _REACTION_S >= hard:
+    tops = (_planned_bytes(samples, limits), max((one.own_bytes for one in samples[:-1]), default=0))
+    expected = own_fall if any(0 <= top - last.own_bytes <= room.free_bytes - least for top in tops) else 0.0
+    if _all_is_planned(samples, limits, name):
+        expected = fall
+    if room.free_bytes - (fall - expected) * _REACTION_S >= least:
         return ""
     return (
         f"memory must last to the end of a step, got {format_bytes(room.free_bytes)} free of {name}, falling by "
@@ -181,25 +197,14 @@ def _must_end(samples: Sequence[Sample], limits: Limits, name: str) -> str:
 
 def _must_stop(samples: Sequence[Sample], limits: Limits, name: str) -> str:
     """Why the run must stop after this step; "" where it need not."""
-    last = samples[-1]
-    room = last.rooms[name]
-    reserve, foreseen = limits.save_bytes + floor_bytes(room.total_bytes), room.free_bytes
-    within = ""
+    room = samples[-1].rooms[name]
+    reserve = _at_most_spare(limits.save_bytes + floor_bytes(room.total_bytes), samples, limits, name)
+    foreseen, within = room.free_bytes, ""
     if limits.step_s is not None:
-        span, ahead = span_s(limits), limits.step_s + limits.save_s + 1.0
-        known = [one for one in samples if name in one.rooms]
-        recent = [one for one in known if last.time_s - one.time_s <= span]
-        before = [one for one in known if span < last.time_s - one.time_s <= 2 * span]
-        high = max(one.own_bytes for one in recent)
-        foreseen = _left(last, name) - high
-        if before:
-            share = ahead / span
-            grown = max(0, high - max(one.own_bytes for one in before)) * share
-            still_to_come = _as_planned(samples, limits) - high
-            grown = min(grown, still_to_come) if still_to_come >= 0 and limits.bound_bytes else grown
-            taken = max(0, min(_left(one, name) for one in before) - min(_left(one, name) for one in recent)) * share
-            foreseen -= round(grown + taken)
-            within = f", {format_bytes(max(0, foreseen))} foreseen within {format_seconds(ahead)}"
+        ahead_s = limits.step_s + limits.save_s + 1.0
+        foreseen = _foreseen_bytes(samples, limits, name, ahead_s)
+        if foreseen != room.free_bytes:
+            within = f", {format_bytes(max(0, foreseen))} foreseen within {format_seconds(ahead_s)}"
     if foreseen >= reserve:
         return ""
     return (
@@ -208,11 +213,48 @@ def _must_stop(samples: Sequence[Sample], limits: Limits, name: str) -> str:
     )
 
 
+def _foreseen_bytes(samples: Sequence[Sample], limits: Limits, name: str, ahead_s: float) -> int:
+    """What will be free at the top of the next step, `ahead_s` from now; below 0 where that cannot be."""
+    spans = _by_span([one for one in samples if name in one.rooms], span_s(limits))
+    tops = [max((one.own_bytes for one in span), default=None) for span in spans]
+    ours = [min((one.ours_bytes(name) for one in span), default=None) for span in spans]
+    planned = _planned_bytes(samples, limits)
+    grown = _goes_on([-top if top is not None else None for top in tops])
+    if limits.bound_bytes and tops[0] > planned:
+        grown = max(0, tops[0] - tops[1]) if tops[1] is not None else 0  # a leak: nothing will end it
+    elif limits.bound_bytes:
+        grown = min(grown, planned - tops[0])
+    change = round((grown + _goes_on(ours)) * ahead_s / span_s(limits))
+    return samples[-1].ours_bytes(name) - tops[0] - change
+
+
+def _by_span(samples: Sequence[Sample], span: float) -> List[List[Sample]]:
+    """KEPT_SPANS lists, the latest span first; those of before the first sample are empty."""
+    spans: List[List[Sample]] = [[] for _ in range(KEPT_SPANS)]
+    now = samples[-1].time_s
+    for sample in samples:
+        # Up to a span ago is the latest, its end included.
+        number = max(0, -int(-(now - sample.time_s) // span) - 1)
+        if number < KEPT_SPANS:
+            spans[number].append(sample)
+    return spans
+
+
+def _goes_on(values: Sequence[Optional[int]]) -> int:
+    """By how much values, the latest first, have fallen from each span to the next, at least; 0 unless from each.
+
+    A fall within a span's time touches two of them at most, so what was taken once is none.
+    """
+    if any(value is None for value in values):
+        return 0
+    return max(0, min(before - after for after, before in zip(values, values[1:])))
+
+
 def _cause(samples: Sequence[Sample], limits: Limits, name: str) -> str:
     """Who has taken the memory since the beginning, and what to do about it."""
     first, last = samples[0], samples[-1]
-    taken = _left(first, name) - _left(last, name) if name in first.rooms else 0
-    beyond = last.own_bytes - _as_planned(samples, limits) if limits.bound_bytes else 0
+    taken = first.ours_bytes(name) - last.ours_bytes(name) if name in first.rooms else 0
+    beyond = last.own_bytes - _planned_bytes(samples, limits) if limits.bound_bytes else 0
     holds = f"this process holds {format_bytes(last.own_bytes)}"
     if name == ADDRESSES:
         return f"{holds}, and maps more; raise `ulimit -v`, beyond which TensorFlow is refused memory and fails"
@@ -252,6 +294,13 @@ def _warnings(samples: Sequence[Sample], limits: Limits):
             f"warning: {format_bytes(last.swapped_bytes)} of this process are swapped out, so steps take many times as "
             "long; end other programs, or go on with --policy lean or with more memory",
         )
+    if last.throttle is not None and last.throttle.free_bytes <= last.throttle.total_bytes // 50:
+        yield (
+            "throttled",
+            f"warning: memory must stay below {format_bytes(last.throttle.total_bytes)}, the memory.high of this "
+            f"container or job, got {format_bytes(last.throttle.free_bytes)} left: beyond it the kernel slows the run "
+            "to a crawl; raise it, or go on with --policy lean",
+        )
     if ADDRESSES in first.rooms and bound and bound > first.rooms[ADDRESSES].total_bytes:
         yield (
             "addresses",
@@ -259,13 +308,3 @@ def _warnings(samples: Sequence[Sample], limits: Limits):
             f"{format_bytes(first.rooms[ADDRESSES].total_bytes)}; raise it, for TensorFlow fails where it is refused "
             "memory",
         )
-
-
-def _merged(one: Sample, other: Sample) -> Sample:
-    own = max(one.own_bytes, other.own_bytes)
-    rooms = {}
-    for name in {**one.rooms, **other.rooms}:
-        both = [sample for sample in (one, other) if name in sample.rooms]
-        left = min(_left(sample, name) for sample in both)
-        rooms[name] = Room(left - own, both[-1].rooms[name].total_bytes)
-    return Sample(other.time_s, own, other.file_bytes, other.swapped_bytes, rooms)

@@ -7,6 +7,7 @@ too busy to run us leave a gap between two samples; a gap is nobody's phase.
 from dataclasses import dataclass, field
 from typing import Dict, Optional
 
+from cpu3d.guard.heartbeat import WAITING_PHASES
 from memory_estimator.units import format_seconds
 
 LONGER_THAN_BEFORE = 10
@@ -15,12 +16,19 @@ LONGER_THAN_BEFORE = 10
 FIRST_TIME = 4
 """What has never been done yet is given so many times the limit: the first step is compiled, a cold store read."""
 
+WHILE_OTHERS_WORK = 1.5
+"""A wait for other workers is given so many times the most that any phase of theirs is given: the one that hangs is
+found first, by itself, and the chief can save when it has gone."""
+
 _UNSEEN_S = 5.0
 """A wait may be longer than what was seen of it, by the time to the next look on a busy host."""
 
 ADVICE = {
     "waiting for data": "look whether the store's file system answers, as with `ls` in the store",
-    "exchanging": "another worker is late or gone: look at their logs and heartbeats, and at the network between them",
+    **dict.fromkeys(
+        WAITING_PHASES,
+        "another worker is late or gone: look at their logs and heartbeats, and at the network between them",
+    ),
     "computing": "the stacks above say where",
     "validating": "look whether the store's file system answers; the stacks above say where",
     "saving": "look whether the run's file system answers, as with `ls` in the run",
@@ -60,7 +68,16 @@ class StallClock:
         return had
 
     def allowed_s(self, phase: str, longest_step_s: Optional[float]) -> float:
-        """The silence that is no stall in `phase`."""
+        """The silence that is no stall in `phase`.
+
+        What other workers do in the meantime, such as the chief's first save, is not known: all that any phase has
+        taken here stands for it.
+        """
+        if phase in WAITING_PHASES:
+            # The others have started, however long that has taken. A list, for the loop may add a phase meanwhile.
+            waits = [seconds for name, seconds in list(self.longest_s.items()) if name != "starting"]
+            longest = max([*waits, longest_step_s or 0.0])
+            return WHILE_OTHERS_WORK * max(FIRST_TIME * self.limit_s, LONGER_THAN_BEFORE * longest)
         before = self.longest_s.get(phase)
         limit = self.limit_s * (1 if before is not None and longest_step_s is not None else FIRST_TIME)
         return max(limit, LONGER_THAN_BEFORE * max(before or 0.0, longest_step_s or 0.0))

@@ -15,13 +15,13 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory_policy import MemoryPolicy, memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
-from cpu3d.host.topology import cpu_ranges, read_topology
+from cpu3d.host.topology import read_topology
 from memory_estimator.engines import itex_is_installed
 from memory_estimator.host import Host
 
@@ -38,7 +38,7 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
     """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
 
     A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower. What is
-    in force `describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
+    in force `host.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
     Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
     """
     _check_engine(engine)
@@ -70,14 +70,15 @@ def import_tensorflow(engine: str = "auto") -> Any:
             "Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
         )
     fresh = "tensorflow" not in sys.modules
+    intra_op, inter_op = _threads("TF_NUM_INTRAOP_THREADS"), _threads("TF_NUM_INTEROP_THREADS")
     with _hidden_plugins() if engine.startswith("stock") else contextlib.nullcontext():
         import tensorflow as tf
     if engine != "auto" and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
     if fresh:
-        tf.config.threading.set_intra_op_parallelism_threads(_threads("TF_NUM_INTRAOP_THREADS"))
-        tf.config.threading.set_inter_op_parallelism_threads(_threads("TF_NUM_INTEROP_THREADS"))
+        tf.config.threading.set_intra_op_parallelism_threads(intra_op)
+        tf.config.threading.set_inter_op_parallelism_threads(inter_op)
     return tf
 
 
@@ -132,25 +133,6 @@ def installed_versions() -> Tuple[Optional[str], Optional[str]]:
     return tensorflow, _version("intel-extension-for-tensorflow")
 
 
-def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
-    """Lines to print before the work starts: the host, the engine (as `engine_name` tells it), the threads."""
-    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
-    limit = "" if host.cgroup_limit_bytes is None else f", limit {_gib(host.cgroup_limit_bytes)}"
-    bfloat16 = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
-    lines = [
-        f"host: {host.cpu_model}, {_count(host.cores, 'core')} on {_count(host.sockets, 'socket')} and "
-        f"{_count(host.numa_nodes, 'NUMA node')}, {_count(host.logical_cpus, 'CPU')}{quota}, {bfloat16}",
-        f"memory: {_gib(host.memory_bytes)}{limit}, {_gib(host.free_bytes)} free",
-        f"engine: {engine}",
-        "threads: "
-        + ", ".join(
-            f"{name}={os.environ.get(name, value)}" for name, value in plan.environment.items() if _tunes(name)
-        ),
-    ]
-    places = _places(host, plan)
-    return [*lines, f"places: {', '.join(places)}"] if places else lines
-
-
 # --- Private helpers ---
 
 
@@ -161,26 +143,6 @@ def _hold_to(cpus: Tuple[int, ...]) -> None:
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
             os.sched_setaffinity(int(thread), cpus)
-
-
-def _places(host: Host, plan: ThreadPlan) -> List[str]:
-    """What is in force of the plan's CPUs and memory nodes, asked of the kernel; nothing where all is one's own."""
-    told = []
-    if plan.cpus and len(plan.cpus) < host.logical_cpus:
-        held = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        if held != set(plan.cpus):
-            told.append(f"not held to CPUs {cpu_ranges(plan.cpus)}, the system does not allow it")
-        else:
-            told.append(f"CPUs {cpu_ranges(plan.cpus)}")
-    found = memory_policy()
-    if found and found.mode != "default":
-        told.append(f"memory {found.mode} on NUMA nodes {cpu_ranges(found.nodes)}")
-    elif plan.memory_nodes:
-        told.append(
-            f"memory not {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}, the system does "
-            "not allow it"
-        )
-    return told
 
 
 def _check_engine(engine: str) -> None:
@@ -242,15 +204,3 @@ def _threads(name: str) -> int:
     if not value.isdigit():
         raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it to let the host decide")
     return int(value)
-
-
-def _tunes(name: str) -> bool:
-    return name.startswith(("TF_NUM_", "OMP_", "KMP_"))
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,7 +11,8 @@ from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan
 from cpu3d.host.topology import Topology
 from memory_estimator.units import GIB, format_bytes
 
-STATES = ("ok", "warn", "fail", "skipped")
+STATES = ("ok", "note", "warn", "fail", "skipped")
+"""A note is worth knowing and leaves nothing to set; a warning says what to do."""
 
 FEW_BYTES = 8 * GIB
 """Free for a worker: less than a whole brain in the reference network takes without a tighter policy."""
@@ -45,6 +46,11 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     ]
 
 
+def process_checks(topology: Topology, address_limit: Optional[int], memory_high: Optional[int]) -> List[Check]:
+    """Those of limits, in bytes, that this process has beside its host's own; None for one that is not set."""
+    return [_addresses(address_limit), _memory_high(topology, memory_high)]
+
+
 def software_checks(tensorflow: Optional[str], itex: Optional[str], overridden: Sequence[str]) -> Iterator[Check]:
     """Those of this installation: versions, None for what is not installed, and variables that the user has set."""
     if tensorflow is None:
@@ -57,7 +63,8 @@ def software_checks(tensorflow: Optional[str], itex: Optional[str], overridden: 
     else:
         yield Check("ITEX", "ok", itex)
     if overridden:
-        advice = "unset them to have the plan's own"
+        names = " ".join(setting.partition("=")[0] for setting in overridden)
+        advice = f"`unset {names}` to have the plan's own"
         yield Check("environment", "warn", f"your own settings win: {', '.join(overridden)}", advice)
 
 
@@ -70,8 +77,8 @@ def _instructions(topology: Topology) -> Check:
         unit = "AMX" if "amx_bf16" in isa else "AVX512_BF16"
         return Check("bfloat16 instructions", "ok", f"{unit}: training computes in bfloat16")
     widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
-    advice = "a CPU with AVX512_BF16 or AMX takes about half the time and half the memory"
-    return Check("bfloat16 instructions", "warn", f"none ({widest}): training computes in float32", advice)
+    found = f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
+    return Check("bfloat16 instructions", "note", found)
 
 
 def _cpu_quota(topology: Topology) -> Check:
@@ -95,7 +102,7 @@ def _cpu_mask(topology: Topology, plans: Sequence[ThreadPlan]) -> Check:
 def _hyper_threads(topology: Topology) -> Check:
     host = topology.host
     if host.logical_cpus == host.cores:
-        return Check("hyper-threads", "ok", "none seen: threads that read data take turns with those that compute")
+        return Check("hyper-threads", "ok", "one CPU a core: each computes")
     return Check("hyper-threads", "ok", "one of a core computes, the other is left to the threads that read data")
 
 
@@ -121,6 +128,20 @@ def _memory_limit(topology: Topology) -> Check:
         return Check("memory limit", "ok", "none")
     found = f"{format_bytes(host.cgroup_limit_bytes)} of the machine's {format_bytes(host.memory_bytes)} (cgroup)"
     return Check("memory limit", "warn", found, "raise it if the machine is yours: above it a run is killed")
+
+
+def _addresses(limit: Optional[int]) -> Check:
+    if limit is None:
+        return Check("ulimit -v", "ok", "unlimited")
+    found = f"{format_bytes(limit)} of addresses, mapped stores and libraries among them"
+    return Check("ulimit -v", "warn", found, "`ulimit -v unlimited`: at the limit TensorFlow ends the process")
+
+
+def _memory_high(topology: Topology, high: Optional[int]) -> Check:
+    if high is None or high >= (topology.host.cgroup_limit_bytes or topology.host.memory_bytes):
+        return Check("memory.high", "ok", "none")
+    found = f"{format_bytes(high)} (cgroup): above it the kernel slows a run down, to a standstill at worst"
+    return Check("memory.high", "warn", found, "raise it to the memory limit, or keep the memory plan below it")
 
 
 def _nodes(topology: Topology) -> Iterator[Check]:

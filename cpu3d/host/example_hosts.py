@@ -88,7 +88,7 @@ EXAMPLE_HOSTS: Dict[str, Tuple[str, Topology]] = {
         made_up("Xeon, 28 cores", VNNI, 1536 * GIB, sockets=2, cores=28, threads=2, swap_bytes=8 * GIB),
     ),
     "paper-4x20": (
-        "four sockets of 20 cores and 1.5 TB, as the paper's",
+        "four sockets of 20 cores and 1.5 TiB, as the paper's",
         made_up("Xeon, 20 cores", AVX512, 1536 * GIB, sockets=4, cores=20, threads=2),
     ),
     "amx-2x60-snc4": (

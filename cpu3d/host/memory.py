@@ -27,6 +27,12 @@ class Resident:
         return self.anonymous_bytes + self.file_bytes
 
 
+def address_limit_bytes() -> Optional[int]:
+    """What `ulimit -v` lets this process map; None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def peak_rss_bytes() -> int:
     """The process's largest resident set so far (VmHWM), mapped file pages included."""
     fields = _status("self")

@@ -37,12 +37,12 @@ def describe_host(topology: Topology) -> Table:
 
 
 def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
-    """One line a worker: where it runs, where its memory comes from, its threads. The variables that all have below."""
+    """One line a worker: where it runs, where its memory comes from, its threads. Below, what goes for all of them."""
     count = len(plans)
     table = Table(
         title=f"What it would set for {count} worker{'s' * (count > 1)}",
         title_justify="left",
-        caption="\n".join(environment_lines(plans)),
+        caption="\n".join(below_table(plans)),
         caption_justify="left",
     )
     table.add_column("worker", justify="right")
@@ -60,10 +60,14 @@ def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
     return table
 
 
-def environment_lines(plans: Sequence[ThreadPlan]) -> List[str]:
-    """NAME=value for every variable that all workers get alike, then those of the table in words."""
-    common = [f"{name}={value}" for name, value in plans[0].environment.items() if name not in IN_TABLE]
-    return [*common, f"{' and '.join(IN_TABLE)}: the threads above"]
+def below_table(plans: Sequence[ThreadPlan]) -> List[str]:
+    """NAME=value for every tuning variable that workers get alike, those of the table in words, and uneven shares."""
+    lines = [f"{name}={value}" for name, value in plans[0].tuning.items() if name not in IN_TABLE]
+    lines.append(f"{' and '.join(IN_TABLE)}: the threads above")
+    threads = [plan.intra_op for plan in plans]
+    if min(threads) < max(threads):
+        lines.append(f"uneven: {min(threads)} to {max(threads)} threads each; at every step all wait for the slowest")
+    return lines
 
 
 def overridden(plans: Sequence[ThreadPlan]) -> List[str]:

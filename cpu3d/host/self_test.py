@@ -3,9 +3,11 @@
 for check in self_test("auto"):
     print(check)
 
-As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it has it.
+As a program, `python -m cpu3d.host.self_test [ENGINE]` prints each result as a line of JSON when it has it. Others may
+print among them, as oneDNN does with ONEDNN_VERBOSE=1.
 """
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -14,9 +16,9 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
-from cpu3d.host.apply import engine_name, installed, set_up
+from cpu3d.host.apply import ENGINES, engine_name, installed, set_up
 from cpu3d.host.checks import Check
 from memory_estimator.host import Host, read_host
 from memory_estimator.units import format_bytes, format_seconds
@@ -57,15 +59,14 @@ def self_test(engine: str) -> Iterator[Check]:
     """
     command = [*PROGRAM, engine]
     with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=words, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=words, text=True, errors="replace")
         try:
             left = [name for name, _ in TESTS]
             while left:
-                line, is_late = _line(process)
-                if not line:
+                check, is_late = _next_check(process)
+                if check is None:
                     yield _ended(left[0], process, is_late, words)
                     return
-                check = Check(**json.loads(line))
                 yield check
                 if check.state == "fail":
                     return
@@ -80,7 +81,8 @@ def main(engine: str) -> None:
     """Do the tests in this process, one line of JSON each on stdout."""
     host, _, tf = set_up(engine)
     for _, test in TESTS:
-        print(json.dumps(dataclasses.asdict(test(tf, host, engine))), flush=True)
+        # On a line of its own: what others print comes in blocks, and one may have ended within a line.
+        print(f"\n{json.dumps(dataclasses.asdict(test(tf, host, engine)))}\n", end="", flush=True)
 
 
 def engine_in_force(tf: Any, host: Host, engine: str) -> Check:
@@ -154,8 +156,8 @@ TESTS: Tuple[Tuple[str, Callable[[Any, Host, str], Check]], ...] = (
 # --- Private helpers ---
 
 
-def _line(process: subprocess.Popen) -> Tuple[str, bool]:
-    """The process's next line, and whether it was killed for taking too long; "" when it has ended."""
+def _next_check(process: subprocess.Popen) -> Tuple[Optional[Check], bool]:
+    """The process's next result, None when it has ended; and whether it was killed for taking too long."""
     late: List[bool] = []
 
     def kill() -> None:
@@ -165,9 +167,18 @@ def _line(process: subprocess.Popen) -> Tuple[str, bool]:
     timer = threading.Timer(LIMIT_S, kill)
     timer.start()
     try:
-        return process.stdout.readline(), bool(late)
+        checks = (check for check in map(_read_check, process.stdout) if check)
+        return next(checks, None), bool(late)
     finally:
         timer.cancel()
+
+
+def _read_check(line: str) -> Optional[Check]:
+    """The result that a line tells, None where it is something else."""
+    try:
+        return Check(**json.loads(line))
+    except (TypeError, ValueError):
+        return None
 
 
 def _ended(name: str, process: subprocess.Popen, is_late: bool, words: Any) -> Check:
@@ -228,4 +239,6 @@ def _elements(slices: int) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    _parser = argparse.ArgumentParser(prog="python -m cpu3d.host.self_test")
+    _parser.add_argument("engine", nargs="?", choices=ENGINES, default="auto")
+    main(_parser.parse_args().engine)

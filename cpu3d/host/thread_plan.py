@@ -22,6 +22,14 @@ LOPSIDED = 2
 would hold up the large one at every step. A mask of CPUs may leave such."""
 
 
+THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+"""Of a plan's variables, the numbers of threads."""
+
+
+KMP_AFFINITY = "granularity=fine,compact,1,0"
+"""Where the threads of Intel's OpenMP stay on a host of several nodes."""
+
+
 @dataclass(frozen=True)
 class ThreadPlan:
     """What one training process on one host should set before TensorFlow is imported."""
@@ -39,6 +47,11 @@ class ThreadPlan:
     memory_nodes: Tuple[int, ...] = ()
     """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; () is the kernel's own
     way, which is the node of whoever touches a page first."""
+
+    @property
+    def tuning(self) -> Dict[str, str]:
+        """Of `environment`, what differs by host: how many threads, where they stay and how long they wait."""
+        return {name: value for name, value in self.environment.items() if name in THREADS or name.startswith("KMP_")}
 
     @property
     def memory_policy(self) -> str:
@@ -159,8 +172,9 @@ def _plan(threads: int, *, binds: bool) -> ThreadPlan:
     if binds:
         # Assumed, from the same guide: each thread stays on its core, so that memory it touched first stays near.
         # Not on one node, where nothing is far and a bound thread cannot make way for a data thread. Intel's OpenMP
-        # lays them within the CPUs that the process is held to, one a core before a second on any.
-        environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
+        # lays them within the CPUs that the process is held to, one a core before a second on any. Python's threads
+        # stay free: it is a thread of TensorFlow's pool that enters an operation and is bound as the first.
+        environment["KMP_AFFINITY"] = KMP_AFFINITY
     return ThreadPlan(intra_op=threads, inter_op=1, omp_threads=threads, environment=environment)
 
 

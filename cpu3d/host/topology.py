@@ -169,12 +169,11 @@ def _wrong(content: Dict[str, Any]) -> Iterator[str]:
     host = content.get("host")
     if not isinstance(host, dict):
         yield "host must be an object, got none; write it anew"
-        host = {}
-    else:
-        names = {field.name for field in dataclasses.fields(Host)}
-        odd = sorted(names.symmetric_difference(host))
-        if odd:
-            yield f"host must have the fields {', '.join(sorted(names))}, got others in {', '.join(odd)}; write it anew"
+        return  # all the rest would be missing too
+    names = {field.name for field in dataclasses.fields(Host)}
+    odd = sorted(names.symmetric_difference(host))
+    if odd:
+        yield f"host must have the fields {', '.join(sorted(names))}, got others in {', '.join(odd)}; write it anew"
     for name in ("memory_bytes", "available_bytes", "cgroup_used_bytes"):
         yield from _unless(_is_count(host.get(name)), f"host.{name}", "a whole number of bytes", host.get(name))
     limit, quota, isa = host.get("cgroup_limit_bytes"), host.get("cpu_quota"), host.get("isa")

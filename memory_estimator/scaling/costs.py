@@ -4,7 +4,9 @@
 writes them.
 """
 
+import dataclasses
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,12 @@ KIND = "scaling"
 PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
 """The record that comes with the project; it may not be there."""
 
-ALONE, TOGETHER, APART, WIDE = "alone", "together", "apart", "wide"
-"""Rows of a record: one worker; several that exchange; as many that do not; one with the cores of all of them."""
+ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
+"""Rows of a record: one worker; one that adds its gradients up and updates apart, as several do; several that exchange;
+as many that do the same and do not exchange; one with the cores of all of them."""
+
+PIECE_BYTES = 16 * 2**20
+"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.mirrored`)."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +32,35 @@ class ExchangeCosts:
 
     endpoint_s_per_byte: float
     """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
+    call_s: float
+    """Seconds that a sum takes whatever its length and the number of workers."""
     message_s: float
-    """Seconds of a message without content between two processes of one host."""
+    """Seconds of a message without content between two processes of one host. An upper bound: what the graph takes for
+    a sum of its own is in it."""
     packing_s_per_byte: float
     """Seconds a byte of putting all gradients into one vector, and of taking them out of the sum."""
+    in_parts_s_per_byte: float
+    """Seconds a byte of gradients that a step takes longer because they are added up first and the weights updated
+    after, where one worker's step does both at once."""
     spread: float
     """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
     contention: float
     """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
     origin: str
     """Where these are from, for printing."""
+    is_measured: bool = True
 
 
 ASSUMED = ExchangeCosts(
     endpoint_s_per_byte=20e-3 / 22.6e6,  # 22.6 MB between two processes took 10 to 30 ms on the development host
-    message_s=200e-6,
+    call_s=1e-3,
+    message_s=100e-6,
     packing_s_per_byte=4 / 10e9,  # written and read on the way in and on the way out, at 10 GB/s
+    in_parts_s_per_byte=5 / 10e9,  # set to zero; read, and the sum read and written; read again: at 10 GB/s
     spread=0.03,
     contention=0.0,
     origin="assumed: no record of `bench scaling` is there",
+    is_measured=False,
 )
 """Stands in for a measurement."""
 
@@ -57,6 +73,14 @@ def ring_s(vector_bytes: int, workers: int, *, s_per_byte: float, message_s: flo
     Distrib. Comput. 69, 2009). The slowest link of the ring sets the pace.
     """
     return 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + message_s)
+
+
+def exchange_s(vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float, call_s: float) -> float:
+    """Seconds to sum a vector as the trainer does, in pieces that pass one after the other; 0 for one worker."""
+    if workers == 1:
+        return 0.0
+    pieces = math.ceil(vector_bytes / PIECE_BYTES)
+    return ring_s(vector_bytes, workers, s_per_byte=s_per_byte, message_s=pieces * message_s) + pieces * call_s
 
 
 def largest_of(count: int) -> float:
@@ -84,7 +108,7 @@ def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
                 costs_of(record)  # complete, or refused here
                 if not all(row["step_s"] > 0 for row in record["rows"]):
                     raise ValueError("steps without seconds")
-                found[_key(record)] = record
+                found[key_of(record)] = record
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"record {path}:{number} must be JSON of `bench scaling`, got {error!r}; remove the line"
@@ -99,26 +123,29 @@ def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
 def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
     """The constants that one record comes to, from its fewest workers above one. Raises KeyError for what is none."""
     count = min(row["workers"] for row in record["rows"] if row["name"] == TOGETHER)
-    alone, together, apart = row_of(record, ALONE, 1), row_of(record, TOGETHER, count), row_of(record, APART, count)
-    size, message_s = record["gradient_bytes"], together["message_s"]
-    passing_s = together["exchange_s"] - ring_s(0, count, s_per_byte=0, message_s=message_s)
+    alone, in_parts = row_of(record, ALONE, 1), row_of(record, IN_PARTS, 1)
+    together, apart = row_of(record, TOGETHER, count), row_of(record, APART, count)
+    size, call_s, message_s = record["gradient_bytes"], together["call_s"], together["message_s"]
+    passing_s = together["exchange_s"] - exchange_s(size, count, s_per_byte=0, message_s=message_s, call_s=call_s)
     return ExchangeCosts(
         endpoint_s_per_byte=max(0.0, passing_s) / ring_s(size, count, s_per_byte=1, message_s=0),
+        call_s=call_s,
         message_s=message_s,
         packing_s_per_byte=together["packing_s"] / size,
-        spread=together["wait_s"] / together["compute_s"] / largest_of(count),
-        contention=max(0.0, apart["step_s"] / alone["step_s"] - 1),
+        in_parts_s_per_byte=max(0.0, in_parts["compute_s"] - alone["step_s"]) / size,
+        spread=max(0.0, together["wait_s"]) / together["compute_s"] / largest_of(count),
+        contention=max(0.0, apart["compute_s"] / in_parts["compute_s"] - 1),
         origin=f"measured: bench scaling, {record.get('date', '')}, {count} workers on one {record['host']['cpu']}",
     )
 
 
-def pooled(records: Sequence[Mapping[str, Any]], name: str = "") -> ExchangeCosts:
-    """The medians over the records, of which there must be one; `name` is their file's."""
+def pooled(records: Sequence[Mapping[str, Any]], file: str = "") -> ExchangeCosts:
+    """The medians over the records, of which there must be one; `file` is their name."""
     found = [costs_of(record) for record in records]
-    names = ("endpoint_s_per_byte", "message_s", "packing_s_per_byte", "spread", "contention")
+    names = [field.name for field in dataclasses.fields(ExchangeCosts) if field.name not in ("origin", "is_measured")]
     return ExchangeCosts(
-        **{field: statistics.median(getattr(one, field) for one in found) for field in names},
-        origin=f"{found[-1].origin}{f' ({name})' if name else ''}",
+        **{name: statistics.median(getattr(one, name) for one in found) for name in names},
+        origin=f"{found[-1].origin}{f' ({file})' if file else ''}",
     )
 
 
@@ -130,9 +157,7 @@ def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, A
     raise KeyError(f"row {name} of {workers}")
 
 
-# --- Private helpers ---
-
-
-def _key(record: Mapping[str, Any]) -> str:
-    own = [record[name] for name in ("shape", "unet", "cores_per_worker", "engine_name")]
-    return json.dumps([*own, record["host"]["cpu"]], sort_keys=True)
+def key_of(record: Mapping[str, Any]) -> str:
+    """Equal for records of the same step, cores, engine and CPU, of which the newest counts."""
+    names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
+    return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True)

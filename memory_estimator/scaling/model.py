@@ -4,15 +4,21 @@ Synchronous: every worker computes the gradients of its share of the batch, the 
 worker updates its own weights. A step lasts as long as
 
     the slowest worker's share   volumes x seconds a volume, slower where workers share a host, and what the slowest
-                                 of n takes more than the mean (`exchange_costs.largest_of`)
+                                 of n takes more than the mean (`costs.largest_of`)
+    in parts                     gradients are added up and the weights updated after, not both at once as by one worker
     packing                      all gradients into one float32 vector, and out of the sum
-    the exchange                 a ring over all workers, host by host: 2 (n-1)/n vectors through its slowest link,
-                                 and 2 (n-1) messages one after the other (`exchange_costs.ring_s`)
+    the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector: in all 2 (n-1)/n
+                                 vectors through its slowest link, and for each ring a call and 2 (n-1) messages one
+                                 after the other (`costs.exchange_s`)
     data                         what reading the share takes longer than computing it, and a wait that is always there
 
 one after the other: nothing of the exchange is hidden behind the backward pass, because the trainer hides none. Not
 counted: start-up, checkpoints, restarts, the first step's compiling, other traffic on the network, switches that are
 oversubscribed, and that the best learning rate of a larger batch may need more epochs.
+
+What the slowest takes more is taken to be a share of all that it computes in a step: a host that is slow is slow for
+the whole of it. Were it the volumes that differ, each by itself, it would grow with the square root of their number
+only. Measured is one volume a worker, where both are the same.
 """
 
 import dataclasses
@@ -20,7 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, largest_of, pooled, ring_s, row_of
+from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, exchange_s, largest_of, pooled, row_of
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
@@ -41,6 +47,8 @@ class Work:
     """Seconds to predict a volume, for validation."""
     case_bytes: int = 0
     """Read of a store for a volume."""
+    in_parts: bool = False
+    """Whether its step is of several micro-batches: what adding up their gradients takes is then in its seconds."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Point:
     """Of the mean worker."""
     slowest_s: float
     """What the slowest takes more."""
+    in_parts_s: float
     packing_s: float
     exchange_s: float
     data_s: float
@@ -93,7 +102,8 @@ class Point:
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.slowest_s + self.packing_s + self.exchange_s + self.data_s
+        parts_s = (self.compute_s, self.slowest_s, self.in_parts_s, self.packing_s, self.exchange_s, self.data_s)
+        return sum(parts_s)
 
     @property
     def cases_per_s(self) -> float:
@@ -134,13 +144,18 @@ class Scaling:
             raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
         return self._point(hosts, self.batch / workers if self.batch else self.batch_per_worker)
 
+    @property
+    def most_hosts(self) -> int:
+        """Where a search ends: MOST_HOSTS, or a volume a worker of a fixed batch; 0 for a batch of fewer volumes than
+        a host has workers."""
+        return min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
+
     def first(self, holds: Callable[[Point], bool]) -> Optional[Point]:
-        """The least number of hosts for which something holds, up to MOST_HOSTS, or where a fixed batch ends.
+        """The least number of hosts for which something holds, up to `most_hosts`.
 
         Of a fixed batch shares are taken as they come, whole or not: where the limit lies is no matter of divisors.
         """
-        last = min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
-        for number in range(1, last + 1):
+        for number in range(1, self.most_hosts + 1):
             workers = number * self.hosts.workers_per_host
             found = self._point(number, self.batch / workers if self.batch else self.batch_per_worker)
             if holds(found):
@@ -149,8 +164,8 @@ class Scaling:
 
     def _point(self, hosts: int, share: float) -> Point:
         workers, costs = hosts * self.hosts.workers_per_host, self.costs
-        alike = self.hosts.workers_per_host > 1
-        compute_s = share * self.work.volume_s * (1 + costs.contention * alike)
+        compute_s = share * self.work.volume_s * (1 + costs.contention * (self.hosts.workers_per_host > 1))
+        passed_bytes = self.work.gradient_bytes if workers > 1 else 0
         batch = round(share * workers)
         slowest_s = compute_s * costs.spread * largest_of(workers)
         data_s = max(DATA_WAIT_SHARE * compute_s, self._read_s(hosts, share) - compute_s)
@@ -160,7 +175,8 @@ class Scaling:
             batch=batch,
             compute_s=compute_s,
             slowest_s=slowest_s,
-            packing_s=self.work.gradient_bytes * costs.packing_s_per_byte if workers > 1 else 0.0,
+            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not self.work.in_parts),
+            packing_s=passed_bytes * costs.packing_s_per_byte,
             exchange_s=self._exchange_s(hosts),
             data_s=data_s,
             efficiency=1.0,
@@ -176,8 +192,13 @@ class Scaling:
         if hosts > 1:
             s_per_byte += 1 / self.hosts.network_bytes_per_s
             message_s += self.hosts.latency_s
-        workers = hosts * self.hosts.workers_per_host
-        return ring_s(self.work.gradient_bytes, workers, s_per_byte=s_per_byte, message_s=message_s)
+        return exchange_s(
+            self.work.gradient_bytes,
+            hosts * self.hosts.workers_per_host,
+            s_per_byte=s_per_byte,
+            message_s=message_s,
+            call_s=self.costs.call_s,
+        )
 
     def _read_s(self, hosts: int, share: float) -> float:
         """Reading the volumes that a host's workers compute in a step."""
@@ -207,17 +228,19 @@ class Claim:
 
     def reached(self, scaling: Scaling) -> Tuple[Optional[Point], Optional[Point], Optional[Point]]:
         """The fewest hosts that take no longer than its one, than its several, and that are as many times faster than
-        one as its several were; None where none are. The training must have cases."""
-        alone_s = scaling.first(lambda point: True).total_s
+        one as its several were; None where none are, and all None where an epoch of one host has no batch."""
+        alone = scaling.first(lambda point: True)
+        if alone is None or alone.total_s is None:
+            return None, None, None
 
         def within(limit_s: float) -> Optional[Point]:
             return scaling.first(lambda point: point.total_s is not None and point.total_s <= limit_s)
 
-        return within(3600 * self.one_h), within(3600 * self.many_h), within(alone_s / self.speedup)
+        return within(3600 * self.one_h), within(3600 * self.many_h), within(alone.total_s / self.speedup)
 
 
 def limits(scaling: Scaling) -> Dict[float, Optional[int]]:
-    """Share of a step -> from how many hosts on the exchange takes more than it; None where it never does."""
+    """Share of a step -> from how many hosts on the exchange takes more than it; None where none of `most_hosts` do."""
     found = {share: scaling.first(lambda point, share=share: point.network_share > share) for share in (0.1, 0.5)}
     return {share: point and point.hosts for share, point in found.items()}
 
@@ -225,7 +248,7 @@ def limits(scaling: Scaling) -> Dict[float, Optional[int]]:
 def rates(learning_rate: float, batch: int, of_batch: int) -> Dict[str, float]:
     """The learning rate for `batch` volumes a step, from one that is good for `of_batch`, under each rule of `train`.
 
-    "linear": Goyal et al. 2017, for SGD; "sqrt": Krizhevsky 2014, usual for Adam.
+    "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
     """
     times = batch / of_batch
     return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
@@ -242,7 +265,8 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
         others = [one for one in records if one is not record] or [record]
         alone = row_of(record, ALONE, 1)
         for row in (row for row in record["rows"] if row["name"] == TOGETHER):
-            work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"])
+            in_parts = record["batch"] > record["micro_batch"]
+            work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"], in_parts=in_parts)
             said = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
             errors.append(said.step_s / row["step_s"] - 1)
     return errors

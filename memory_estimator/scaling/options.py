@@ -11,6 +11,7 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import Job
+from memory_estimator.report import count_of
 from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, ExchangeCosts, pooled, read_scaling
 from memory_estimator.scaling.model import Claim, Hosts, Scaling, Training, Work, predicted_errors
 from memory_estimator.timing import step_seconds
@@ -21,7 +22,7 @@ from models.layer_plan import layer_plan
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 LINK, LATENCY = "25Gbit/s", "50us"
 LEARNING_RATE = 2e-3
-"""What `train` starts one worker from."""
+"""What `train` starts one worker from (`cpu3d.config.RunConfig`)."""
 
 NEEDS_HOSTS = (
     *("workers_per_host", "link", "latency", "step_s", "epochs", "validation_cases", "global_batch"),
@@ -92,16 +93,27 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 
 def workers_per_host(args: argparse.Namespace) -> int:
-    """Raises ValueError unless there is one at least."""
+    """Raises ValueError unless there is one at least, and where a host is described whose cores are not.
+
+    This host's would say nothing: seconds, and scratch memory, go by a worker's threads.
+    """
+    if not hasattr(args, "threads"):
+        if args.host_memory:
+            raise ValueError("--threads must be given with --host-memory, got none; add a worker's cores on that host")
+        if hasattr(args, "workers_per_host") and not hasattr(args, "step_s"):
+            raise ValueError("--threads must be given with --workers-per-host, got none; add it, or --step-s")
     return int(_at_least(args, "workers_per_host", 1, 1))
+
+
+def most_workers(args: argparse.Namespace) -> int:
+    """Of all the numbers of hosts that are asked for. Raises ValueError for a number below one."""
+    return max(_hosts(args)) * workers_per_host(args)
 
 
 def request_from(args: argparse.Namespace, asked: Estimate, constants: HostConstants) -> ScaleRequest:
     """Put it together; `asked` is the estimate of one worker. Raises ValueError for what cannot be."""
     job = asked.job
-    numbers = tuple(dict.fromkeys(args.hosts or HOSTS))
-    if min(numbers) < 1:
-        raise ValueError(f"hosts must be at least 1, got {min(numbers)}; give positive numbers")
+    numbers = _hosts(args)
     step_s = _positive(args, "step_s")
     costs, errors, is_in_sample = _costs(args)
     per_host = workers_per_host(args)
@@ -119,6 +131,7 @@ def request_from(args: argparse.Namespace, asked: Estimate, constants: HostConst
         gradient_bytes=gradient_bytes(job),
         forward_s=volume_s * forward_share(job, constants),
         case_bytes=case_bytes(job),
+        in_parts=job.parts > 1,
     )
     batch = int(_at_least(args, "global_batch", job.batch * per_host * max(numbers), 1))
     growing = Scaling(work, costs, hosts, training, batch_per_worker=job.batch)
@@ -155,6 +168,13 @@ def case_bytes(job: Job) -> int:
 
 
 # --- Private helpers ---
+
+
+def _hosts(args: argparse.Namespace) -> Tuple[int, ...]:
+    numbers = tuple(dict.fromkeys(args.hosts or HOSTS))
+    if min(numbers) < 1:
+        raise ValueError(f"hosts must be at least 1, got {min(numbers)}; give positive numbers")
+    return numbers
 
 
 def _positive(args: argparse.Namespace, name: str) -> Optional[float]:
@@ -207,22 +227,27 @@ def _notes(args: argparse.Namespace, asked: Estimate, scaling: Scaling, step_s: 
     if step_s:
         source = "as given"
     else:
-        source = f"estimated ({asked.accuracy.error('step_s')}; speed: {said.origin}, {said.name})"
+        threads = count_of(asked.job.threads, "thread")
+        source = f"on {threads}, estimated ({asked.accuracy.error('step_s')}; speed: {said.origin}, {said.name})"
     passed_s = costs.endpoint_s_per_byte + 1 / hosts.network_bytes_per_s
     wire = 1 / hosts.network_bytes_per_s / passed_s
     lines = [
-        f"one worker alone: {scaling.work.volume_s:.3g} s a volume on {asked.job.threads} threads, {source}",
+        f"one worker alone: {scaling.work.volume_s:.3g} s a volume, {source}",
         f"network: {format_rate(hosts.network_bytes_per_s)} ({given('link')}), {hosts.latency_s * 1e6:.3g} us "
         f"({given('latency')}); with what the ends of a connection take, {format_rate(1 / costs.endpoint_s_per_byte)} "
         f"between two processes, gradients pass at {wire:.0%} of it"
         if costs.endpoint_s_per_byte
         else f"network: {format_rate(hosts.network_bytes_per_s)} ({given('link')})",
-        f"costs of the exchange: {costs.origin}; workers differ by {costs.spread:.1%}",
+        f"costs of the exchange: {costs.origin}; workers differ by {costs.spread:.1%}, "
+        f"{'' if costs.is_measured else 'assumed too, '}each for the whole of a step",
     ]
     if hosts.workers_per_host > 1:
+        workers = f"{hosts.workers_per_host} workers on a host slow each other"
         lines.append(
-            f"{hosts.workers_per_host} workers on a host slow each other by {costs.contention:.1%}, the same for any "
-            "number of them; of workers on sockets of their own this is not known"
+            f"{workers} by {costs.contention:.1%}, the same for any number of them; of workers on sockets of their own "
+            "this is not known"
+            if costs.is_measured
+            else f"how much {workers} is not measured, and taken as nothing"
         )
     if math.isinf(min(hosts.storage_bytes_per_s, hosts.shared_bytes_per_s)):
         lines.append("data are taken to be read in time; --storage and --shared-storage ask whether they are")

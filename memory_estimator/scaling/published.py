@@ -26,7 +26,7 @@ def published_lines() -> List[str]:
     found = []
     for kind, job, constants in _kinds():
         volume_s = estimate(job, constants).volume_s
-        work = Work(volume_s, gradient_bytes(job))
+        work = Work(volume_s, gradient_bytes(job), in_parts=job.parts > 1)
         found.append((kind, volume_s, Scaling(work, costs, training=Training(CASES, EPOCHS))))
     lines = [
         f"| hosts | {' | '.join(f'{kind}, {volume_s:.2g} s a volume' for kind, volume_s, _ in found)} |",

@@ -1,7 +1,7 @@
-"""What an estimate for several hosts looks like: two tables, what limits them, what they rest on; and as JSON."""
+"""What an estimate for several hosts looks like: tables, what limits them, what they rest on; and as JSON."""
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.report import count_of, describe, new_console, new_table
 from memory_estimator.scaling.model import Point, Scaling, limits, rates
@@ -43,9 +43,11 @@ def print_scaling(request: ScaleRequest) -> None:
     fixed = f"The batch stays {request.fixed.batch}, learning rate {request.learning_rate:g}: the same training"
     growing = f"The batch grows, {request.growing.batch_per_worker} a worker: fewer, larger steps"
     for title, scaling in ((fixed, request.fixed), (growing, request.growing)):
-        console.print(_rows(title, rows_of(scaling, request.hosts), scaling, request.learning_rate))
+        console.print(_times(title, rows_of(scaling, request.hosts), scaling))
         say(limit_line(scaling))
         say("")
+    console.print(_learning_rates(request))
+    say("")
     for line in claim_lines(request):
         say(line)
     for note in request.notes:
@@ -98,10 +100,15 @@ def to_json(request: ScaleRequest) -> Dict[str, Any]:
 
 def limit_line(scaling: Scaling) -> str:
     """Where the network becomes the limit, in a sentence."""
+    if not scaling.most_hosts:
+        return "there are fewer volumes than a host has workers"
     tenth, half = limits(scaling).values()
+    most = count_of(scaling.most_hosts, "host")
     if tenth is None:
-        return "the exchange never takes a tenth of a step"
-    half_too = f", and more than half from {count_of(half, 'host')} on" if half else ", and never half"
+        return f"up to {most} the exchange takes less than a tenth of a step"
+    half_too = (
+        f", and more than half from {count_of(half, 'host')} on" if half else f", and less than half up to {most}"
+    )
     return f"the exchange takes more than a tenth of a step from {count_of(tenth, 'host')} on{half_too}"
 
 
@@ -110,14 +117,17 @@ def claim_lines(request: ScaleRequest) -> List[str]:
     claim = request.claim
     if not claim:
         return []
-    alone = request.growing.first(lambda point: True)
-    if alone is None or alone.total_s is None:
-        return ["published hours cannot be compared: an epoch has less than one batch"]
+    alone = request.growing.point(1)
+    here = "" if alone.total_s is None else f"; here one host takes {_hours(alone.total_s)}"
     lines = [
-        f"published: {claim.one_h:g} h on one, {claim.many_h:g} h on several, {claim.speedup:.3g} times as fast; here "
-        f"one host takes {_hours(alone.total_s)}"
+        f"published: {claim.one_h:g} h on one, {claim.many_h:g} h on several, {claim.speedup:.3g} times as fast{here}"
     ]
     for name, scaling in (("batch fixed", request.fixed), ("batch growing", request.growing)):
+        first = scaling.first(lambda point: True)
+        if first is None or first.total_s is None:
+            why = "an epoch has less than one batch" if first else "it has fewer volumes than a host has workers"
+            lines.append(f"  {name}: cannot be compared, {why}")
+            continue
         one, many, speedup = claim.reached(scaling)
         lines.append(
             f"  {name}: {claim.one_h:g} h {_on(one, scaling)}; {claim.many_h:g} h {_on(many, scaling)}; "
@@ -141,30 +151,42 @@ def error_line(request: ScaleRequest) -> str:
 # --- Private helpers ---
 
 
-def _rows(title: str, rows: Sequence[Row], scaling: Scaling, learning_rate: float) -> Any:
+def _times(title: str, rows: Sequence[Row], scaling: Scaling) -> Any:
+    """Narrow enough for 80 columns: what is the same in every line, or unknown in every one, is left out."""
     table = new_table(title)
-    table.caption_justify = "left"
-    grows = not scaling.batch
-    columns = ["hosts", "workers", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all"]
-    for name in (*columns, *(("rate, sqrt", "linear") if grows else ())):
+    table.caption_justify, table.collapse_padding = "left", True
+    training, per_host = scaling.training, scaling.hosts.workers_per_host
+    cells: Dict[str, Callable[[Point], str]] = {
+        "s a step": lambda point: f"{point.step_s:.3g}",
+        "exchange": lambda point: f"{point.network_share:.0%}",
+        "cases/s": lambda point: f"{point.cases_per_s:.3g}",
+        "efficiency": lambda point: f"{point.efficiency:.0%}",
+    }
+    if training.cases and training.epochs > 1:
+        cells["an epoch"] = lambda point: "-" if point.epoch_s is None else format_seconds(point.epoch_s)
+    if training.cases:
+        cells["in all"] = lambda point: "-" if point.total_s is None else _hours(point.total_s)
+    for name in ("hosts", *(("workers",) if per_host > 1 else ()), *cells):
         table.add_column(name, justify="right", no_wrap=True)
     for number, point, why in rows:
-        if point is None:
-            table.add_row(str(number), str(number * scaling.hosts.workers_per_host), "-")
+        first = (str(number), str(number * per_host))[: 1 + (per_host > 1)]
+        if point:
+            table.add_row(*first, *(cell(point) for cell in cells.values()))
+        else:
+            table.add_row(*first, *("-" for _ in cells))
             table.caption = f"{table.caption or ''}\n{count_of(number, 'host')}: {why}".strip()
-            continue
-        cells = [
-            *(str(value) for value in (point.hosts, point.workers, point.batch)),
-            f"{point.step_s:.3g}",
-            f"{point.exchange_s:.2g} s ({point.network_share:.0%})",
-            f"{point.cases_per_s:.3g}",
-            f"{point.efficiency:.0%}",
-            "-" if point.epoch_s is None else format_seconds(point.epoch_s),
-            "-" if point.total_s is None else _hours(point.total_s),
-        ]
-        if grows:
-            cells += [f"{rate:.2g}" for rate in _rates(point, scaling, learning_rate).values()]
-        table.add_row(*cells)
+    return table
+
+
+def _learning_rates(request: ScaleRequest) -> Any:
+    """Of the batch that grows."""
+    table = new_table("Learning rates as the batch grows")
+    for name in ("hosts", "batch", "sqrt", "linear"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number in request.hosts:
+        point = request.growing.point(number)
+        found = _rates(point, request.growing, request.learning_rate).values()
+        table.add_row(str(number), str(point.batch), *(f"{rate:.2g}" for rate in found))
     return table
 
 
@@ -180,4 +202,4 @@ def _hours(seconds: float) -> str:
 def _on(point: Optional[Point], scaling: Scaling) -> str:
     if point:
         return f"on {count_of(point.hosts, 'host')} ({point.efficiency:.0%})"
-    return "on none, as the batch ends" if scaling.batch else "on none"
+    return f"on none up to {count_of(scaling.most_hosts, 'host')}{', as the batch ends' if scaling.batch else ''}"

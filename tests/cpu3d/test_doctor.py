@@ -54,14 +54,24 @@ def test_workers_can_be_chosen(capsys, monkeypatch):
     assert "What it would set for 2 workers" in said
     assert "0-39,80-119" in said
     assert "nodes 0-1 in turns" in said
+    assert "KMP_BLOCKTIME=1" in said
+    assert "CUDA_DEVICE_ORDER" not in said  # goes for every host alike, and is no tuning
+    assert "uneven" not in said
     with pytest.raises(InputError, match="use 1, 2, 4 or 8"):
         run("--on-host", "paper-4x20", "--workers", "3")
+
+
+def test_workers_that_are_not_alike_are_told_below_their_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    run("--on-host", "amx-2x60-snc4", "--workers", "16")
+    assert "uneven: 7 to 8 threads each" in capsys.readouterr().out.partition("Checks")[0]
 
 
 def test_the_json_of_one_host_is_planned_for_on_another(capsys, tmp_path, tried):
     assert run("--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert from_json(said["topology"], "here").cpus == read_topology().cpus
+    assert {"ulimit -v", "memory.high"} <= {check["name"] for check in said["checks"]}
     assert said["checks"][-1] == {"name": "engine", "state": "ok", "found": "TensorFlow, oneDNN", "advice": ""}
     assert run("--on-host", "amx-2x60-snc4", "--json") == 0
     (tmp_path / "host.json").write_text(capsys.readouterr().out)
@@ -69,7 +79,7 @@ def test_the_json_of_one_host_is_planned_for_on_another(capsys, tmp_path, tried)
     said = json.loads(capsys.readouterr().out)
     assert from_json(said["topology"], "there") == topology_of("amx-2x60-snc4")
     assert [plan["memory_policy"] for plan in said["plans"]] == ["interleaved"] * 2
-    assert {check["name"] for check in said["checks"]}.isdisjoint({"TensorFlow", "engine"})
+    assert {check["name"] for check in said["checks"]}.isdisjoint({"TensorFlow", "engine", "ulimit -v"})
 
 
 def test_a_failed_check_is_the_exit_code_and_its_words_are_printed_as_they_are(capsys, monkeypatch, tried):

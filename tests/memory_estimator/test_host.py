@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from memory_estimator.host import read_host
+from memory_estimator.proc import memory_high
 
 GIB = 2**30
 
@@ -131,6 +132,27 @@ def test_no_limit_in_either_spelling_is_none(big, limit, quota):
     write(big, "sys/fs/cgroup/cpu.max", quota)
     host = read_host(big)
     assert (host.cgroup_limit_bytes, host.cgroup_used_bytes, host.cpu_quota) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "time", "quota", "usable"), [("0-6", 7, None, 7), ("0-6", 9, None, 7), ("0-63", 64, None, 64),
+                                          ("0-7", 7, 7.0, 7)],
+)  # fmt: skip
+def test_a_quota_of_all_the_cpus_or_more_is_none(big, mask, time, quota, usable):
+    """As a pod of Kubernetes has it whose CPUs are its own."""
+    write(big, "proc/self/status", f"Cpus_allowed_list: {mask}")
+    write(big, "proc/self/cgroup", "0::/")
+    write(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
+    host = read_host(big)
+    assert (host.cpu_quota, host.usable_cores) == (quota, usable)
+
+
+@pytest.mark.parametrize(("step", "job", "high"), [("max", "max", None), (9, 7, 7), (9, 256, 9), ("max", 300, None)])
+def test_the_smallest_size_on_the_way_up_that_slows_down_is_told(big, step, job, high):
+    write(big, "proc/self/cgroup", "0::/job/step")
+    for path, size in (("job", job), ("job/step", step)):
+        write(big, f"sys/fs/cgroup/{path}/memory.high", str(size if size == "max" else size * GIB))
+    assert memory_high(big, 256 * GIB)[0] == (high and high * GIB)
 
 
 def test_a_quota_under_one_cpu_still_gets_a_thread(big):

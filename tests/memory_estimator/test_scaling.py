@@ -3,12 +3,23 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from cpu3d.config import RunConfig
 from memory_estimator.__main__ import main
-from memory_estimator.scaling.costs import ExchangeCosts, costs_of, largest_of, pooled, read_scaling, ring_s
+from memory_estimator.scaling.costs import (
+    PIECE_BYTES,
+    ExchangeCosts,
+    costs_of,
+    largest_of,
+    pooled,
+    read_scaling,
+    ring_s,
+)
+from memory_estimator.scaling.memory import EXCHANGED_COPIES
 from memory_estimator.scaling.model import (
     DATA_WAIT_SHARE,
     MOST_HOSTS,
@@ -21,9 +32,12 @@ from memory_estimator.scaling.model import (
     predicted_errors,
     rates,
 )
+from memory_estimator.scaling.options import LEARNING_RATE
 from memory_estimator.scaling.published import published_lines
 
-FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, "free")
+ROOT = Path(__file__).resolve().parents[2]
+
+FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "free")
 """Workers that lose nothing to each other."""
 
 ENDLESS = Hosts(network_bytes_per_s=math.inf, latency_s=0.0)
@@ -31,19 +45,22 @@ WAIT = 1 + DATA_WAIT_SHARE
 
 
 def record(**changes):
-    """One of `bench scaling`: of two workers, 20 MB pass in 21 ms of which a message takes 0.5 ms, twice."""
+    """One of `bench scaling`: of two workers, 20 MB pass in 26 ms, in two rings of which each takes 2 ms for the call
+    and 0.5 ms for each of its two messages."""
     rows = [
         {"name": "alone", "workers": 1, "step_s": 2.0},
+        {"name": "in parts", "workers": 1, "step_s": 2.1, "compute_s": 2.06},
         {
-            "name": "together", "workers": 2, "step_s": 2.4, "compute_s": 2.2, "wait_s": 0.1, "exchange_s": 0.021,
-            "packing_s": 0.03, "message_s": 0.0005,
+            "name": "together", "workers": 2, "step_s": 2.4, "compute_s": 2.2, "wait_s": 0.1, "exchange_s": 0.026,
+            "packing_s": 0.03, "call_s": 0.002, "message_s": 0.0005,
         },
-        {"name": "apart", "workers": 2, "step_s": 2.1},
+        {"name": "apart", "workers": 2, "step_s": 2.2, "compute_s": 2.06 * 1.05},
         {"name": "wide", "workers": 1, "step_s": 1.1},
     ]  # fmt: skip
     return {
         "schema": 1, "kind": "scaling", "date": "2026-11-21", "rows": rows, "gradient_bytes": 20_000_000,
-        "shape": [32, 32, 32], "unet": {}, "cores_per_worker": 1, "engine_name": "made up", "host": {"cpu": "made up"},
+        "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "unet": {}, "optimizer": "adam",
+        "cores_per_worker": 1, "engine_name": "made up", "host": {"cpu": "made up"},
         **changes,
     }  # fmt: skip
 
@@ -90,8 +107,9 @@ def test_workers_that_lose_nothing_are_as_many_times_as_fast():
 
 def test_every_part_of_a_step_is_what_it_is_by_hand():
     costs = ExchangeCosts(
-        endpoint_s_per_byte=1e-9, message_s=1e-3, packing_s_per_byte=2e-9, spread=0.1, contention=0.05, origin=""
-    )
+        endpoint_s_per_byte=1e-9, call_s=0.01, message_s=1e-3, packing_s_per_byte=2e-9, in_parts_s_per_byte=3e-9,
+        spread=0.1, contention=0.05, origin="",
+    )  # fmt: skip
     hosts = Hosts(workers_per_host=2, network_bytes_per_s=1e9, latency_s=2e-3)
     scaling = Scaling(Work(10.0, gradient_bytes=80_000_000), costs, hosts)
     one, two = scaling.point(1), scaling.point(2)
@@ -99,13 +117,28 @@ def test_every_part_of_a_step_is_what_it_is_by_hand():
     assert one.compute_s == two.compute_s == pytest.approx(10.5)  # contention, as two share each host
     assert two.slowest_s == pytest.approx(1.05 * largest_of(4))
     assert two.packing_s == pytest.approx(0.16)
-    assert one.exchange_s == pytest.approx(2 * (40e6 * 1e-9 + 1e-3))  # inside a host no network
-    assert two.exchange_s == pytest.approx(6 * (20e6 * 2e-9 + 3e-3))
-    parts = two.compute_s + two.slowest_s + two.packing_s + two.exchange_s + two.data_s
+    assert two.in_parts_s == pytest.approx(0.24)
+    # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
+    assert one.exchange_s == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
+    assert two.exchange_s == pytest.approx(6 * (20e6 * 2e-9 + 5 * 3e-3) + 5 * 0.01)
+    parts = two.compute_s + two.slowest_s + two.in_parts_s + two.packing_s + two.exchange_s + two.data_s
     assert two.step_s == pytest.approx(parts)
     assert two.efficiency == pytest.approx(10 * WAIT / parts)
     alone = dataclasses.replace(scaling, hosts=dataclasses.replace(hosts, workers_per_host=1)).point(1)
-    assert (alone.slowest_s, alone.packing_s, alone.exchange_s, alone.efficiency) == (0, 0, 0, pytest.approx(1))
+    assert (alone.slowest_s, alone.in_parts_s, alone.packing_s, alone.exchange_s) == (0, 0, 0, 0)
+    assert alone.efficiency == pytest.approx(1)
+    in_parts = dataclasses.replace(scaling, work=dataclasses.replace(scaling.work, in_parts=True)).point(2)
+    assert in_parts.in_parts_s == 0  # its own step adds gradients up already
+
+
+def test_the_pieces_of_a_sum_are_those_of_the_trainer():
+    source = (ROOT / "cpu3d" / "distributed" / "mirrored.py").read_text(encoding="utf-8")
+    millions = int(re.search(r"^PIECE = (\d+) \* 2\*\*20$", source, re.MULTILINE)[1])  # float32; it imports TensorFlow
+    assert 4 * millions * 2**20 == PIECE_BYTES
+
+
+def test_the_learning_rate_is_that_of_a_run():
+    assert RunConfig().learning_rate == LEARNING_RATE
 
 
 def test_data_count_where_they_take_longer_than_computing():
@@ -164,7 +197,8 @@ def test_learning_rates_follow_the_batch():
 def test_a_record_gives_its_constants():
     found = costs_of(record())
     assert found.endpoint_s_per_byte == pytest.approx(0.020 / 20e6)
-    assert found.message_s == 0.0005
+    assert (found.call_s, found.message_s) == (0.002, 0.0005)
+    assert found.in_parts_s_per_byte == pytest.approx(0.06 / 20e6)
     assert found.packing_s_per_byte == pytest.approx(0.03 / 20e6)
     assert found.contention == pytest.approx(0.05)
     assert found.spread == pytest.approx(0.1 / 2.2 / largest_of(2))
@@ -173,21 +207,23 @@ def test_a_record_gives_its_constants():
 
 def test_several_records_give_their_medians_and_the_newest_of_a_job_counts(file_of):
     slow = record(shape=[64, 64, 64])
-    slow["rows"][1]["packing_s"] = 0.05
+    slow["rows"][2]["packing_s"] = 0.05
     older = record(shape=[64, 64, 64])
     path = file_of(record(), older, {"schema": 1, "kind": "step"}, slow)
     records = read_scaling(path)
     assert len(records) == 2
+    others = [record(batch=2), record(batch=2, micro_batch=2), record(optimizer="sgd")]
+    assert len(read_scaling(file_of(record(), *others))) == 4
     assert pooled(records).packing_s_per_byte == pytest.approx(0.04 / 20e6)
 
 
 def test_errors_are_of_steps_that_gave_no_constant_where_there_are_two_records():
     again = record()
     (alone,) = predicted_errors([again])
-    said = 2.0 * 1.05 * (1 + 0.1 / 2.2) + 0.03 + 0.021
+    said = 2.0 * 1.05 * (1 + 0.1 / 2.2) + 0.06 + 0.03 + 0.026
     assert alone == pytest.approx(said / 2.4 - 1, abs=1e-4)
     other = record(shape=[64, 64, 64])
-    other["rows"][1]["packing_s"] = 0.23
+    other["rows"][2]["packing_s"] = 0.23
     first, second = predicted_errors([again, other])
     assert first == pytest.approx((said + 0.2) / 2.4 - 1, abs=1e-4)
     assert second == pytest.approx(said / 2.4 - 1, abs=1e-4)
@@ -200,7 +236,7 @@ def test_errors_are_of_steps_that_gave_no_constant_where_there_are_two_records()
         ("[]", "must be JSON of `bench scaling`"),
         ({"schema": 2, "kind": "scaling"}, "must have schema 1, got 2"),
         (record(rows=[]), "must be JSON of `bench scaling`"),
-        (record(rows=record()["rows"][:2]), "row apart of 2"),
+        (record(rows=record()["rows"][:3]), "row apart of 2"),
         (record(gradient_bytes=0), "must be JSON of `bench scaling`"),
     ],
 )
@@ -237,7 +273,8 @@ def test_the_answer_as_json_has_both_tables_and_what_they_rest_on(file_of, capsy
     assert growing[1]["learning_rates"] == {"sqrt": pytest.approx(0.01 * 2**0.5), "linear": pytest.approx(0.02)}
     assert "problem" in fixed[2]
     assert fixed[1]["learning_rates"]["linear"] == 0.01
-    assert growing[1]["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.0005)
+    assert growing[1]["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.0005 + 0.002)
+    assert growing[1]["in_parts_s"] == 0  # two micro-batches each
     assert content["hosts"]["storage_bytes_per_s"] is None
     assert content["growing"]["reached"]["one"]["hosts"] == 1
     assert content["claim"]["speedup"] == pytest.approx(10)
@@ -253,10 +290,49 @@ def test_the_answer_on_the_terminal_names_what_is_assumed_and_what_is_not_counte
     for word in (
         "The batch stays 128", "The batch grows, 1 a worker", "the exchange takes more than a tenth of a step from",
         "25 Gbit/s (assumed), 50 us (assumed)", "assumed: no record", "not counted: start-up", "error: not measured",
-        "published: 90 h on one, 4 h on several, 22.5 times as fast", "a worker fits", "2 workers on a host",
+        "published: 90 h on one, 4 h on several, 22.5 times as fast", "a worker fits",
+        "how much 2 workers on a host slow each other is not measured, and taken as nothing",
         "data are taken to be read in time",
     ):  # fmt: skip
         assert word in out
+
+
+@pytest.mark.parametrize("options", ["--cases 4000 --epochs 20 --workers-per-host 2", "--step-s 400 --cases 90000"])
+def test_on_80_columns_no_number_is_cut(options, capsys, monkeypatch):
+    monkeypatch.setattr("memory_estimator.report.WIDTH", 80)
+    assert main(f"{SMALL} --hosts {options}".split()) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert all(name in out for name in ("s a step", "exchange", "efficiency", "in all", "linear"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--hosts --cases 32", "an epoch has less than one batch"),
+        ("--hosts 1 --cases 100 --global-batch 1 --workers-per-host 2", "it has fewer volumes than a host has workers"),
+    ],
+)
+def test_published_hours_that_cannot_be_compared_are_told(options, why, capsys):
+    asked = f"{SMALL} {options} --against 90 4"
+    assert main(asked.split()) == 0
+    assert f"batch fixed: cannot be compared, {why}" in capsys.readouterr().out
+    assert main([*asked.split(), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fixed"]["reached"] == {"one": None, "many": None, "speedup": None}
+    assert content["growing"]["reached"]["speedup"]["hosts"] > 1
+
+
+def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
+    def asked(options):
+        assert main(f"{SMALL} {options} --json".split()) == 0
+        return json.loads(capsys.readouterr().out)
+
+    # One of several adds its gradients up, as one does that has two micro-batches, and has copies of them for the sum.
+    in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
+    copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
+    assert copies == pytest.approx(EXCHANGED_COPIES * several["gradient_bytes"], rel=0.01)
+    assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
 
 
 def test_a_worker_that_does_not_fit_its_share_exits_with_3(capsys):
@@ -292,6 +368,16 @@ def test_bad_input_is_refused_before_anything_is_printed(options, problem, capsy
     assert said.out == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "with_what"),
+    [("--workers-per-host 2", "--workers-per-host"), ("--host-memory 1TiB --step-s 2", "--host-memory")],
+)
+def test_a_host_that_is_described_is_not_taken_to_have_this_one_s_cores(options, with_what, capsys):
+    asked = f"{SMALL.replace('--threads 2', '')} --hosts 2 {options}".split()
+    assert main(asked) == 2
+    assert f"--threads must be given with {with_what}, got none" in capsys.readouterr().err
+
+
 def test_the_picture_is_a_png_with_and_without_cases(tmp_path, capsys):
     for number, more in enumerate(("", "--cases 500 --against 1 0.5")):
         path = tmp_path / f"{number}.png"
@@ -301,6 +387,6 @@ def test_the_picture_is_a_png_with_and_without_cases(tmp_path, capsys):
 
 
 def test_the_published_scale_out_stands_in_the_docs():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "estimator.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "estimator.md").read_text(encoding="utf-8")
     missing = [line for line in published_lines() if line not in page]
     assert not missing, "print them with `python -m memory_estimator.scaling.published`:\n" + "\n".join(missing)

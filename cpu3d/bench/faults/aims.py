@@ -7,6 +7,9 @@ import numpy as np
 
 STARTING, COMPUTING, VALIDATING, SAVING, PREPARING = "starting", "computing", "validating", "saving", "preparing"
 
+SAVING_BY_TIME = "saving by time"
+"""An aim at a checkpoint that no validation comes before; it hits SAVING."""
+
 ENDED = "ended"
 """After the last step was logged as the end; only a kill without an aim hits it."""
 
@@ -14,8 +17,11 @@ ANYWHERE = "anywhere"
 """An aim without one: any moment of a run from its start to its end."""
 
 IN_PREPARE = (PREPARING, PREPARING)
-IN_TRAIN = (STARTING, COMPUTING, COMPUTING, VALIDATING, VALIDATING, SAVING, SAVING, ANYWHERE)
+IN_TRAIN = (STARTING, COMPUTING, COMPUTING, VALIDATING, VALIDATING, SAVING, SAVING_BY_TIME, ANYWHERE)
 """What the kills of `prepare` and of `train` are aimed at, in these shares."""
+
+NORMS = ("instance", "batch", "instance", "instance")
+"""Of one training life after the other: batch norm has statistics that move with each step, and count as weights do."""
 
 LIFE_KILLS = 5
 """Most kills that one folder suffers before it is let through to its end and compared."""
@@ -41,6 +47,8 @@ class Life:
     command: str
     """What is killed: "prepare" or "train"."""
     aims: Tuple[Aim, ...]
+    norm: str = ""
+    """Of the network that is trained."""
 
 
 def lives(kills: int, *, seed: int, workers: int = 1) -> Tuple[Life, ...]:
@@ -75,9 +83,12 @@ def _lives(
                 phase=phase,
                 not_before=float((index + rng.random()) / (len(own) + 1)),
                 delay=float(rng.random()),
-                victim=int(rng.integers(workers)) if phase != SAVING else 0,  # only the chief saves
+                victim=int(rng.integers(workers))
+                if phase not in (SAVING, SAVING_BY_TIME)
+                else 0,  # only the chief saves
             )
             for index, phase in enumerate(own)
         ]
-        found.append(Life(command, tuple(aims)))
+        norm = NORMS[number % len(NORMS)] if command == "train" else ""
+        found.append(Life(command, tuple(aims), norm))
     return tuple(found)

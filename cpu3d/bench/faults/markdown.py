@@ -41,29 +41,41 @@ def rows_of(record: Dict[str, Any]) -> List[List[str]]:
 
 
 def summary_line(record: Dict[str, Any]) -> str:
-    """What was done and what came of it, in two sentences."""
+    """What was done and what came of it, in a few sentences."""
     kills, workers, wrong = _kills(record), record["workers"], [life for life in record["lives"] if life["problems"]]
-    ends = len(record["lives"])
     who = "a process" if workers == 1 else f"one of {workers} workers"
     line = (
-        f"SIGKILL to {who}, {len(kills)} times at random moments of {_what(record)} (float32, {record['steps']} "
-        f"steps, seed {record['seed']}), {record['host']['cores']} cores of {record['host']['cpu']}. "
+        f"SIGKILL to {who} at random moments, {_what(record)} (float32, {record['steps']} steps, seed "
+        f"{record['seed']}), {record['host']['cores']} cores of {record['host']['cpu']}. "
     )
+    if record["missed"]:
+        line += f"{count(record['missed'], 'more kill')} came too late each time. "
     if workers > 1 and kills:
         line += f"The other workers had ended after {max(kill['ended_s'] for kill in kills):.0f} s at the most. "
     if wrong:
-        return f"{line}{len(wrong)} of the {ends} ended otherwise than what was left in peace."
-    return f"{line}None was lost, and every end is that of what was left in peace, bit by bit."
+        return (
+            f"{line}{len(wrong)} of the {len(record['lives'])} ended otherwise than what was left in peace, or lost "
+            "something on the way."
+        )
+    return (
+        f"{line}Nothing that was logged as saved was lost (steps after it are done again), and every end is that of "
+        "what was left in peace, bit by bit."
+    )
 
 
 # --- Private helpers ---
 
 
 def _what(record: Dict[str, Any]) -> str:
-    """How many folders of each kind."""
-    commands = [life["command"] for life in record["lives"]]
-    kinds = (("train", "small run"), ("prepare", "small store"))
-    return " and ".join(count(commands.count(of), what) for of, what in kinds if of in commands)
+    """How many kills in how many folders of each kind."""
+    told = []
+    for command, what in (("train", "small run"), ("prepare", "small store")):
+        lives = [life for life in record["lives"] if life["command"] == command]
+        if lives:
+            batch = sum(life["norm"] == "batch" for life in lives)
+            kills = count(sum(len(life["kills"]) for life in lives), "time")
+            told.append(f"{kills} in {count(len(lives), what)}{f', {batch} of them with batch norm' if batch else ''}")
+    return " and ".join(told)
 
 
 def _kills(record: Dict[str, Any]) -> List[Dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Callable, List, Optional, Sequence
 import psutil
 
 from cpu3d.child import PROGRAM, ROOT, start
+from cpu3d.errors import InputError
 
 END_S = 60.0
 """Within which all processes of a command must have ended when one of them was killed."""
@@ -22,6 +23,12 @@ POLL_S, LOOK_S = 0.05, 0.3
 """Between two looks for a worker that is not there yet, and for which process it is."""
 
 Alive = Callable[[], bool]
+
+
+class CommandFailedError(InputError):
+    """A command that nobody has disturbed did not end well."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cpu3d.bench.faults.aims import (
     ENDED,
     PREPARING,
     SAVING,
+    SAVING_BY_TIME,
     STARTING,
     VALIDATING,
     Aim,
@@ -74,7 +75,7 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: LogTail, begin: float, 
     elif aim.phase == PREPARING:
         come = (folder / "cases").is_dir
     else:
-        come = lambda: _is_in(aim, usual, tail)  # noqa: E731
+        come = lambda: _is_in(aim, usual, folder, tail)  # noqa: E731
     from_start = aim.phase in (STARTING, ANYWHERE)
     while alive():
         tail.look()
@@ -94,7 +95,7 @@ def phase_hit(run: Path, tail: LogTail, usual: Usual) -> str:
         return STARTING
     if tail.last["event"] == "end":
         return ENDED
-    if any(partials(run / "checkpoints", "step-*")):
+    if any(partials(run / "checkpoints")):
         return SAVING
     if tail.last["event"] == "validation" or _is_unlogged(run, tail):
         return SAVING
@@ -103,20 +104,22 @@ def phase_hit(run: Path, tail: LogTail, usual: Usual) -> str:
     return COMPUTING
 
 
-def partials(folder: Path, name: str = "*") -> List[Path]:
-    """What was being written to a file called so."""
-    return sorted(Path(folder).glob(f".{name}.partial"))
+def partials(folder: Path) -> List[Path]:
+    """What is being written in a folder, or was when its writer died."""
+    return sorted(Path(folder).glob(".*.partial"))
 
 
 # --- Private helpers ---
 
 
-def _is_in(aim: Aim, usual: Usual, tail: LogTail) -> bool:
+def _is_in(aim: Aim, usual: Usual, run: Path, tail: LogTail) -> bool:
     if not tail.started or tail.last is None or tail.step < aim.not_before * usual.steps:
         return False
     event = tail.last["event"]
     if aim.phase == SAVING:
         return event == "validation"
+    if aim.phase == SAVING_BY_TIME:
+        return event == "step" and tail.step not in usual.validations and any(partials(run / "checkpoints"))
     if aim.phase == VALIDATING:
         return event == "step" and tail.step in usual.validations
     return event == "step"

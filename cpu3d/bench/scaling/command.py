@@ -4,9 +4,10 @@
     ./run.sh bench scaling --shape 128 128 128 --workers 2 4 --cores-per-worker 14 --picture scaling.png
 
 Each worker is a process held to cores of its own and does the trainer's own step on made-up data. In turn, round by
-round: one worker; several that exchange their gradients, each with as much to do; as many that do not exchange, which
-shows what they take from each other by being on one host; one worker with the cores of all. An efficiency of 1 would be
-as many times the volumes a second. The estimator takes its constants for several hosts from the record.
+round: one worker; one that adds its gradients up and updates its weights apart, as several have to; several that
+exchange their gradients, each with as much to do; as many that do all but exchange, which shows what they take from
+each other by being on one host; one worker with the cores of all. An efficiency of 1 would be as many times the volumes
+a second. The estimator takes its constants for several hosts from the record.
 """
 
 import argparse
@@ -25,9 +26,10 @@ from cpu3d.bench.scaling.processes import measure_together
 from cpu3d.bench.scaling.table import gap_lines, scaling_table, title_of
 from cpu3d.bench.step import add_engine_options, add_step_options, step_request
 from cpu3d.errors import InputError
-from cpu3d.host.topology import Topology, read_topology
+from cpu3d.host.thread_plan import thread_plans
+from cpu3d.host.topology import Cpu, Topology, read_topology
 from cpu3d.progress import bar
-from memory_estimator.scaling.costs import ALONE, APART, TOGETHER, WIDE
+from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE
 
 GRADIENT_BYTES = 4
 """Gradients are exchanged in float32."""
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     del request["matmul"]
     topology = read_topology()
     each = cores_each(topology, args.workers, args.cores_per_worker)
-    result = compare_workers(request, ways(topology, args.workers, each), rounds=args.rounds)
+    result = compare_workers(request, ways(topology, args.workers, each), cores=each, rounds=args.rounds)
     result.update(cores_per_worker=each, host=topology.host.summary())
     if args.json:
         print(json.dumps(result))
@@ -81,39 +83,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cores_each(topology: Topology, workers: Sequence[int], asked: int = 0) -> int:
-    """Cores of a worker: as asked for, else what the most workers leave each.
+    """Cores of a worker: as asked for, else what `thread_plans` gives the most workers, of the smallest part.
 
-    Raises InputError for less than two workers at the most, and where there are not enough cores.
+    Raises InputError for less than two workers at the most, and where the host cannot be laid with them.
     """
-    most, usable = max(workers), topology.host.usable_cores
+    most = max(workers)
     if most < 2 or min(workers) < 1:
         raise InputError(f"--workers must have a number above 1, got {list(workers)}; write it like --workers 1 2")
     if asked < 0:
         raise InputError(f"--cores-per-worker must be at least 1, got {asked}; give a positive number")
-    each = asked or usable // most
-    if not 1 <= each <= usable // most:
-        told = f"{most} workers{f' of {asked} cores' if asked else ''} on {usable}"
-        raise InputError(f"--workers must have cores of their own, got {told}; give fewer")
-    return each
+    least = min(plan.intra_op for plan in thread_plans(topology, most))
+    if asked > least:
+        raise InputError(
+            f"--cores-per-worker must be at most {least} with {most} workers here, got {asked}; give fewer"
+        )
+    return asked or least
 
 
 def ways(topology: Topology, workers: Sequence[int], each: int) -> List[Way]:
-    """All that is measured, in its order. Whole cores with all their hyper-threads, neighbours together."""
+    """All that is measured, in its order. Shares are parts of those of the most workers, as `train` would lay them:
+    whole cores with all their hyper-threads; empty under a quota, where nothing is bound."""
     counts = sorted({number for number in workers if number > 1})
-    cores = [[cpu.number for cpu in core] for core in topology.cores]
+    plans = thread_plans(topology, counts[-1])
     shares = [
-        [number for core in cores[begin : begin + each] for number in core]
-        for begin in range(0, each * counts[-1], each)
+        [cpu.number for core in _cores_within(topology, plan.cpus)[:each] for cpu in core] if plan.cpus else []
+        for plan in plans
     ]
-    found: List[Way] = [(ALONE, 1, shares[:1])]
+    found: List[Way] = [(ALONE, 1, shares[:1]), (IN_PARTS, 1, shares[:1])]
     for count in counts:
         joined = [list(itertools.chain.from_iterable(shares[:count]))]
         found += [(TOGETHER, count, shares[:count]), (APART, count, shares[:count]), (WIDE, count, joined)]
     return found
 
 
-def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, rounds: int) -> Dict[str, Any]:
-    """Measure every way, `rounds` times in turn; the content of a record, but for the host and the cores of a worker.
+def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, cores: int, rounds: int) -> Dict[str, Any]:
+    """Measure every way, `rounds` times in turn; the content of a record, but for the host and the `cores` of a worker.
 
     A row's figures are all of the round with its median step, so that a step's parts add up to it.
     """
@@ -123,8 +127,14 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, rounds: in
     with bar("bench scaling", total=rounds * len(found)) as advance:
         for _ in range(rounds):
             loopback.append(loopback_bytes_per_s())
-            for (name, _, cpus), rows in zip(found, measured):
-                results = measure_together(request, cpus, exchanging=name == TOGETHER)
+            for (name, count, cpus), rows in zip(found, measured):
+                results = measure_together(
+                    request,
+                    cpus,
+                    threads=cores * (count if name == WIDE else 1),
+                    exchanging=name == TOGETHER,
+                    in_parts=name in (IN_PARTS, APART),
+                )
                 rows.append(_one_round(results))
                 advance()
     alone = [one["step_s"] for one in measured[0]]
@@ -163,6 +173,10 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, rounds: in
 # --- Private helpers ---
 
 
+def _cores_within(topology: Topology, cpus: Sequence[int]) -> List[Tuple[Cpu, ...]]:
+    return [core for core in topology.cores if {cpu.number for cpu in core} <= set(cpus)]
+
+
 def _one_round(results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     """Means over all steps of all workers, which add up: step = compute + wait + exchange + packing."""
 
@@ -181,7 +195,7 @@ def _one_round(results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         "wait_s": wait_s,
         "exchange_s": exchange_s,
         "packing_s": packing_s,
-        "message_s": statistics.fmean(one.get("message_s", 0.0) for one in results),
+        **{name: statistics.fmean(one.get(name, 0.0) for one in results) for name in ("call_s", "message_s")},
         "process_peak_bytes": max(one["process_peak_bytes"] for one in results),
         "threads": results[0]["threads"],
     }

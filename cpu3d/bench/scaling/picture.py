@@ -4,10 +4,10 @@ from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench.scaling.table import gap, name_of
 from memory_estimator.figure import PALETTE, new_figure, plain, png
-from memory_estimator.scaling.costs import ALONE, APART, TOGETHER, row_of
+from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, row_of
 
-COLOURS = {"step of one": PALETTE[5], "contention": PALETTE[0], "rest": "#999999", "packing": PALETTE[3],
-           "all-reduce": PALETTE[1], "waiting": PALETTE[4]}  # fmt: skip
+COLOURS = {"step of one": PALETTE[5], "in parts": "#cccccc", "contention": PALETTE[0], "rest": "#999999",
+           "packing": PALETTE[3], "all-reduce": PALETTE[1], "waiting": PALETTE[4]}  # fmt: skip
 
 
 def draw_scaling(result: Dict[str, Any], title: str) -> bytes:
@@ -39,7 +39,7 @@ def draw_scaling(result: Dict[str, Any], title: str) -> bytes:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.28 * max(row["step_s_max"] for row in rows))
     axes.set_xlabel("seconds of a step (line: shortest to longest step)", fontsize=9)
-    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=6)
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=7)
     figure.suptitle(title, fontsize=9, fontweight="bold", x=0.01, ha="left")
     figure.tight_layout(pad=0.6, rect=(0, 0, 1, 0.98))
     return png(figure)
@@ -54,6 +54,9 @@ def _parts(result: Dict[str, Any], row: Dict[str, Any]) -> List[Tuple[str, float
     if row["name"] == TOGETHER:
         parts = gap(result, row["workers"])
         return [("step of one", alone_s), *((name, parts[name]) for name in COLOURS if name in parts)]
-    if row["name"] == APART:
-        return [("step of one", min(alone_s, row["step_s"])), ("contention", row["step_s"] - alone_s)]
+    if row["name"] in (IN_PARTS, APART):
+        more_s = row_of(result, IN_PARTS, 1)["compute_s"] - alone_s
+        slower_s = row["compute_s"] - alone_s - more_s  # 0 of one
+        parts = [("in parts", more_s), ("contention", slower_s), ("packing", row["packing_s"])]
+        return [("step of one", alone_s + min(0.0, more_s) + min(0.0, slower_s)), *parts]
     return [("step of one", row["step_s"])]

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,26 +12,33 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from cpu3d.bench.step import ROOT, ProcessFailedError
 from cpu3d.child import start, told_of_signals
+from cpu3d.distributed.hosts import LOOPBACK, free_ports
 
 LOOK_EVERY_S = 0.1
 
-NOT_OURS = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "KMP_AFFINITY")
+THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+
+NOT_OURS = ("TF_CONFIG", *THREADS, "KMP_AFFINITY")
 """Not handed on: the threads of a measuring process follow from the cores that it is given."""
 
 
 def measure_together(
-    request: Dict[str, Any], cpus: Sequence[Sequence[int]], *, exchanging: bool
+    request: Dict[str, Any], cpus: Sequence[Sequence[int]], *, threads: int, exchanging: bool, in_parts: bool
 ) -> List[Dict[str, Any]]:
     """What `work` says in as many processes as `cpus` has shares, all at once; by rank.
+
+    A share without CPUs is a process that is held to none, of so many threads.
 
     Raises ProcessFailedError where one of them fails, once all have been ended, and KeyboardInterrupt for our signals.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scaling-")))
-        addresses = free_addresses(len(cpus)) if exchanging else []
-        shared = {**request, "addresses": addresses, "folder": str(folder), "count": len(cpus)}
+        addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if exchanging else []
+        shared = {**request, "addresses": addresses, "in_parts": in_parts, "folder": str(folder), "count": len(cpus)}
         requests = [{**shared, "rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus)]
         environ = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+        if not all(cpus):
+            environ.update(dict.fromkeys(THREADS, str(threads)))
         processes: List[subprocess.Popen] = []
         told = stack.enter_context(told_of_signals(processes, lambda number: number))
         stack.callback(_end, processes)
@@ -47,13 +53,6 @@ def measure_together(
         if told:
             raise KeyboardInterrupt
         return [_answer(process, folder / f"log-{rank}", rank) for rank, process in _failed_first(processes)]
-
-
-def free_addresses(count: int) -> List[str]:
-    """Ports of this host that nobody has now, each another one."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 # --- Private helpers ---

@@ -10,26 +10,32 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 from cpu3d.bench.measure import made_up
 from cpu3d.config import RunConfig
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.strategy import Exchange, join
+from cpu3d.distributed.strategy import ALONE, Exchange, join
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.versions import versions
 from models.config import UNetConfig
 
-MESSAGES = 20
-"""Sums of a single number, whose time is that of messages without content."""
+SUMS = 20
+"""Of a single number, timed for what a sum costs besides its bytes."""
+
+CHAINED = 9
+"""Sums one after the other in one graph: what each takes more there is of its messages, not of the call."""
 
 LOOK_EVERY_S = 0.002
 """Between two looks for the others."""
 
 
 class Timed(Exchange):
-    """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others."""
+    """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others.
+
+    What that one costs by itself, the trainer does not have: `fixed_costs` tells it, to be taken off.
+    """
 
     def __init__(self, tf: Any, inner: Exchange):
         self._tf, self._inner = tf, inner
@@ -50,19 +56,70 @@ class Timed(Exchange):
     def close(self) -> None:
         self._inner.close()
 
+    def fixed_costs(self) -> Tuple[float, float]:
+        """Seconds that a sum takes whatever its length, and those of a message, of which it has 2 (n - 1) in turn.
+
+        A message by what CHAINED sums in one graph take more than one: what TensorFlow does for a sum inside the graph
+        is in it, so it is an upper bound.
+        """
+        one = self._tf.zeros([1])
+
+        @self._tf.function(input_signature=[self._tf.TensorSpec([1], self._tf.float32)])
+        def chain(number):
+            for _ in range(CHAINED):
+                number = self._inner.sum(number)
+            return number
+
+        def seconds_of(function: Callable[[Any], Any]) -> float:
+            function(one).numpy()  # traced, and met
+            times = []
+            for _ in range(SUMS):
+                self._inner.sum(one).numpy()  # all begin at once
+                begin = time.perf_counter()
+                function(one).numpy()
+                times.append(time.perf_counter() - begin)
+            return statistics.median(times)
+
+        whole_s, chain_s = seconds_of(self._inner.sum), seconds_of(chain)
+        messages = 2 * (self.count - 1)
+        message_s = min(max(chain_s - whole_s, 0.0) / (CHAINED - 1), whole_s) / messages
+        return whole_s - messages * message_s, message_s
+
+
+class AsOfTwo(Exchange):
+    """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
+
+    count = 2
+
+    def __init__(self, tf: Any):
+        self._tf = tf
+        self.sum_s: List[float] = []
+
+    def sum(self, vector: Any) -> Any:
+        begin = time.perf_counter()
+        # The last two numbers are the fingerprints of both workers' weights, which have to be the same.
+        total = self._tf.concat([vector[:-1], vector[-2:-1]], 0)
+        self.sum_s.append(time.perf_counter() - begin)
+        return total
+
 
 def work(request: Dict[str, Any]) -> Dict[str, Any]:
     """Seconds of every timed step, and of its parts where there is an exchange.
 
     `request` is that of `bench step` with `batch` of one worker, and: cpus, what the process is held to; addresses, of
-    all workers, () without an exchange; rank; folder, where the processes of one measurement find each other; count,
-    how many they are. None begins before all are ready, and without an exchange none ends before all are done.
+    all workers, () without an exchange; in_parts, whether gradients are added up and the weights updated after though
+    there is no exchange; rank; folder, where the processes of one measurement find each other; count, how many they
+    are. None begins before all are ready, and without an exchange none ends before all are done.
     """
-    if hasattr(os, "sched_setaffinity"):
+    if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone
     folder, rank, count = Path(request["folder"]), request["rank"], request["count"]
     _, threads, tf = set_up(request["engine"])
-    exchange = Timed(tf, join(Cluster(tuple(request["addresses"]), rank if request["addresses"] else 0)))
+    exchange: Exchange = ALONE
+    if request["addresses"]:
+        exchange = Timed(tf, join(Cluster(tuple(request["addresses"]), rank)))
+    elif request["in_parts"]:
+        exchange = AsOfTwo(tf)
     from cpu3d.learner import Learner, parameter_count
 
     unet, grid, micro = UNetConfig(**request["unet"]), tuple(request["shape"]), request["micro_batch"]
@@ -78,22 +135,33 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
     for _ in range(request["warm_up"]):
         learner.step(parts, 1e-4)
     _meet(folder, "ready", rank, count)
-    exchange.wait_s.clear()
-    exchange.sum_s.clear()
     step_s, exchange_s = [], []
     for _ in range(request["steps"]):
         begin = time.perf_counter()
         outcome = learner.step(parts, 1e-4)
         step_s.append(time.perf_counter() - begin)
         exchange_s.append(outcome.exchange_s)
-    result: Dict[str, Any] = {"step_s": step_s, "wait_s": exchange.wait_s[:], "sum_s": exchange.sum_s[:]}
     # What the learner takes for its exchange and the exchange itself does not is packing and unpacking.
-    timed = zip(exchange_s, result["wait_s"], result["sum_s"])
-    result["packing_s"] = [both - wait - own for both, wait, own in timed]
-    if exchange.count > 1:
-        result["message_s"] = _message_s(tf, exchange)
+    last = slice(-request["steps"], None)
+    result: Dict[str, Any] = {"step_s": step_s, "wait_s": [], "sum_s": [], "packing_s": []}
+    if isinstance(exchange, Timed):
+        wait_s, sum_s = exchange.wait_s[last], exchange.sum_s[last]
+        call_s, message_s = exchange.fixed_costs()
+        meeting_s = call_s + 2 * (count - 1) * message_s  # of the sum before the sum
+        result = {
+            "step_s": [seconds - meeting_s for seconds in step_s],
+            "wait_s": [seconds - meeting_s for seconds in wait_s],
+            "sum_s": sum_s,
+            "packing_s": [both - wait - own for both, wait, own in zip(exchange_s, wait_s, sum_s)],
+            "call_s": call_s,
+            "message_s": message_s,
+        }
         exchange.close()
     else:
+        if isinstance(exchange, AsOfTwo):
+            sum_s = exchange.sum_s[last]
+            result["step_s"] = [seconds - own for seconds, own in zip(step_s, sum_s)]
+            result["packing_s"] = [seconds - own for seconds, own in zip(exchange_s, sum_s)]
         (folder / f"done-{rank}").touch()
         while len(list(folder.glob("done-*"))) < count:  # the others' last steps are not to run faster than the first
             learner.step(parts, 1e-4)
@@ -115,14 +183,6 @@ def _meet(folder: Path, name: str, rank: int, count: int) -> None:
     (folder / f"{name}-{rank}").touch()
     while len(list(folder.glob(f"{name}-*"))) < count:
         time.sleep(LOOK_EVERY_S)
-
-
-def _message_s(tf: Any, exchange: Timed) -> float:
-    """Seconds of one message: a sum of a single number takes 2 (n - 1) of them one after the other."""
-    exchange.sum_s.clear()
-    for _ in range(MESSAGES):
-        exchange.sum(tf.zeros([1]))
-    return statistics.median(exchange.sum_s) / (2 * (exchange.count - 1))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.bench.faults import command
 from cpu3d.bench.faults.aims import (
-    ANYWHERE,
     COMPUTING,
     ENDED,
     IN_TRAIN,
     LIFE_KILLS,
     PREPARING,
     SAVING,
+    SAVING_BY_TIME,
     STARTING,
     VALIDATING,
     Aim,
@@ -30,7 +31,7 @@ from cpu3d.bench.tables import FAULTS
 from cpu3d.checkpoint_history import checkpoints, write_best, write_next
 from cpu3d.run_log import append_event
 
-USUAL = Usual({STARTING: 0.0, COMPUTING: 0.0, VALIDATING: 0.0, SAVING: 0.0, PREPARING: 0.0, ANYWHERE: 0.0}, 4, {2, 4})
+USUAL = Usual(dict.fromkeys({*IN_TRAIN, PREPARING}, 0.0), 4, frozenset({2, 4}))
 
 
 # --- Aims ---
@@ -56,6 +57,39 @@ def test_fifty_kills_are_aimed_at_every_phase_several_times():
         waits = [aim.not_before for aim in life.aims]
         assert waits == sorted(waits)
         assert all(0 <= wait < 1 for wait in waits)
+
+
+def test_one_training_life_in_four_has_batch_norm():
+    norms = [life.norm for life in lives(64, seed=0) if life.command == "train"]
+    assert norms.count("batch") == pytest.approx(len(norms) / 4, abs=0.5)
+    assert "batch" in [life.norm for life in lives(12, seed=0, workers=2)]
+    assert {life.norm for life in lives(64, seed=0) if life.command == "prepare"} == {""}
+
+
+def test_kills_that_come_too_late_are_done_again_until_all_have_landed(tmp_path, monkeypatch):
+    aims_lived = []
+
+    def live(bench, life, folder):
+        """The first kill of each life lands."""
+        aims_lived.append(life.aims)
+        kill = {"hit": SAVING, "ended_s": 0.0}
+        return {"command": life.command, "norm": life.norm, "kills": [kill], "problems": []}, list(life.aims[1:])
+
+    bench = command.Bench(tmp_path, 1, USUAL)
+    append_event_in = bench.reference("instance")
+    log(append_event_in, {**start(), "engine": "made up"})
+    monkeypatch.setattr(command, "undisturbed", lambda *_: bench)
+    monkeypatch.setattr(command, "_live", live)
+    found = command.campaign(tmp_path, kills=20, seed=0, workers=1)
+    assert sum(len(life["kills"]) for life in found["lives"]) == 20
+    assert found["missed"] == 0
+    assert min(aim.delay for aims in aims_lived for aim in aims) < min(
+        aim.delay for life in lives(20, seed=0) for aim in life.aims
+    )
+    monkeypatch.setattr(command, "_live", lambda *_: ({"command": "train", "norm": "", "kills": [], "problems": []}, [
+        Aim(SAVING, 0.0, 1.0, 0)
+    ]))  # fmt: skip
+    assert command.campaign(tmp_path, kills=1, seed=0, workers=1)["missed"] > 0
 
 
 def test_every_worker_is_a_victim():
@@ -117,7 +151,7 @@ def test_a_line_counts_once_it_is_whole(tmp_path):
         ([start(1)], [], COMPUTING),
         ([start(1), *steps(1)], [], COMPUTING),
         ([start(1), *steps(1, 2)], [], VALIDATING),
-        ([start(1), *steps(1, 2)], [".best.npz.x1.partial"], VALIDATING),
+        ([start(1), *steps(1, 2)], [".best.npz.x1.partial"], SAVING),
         ([start(1), *steps(1, 2), {"event": "validation", "step": 2}], [], SAVING),
         ([start(1), *steps(1, 2, 3)], [".step-00000003.npz.x1.partial"], SAVING),
         ([start(1), *steps(1, 2, 3)], ["step-00000003.npz"], SAVING),
@@ -156,6 +190,25 @@ def test_a_kill_waits_for_its_phase_and_its_step(tmp_path, phase, too_early, com
 
     assert wait_for(Aim(phase, 0.5, 0.0, 0), USUAL, tmp_path, tail, time.monotonic(), alive)
     assert 5 <= len(looks) < 50
+
+
+def test_a_kill_while_saving_by_time_waits_for_a_checkpoint_that_no_validation_comes_before(tmp_path):
+    tail, looks = LogTail(tmp_path), []
+    log(tmp_path, start(), *steps(1, 2))
+    partial = tmp_path / "checkpoints" / ".step-00000002.npz.x1.partial"
+    partial.touch()  # of the validation after step 2
+
+    def alive():
+        looks.append(1)
+        if len(looks) == 5:
+            log(tmp_path, *steps(3))
+        return len(looks) < 50
+
+    assert wait_for(Aim(SAVING_BY_TIME, 0.5, 0.0, 0), USUAL, tmp_path, tail, time.monotonic(), alive)
+    assert 5 <= len(looks) < 50
+    partial.unlink()
+    looks[:] = [1] * 10
+    assert not wait_for(Aim(SAVING_BY_TIME, 0.5, 0.0, 0), USUAL, tmp_path, tail, time.monotonic(), alive)
 
 
 def test_a_process_that_ends_first_is_not_killed(tmp_path):
@@ -312,7 +365,7 @@ def test_a_small_campaign_loses_nothing(tmp_path, workers):
     assert main([*words, "--workdir", str(tmp_path / "work")]) == 0
     found = read_records(record, "faults")[0]
     assert sum(len(life["kills"]) for life in found["lives"]) == 4
-    assert "None was lost" in faults_lines(found)[0]
+    assert "Nothing that was logged as saved was lost" in faults_lines(found)[0]
 
 
 # --- Telling ---
@@ -323,15 +376,27 @@ def test_a_record_is_told_by_phase_and_what_went_wrong_is_not_hidden():
     lived = [
         {
             "command": "train",
-            "kills": [kill, {**kill, "redone": 8}, {"hit": PREPARING, "cases": 2, "ended_s": 1.0}],
+            "norm": "batch",
+            "kills": [kill, {**kill, "redone": 8}],
             "problems": [],
-        }
+        },
+        {
+            "command": "prepare",
+            "norm": "",
+            "kills": [{"hit": PREPARING, "cases": 2, "ended_s": 1.0}],
+            "problems": [],
+        },
     ]
-    record = {"workers": 1, "steps": 240, "seed": 0, "host": {"cores": 2, "cpu": "made up"}, "lives": lived}
+    record = {
+        "workers": 1, "steps": 240, "seed": 0, "host": {"cores": 2, "cpu": "made up"}, "lives": lived, "missed": 0,
+    }  # fmt: skip
     lines = faults_lines(record)
-    assert "3 times at random moments of 1 small run (float32, 240 steps" in lines[0]
-    assert "None was lost" in lines[0]
+    told = "2 times in 1 small run, 1 of them with batch norm and 1 time in 1 small store (float32, 240 steps"
+    assert told in lines[0]
+    assert "Nothing that was logged as saved was lost (steps after it are done again)" in lines[0]
+    assert "too late" not in lines[0]
+    assert "2 more kills came too late each time. " in faults_lines({**record, "missed": 2})[0]
     assert lines[-2:] == ["| preparing | 1 | - | - |", "| saving | 2 | 5.5 | 8 |"]
     lived[0]["problems"] = ["train-1: last: 1 of 2 arrays differ"]
-    assert "1 of the 1 ended otherwise" in faults_lines(record)[0]
+    assert "1 of the 2 ended otherwise" in faults_lines(record)[0]
     assert "ended after 4 s at the most" in faults_lines({**record, "workers": 2})[0]

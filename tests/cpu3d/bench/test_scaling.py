@@ -1,23 +1,26 @@
 """One worker against several: what is measured on which cores, how rounds become rows, the gap, a real exchange."""
 
+import dataclasses
 import json
 import os
 import statistics
 import sys
 
+import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.record import append_record, read_records
+from cpu3d.bench.record import append_record
 from cpu3d.bench.scaling import command as scaling
 from cpu3d.bench.scaling import processes as scaling_processes
+from cpu3d.bench.scaling import work
 from cpu3d.bench.scaling.command import compare_workers, cores_each, ways
 from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
 from cpu3d.bench.scaling.picture import draw_scaling
-from cpu3d.bench.scaling.processes import free_addresses, measure_together
-from cpu3d.bench.scaling.table import gap, gap_lines, newest, scaling_lines, title_of
+from cpu3d.bench.scaling.processes import measure_together
+from cpu3d.bench.scaling.table import gap, gap_lines, scaling_lines, title_of
 from cpu3d.bench.step import ProcessFailedError
-from cpu3d.bench.tables import SCALING
+from cpu3d.bench.tables import SCALING, scaling_records
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import topology_of
 from cpu3d.host.topology import read_topology
@@ -37,14 +40,18 @@ def measured(monkeypatch):
     """Processes that answer as worked out by hand; a list of what was asked. The second round is slower by 1 s."""
     asked = []
 
-    def measure(request, cpus, *, exchanging):
-        later = sum(1 for one in asked if one == (cpus, exchanging))
-        asked.append((cpus, exchanging))
+    def measure(request, cpus, *, threads, exchanging, in_parts):
+        later = sum(1 for one in asked if one == (cpus, exchanging, in_parts))
+        asked.append((cpus, exchanging, in_parts))
+        assert threads == 3 * len(cpus[0])
         if exchanging:
             # Two workers, of which the second waits for the first: 2.3 s a step, 0.1 s of it exchanging but for waits.
             parts = ([0.0, 0.0], [0.04, 0.04], [0.06, 0.06]), ([0.2, 0.0], [0.04, 0.04], [0.06, 0.06])
-            return [answer([2.3 + later, 2.3 + later], *part, message_s=0.001) for part in parts]
-        step_s = 2.1 if len(cpus) > 1 else 1.25 if len(cpus[0]) > 1 else 2.0
+            return [answer([2.3 + later, 2.3 + later], *part, call_s=0.002, message_s=0.001) for part in parts]
+        if in_parts:  # 0.05 s of it packing
+            step_s = 2.17 if len(cpus) > 1 else 2.07
+            return [answer([step_s + later] * 2, packing_s=[0.05, 0.05]) for _ in cpus]
+        step_s = 1.25 if len(cpus[0]) > 1 else 2.0
         return [answer([step_s + later] * 2) for _ in cpus]
 
     monkeypatch.setattr(scaling, "measure_together", measure)
@@ -53,12 +60,15 @@ def measured(monkeypatch):
 
 
 def result_of(rounds=1):
-    found = [("alone", 1, [[0]]), ("together", 2, [[0], [1]]), ("apart", 2, [[0], [1]]), ("wide", 2, [[0, 1]])]
+    found = [
+        ("alone", 1, [[0]]), ("in parts", 1, [[0]]), ("together", 2, [[0], [1]]), ("apart", 2, [[0], [1]]),
+        ("wide", 2, [[0, 1]]),
+    ]  # fmt: skip
     request = {
         "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam",
         "unet": {"channels": 4, "filters": 8, "dtype": "float32", "policy": "speed"},
     }  # fmt: skip
-    result = compare_workers(request, found, rounds=rounds)
+    result = compare_workers(request, found, cores=3, rounds=rounds)
     return {**result, "cores_per_worker": 1, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
 
 
@@ -67,15 +77,26 @@ def test_a_worker_has_whole_cores_with_all_their_threads():
     each = cores_each(paper, [1, 2, 4])
     assert each == 20
     found = {(name, count): cpus for name, count, cpus in ways(paper, [4, 2, 1, 2], each)}
-    assert [name for name, _ in found] == ["alone", "together", "apart", "wide", "together", "apart", "wide"]
+    assert [name for name, _ in found] == ["alone", "in parts", *(2 * ["together", "apart", "wide"])]
+    assert found["in parts", 1] == found["alone", 1]
     assert found["together", 4] == found["apart", 4]
     assert [len(share) for share in found["together", 4]] == [40] * 4
     assert found["alone", 1] == found["together", 4][:1] == found["together", 2][:1]
     assert found["wide", 2] == [found["together", 2][0] + found["together", 2][1]]
     places = {cpu.number: (cpu.socket, cpu.core) for cpu in paper.cpus}
     assert [{places[number][0] for number in share} for share in found["together", 4]] == [{0}, {1}, {2}, {3}]
+    # Two workers of few cores lie on sockets of their own, as two of all cores do.
     assert cores_each(paper, [2], asked=3) == 3
-    assert [len(share) for share in ways(paper, [2], 3)[1][2]] == [6, 6]
+    shares = ways(paper, [2], 3)[2][2]
+    assert [len(share) for share in shares] == [6, 6]
+    assert [{places[number][0] for number in share} for share in shares] == [{0}, {2}]
+
+
+def test_under_a_quota_nothing_is_bound():
+    paper = topology_of("paper-4x20")
+    held = dataclasses.replace(paper, host=dataclasses.replace(paper.host, cpu_quota=8.0))
+    assert cores_each(held, [2]) == 4
+    assert [cpus for _, _, cpus in ways(held, [2], 4)] == [[[]], [[]], [[], []], [[], []], [[]]]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +104,8 @@ def test_a_worker_has_whole_cores_with_all_their_threads():
     [
         ([1], 0, r"--workers must have a number above 1, got \[1\]"),
         ([0, 2], 0, r"--workers must have a number above 1, got \[0, 2\]"),
-        ([81], 0, "--workers must have cores of their own, got 81 workers on 80"),
-        ([4], 21, "--workers must have cores of their own, got 4 workers of 21 cores on 80"),
+        ([81], 0, "workers must have whole sockets or equal parts of them, and a core each, got 81 on 80 cores"),
+        ([4], 21, "--cores-per-worker must be at most 20 with 4 workers here, got 21"),
         ([4], -1, "--cores-per-worker must be at least 1, got -1"),
     ],
 )
@@ -101,7 +122,8 @@ def test_a_step_is_the_sum_of_its_parts(measured):
     assert (together["exchange_s"], together["packing_s"]) == (pytest.approx(0.04), pytest.approx(0.06))
     assert together["compute_s"] == pytest.approx(2.15)
     assert together["efficiency"] == pytest.approx(2.0 / 2.3)
-    assert row_of(result, "apart", 2)["efficiency"] == pytest.approx(2.0 / 2.1)
+    assert row_of(result, "apart", 2)["compute_s"] == pytest.approx(2.12)
+    assert row_of(result, "apart", 2)["efficiency"] == pytest.approx(2.0 / 2.17)
     assert row_of(result, "wide", 2)["efficiency"] == pytest.approx(2.0 / 1.25 / 2)
     assert result["gradient_bytes"] == 20_000_000
 
@@ -110,18 +132,19 @@ def test_the_gap_adds_up_and_is_told(measured):
     result = result_of()
     parts = gap(result, 2)
     assert parts == {
-        "contention": pytest.approx(0.1), "waiting": pytest.approx(0.05), "all-reduce": pytest.approx(0.04),
-        "packing": pytest.approx(0.06), "rest": pytest.approx(0.05),
+        "in parts": pytest.approx(0.02), "contention": pytest.approx(0.1), "waiting": pytest.approx(0.05),
+        "all-reduce": pytest.approx(0.04), "packing": pytest.approx(0.06), "rest": pytest.approx(0.03),
     }  # fmt: skip
     assert sum(parts.values()) == pytest.approx(2.3 - 2.0)
     (line,) = gap_lines(result)
-    assert "2 workers take +300 ms a step more than one: contention +100 ms (+5.0%), waiting +50 ms (+2.5%)" in line
+    assert "2 workers take +300 ms a step more than one: in parts +20 ms (+1.0%), contention +100 ms (+5.0%)," in line
     assert "20.0 MB pass each way at 0.50 GB/s, 25% of a plain socket" in line
 
 
 def test_rounds_go_in_turn_and_a_row_is_its_middle_round(measured):
     result = result_of(rounds=3)
-    assert [exchanging for _, exchanging in measured] == [False, True, False, False] * 3
+    assert [exchanging for _, exchanging, _ in measured] == [False, False, True, False, False] * 3
+    assert [in_parts for _, _, in_parts in measured] == [False, True, False, True, False] * 3
     together = row_of(result, "together", 2)
     assert together["rounds"] == pytest.approx([2.3, 3.3, 4.3])
     assert together["step_s"] == pytest.approx(3.3)
@@ -144,8 +167,8 @@ def test_the_markdown_has_a_table_the_gap_and_the_estimator_s_error(measured, tm
     result = result_of()
     for one in ({**result, "loopback_bytes_per_s": 1e9}, result):
         append_record(tmp_path / SCALING, "scaling", one)
-    records = read_records(tmp_path / SCALING, "scaling")
-    assert newest(records) == [records[1]]
+    records = scaling_records(tmp_path)
+    assert [one["loopback_bytes_per_s"] for one in records] == [2e9]  # the newer one
     lines = scaling_lines(records)
     assert "| 2 workers | 2 | 2.30 (2.30 to 2.30) | 0.870 | 87.0% | 1.00 |" in lines
     assert "| 1 worker | 1 | 2.00 (2.00 to 2.00) | 0.500 | - | 1.00 |" in lines
@@ -155,7 +178,7 @@ def test_the_markdown_has_a_table_the_gap_and_the_estimator_s_error(measured, tm
 
 def test_the_picture_is_a_png_also_where_a_part_is_below_zero(measured):
     result = result_of()
-    row_of(result, "apart", 2)["step_s"] = 1.9
+    row_of(result, "apart", 2)["compute_s"] = 1.9
     assert draw_scaling(result, title_of(result))[:4] == b"\x89PNG"
 
 
@@ -163,18 +186,16 @@ def test_a_socket_passes_all_bytes():
     assert loopback_bytes_per_s(3 * 2**20 + 5) > 1e6
 
 
-def test_addresses_are_free_and_different():
-    assert len(set(free_addresses(4))) == 4
-
-
 FAKE = """
-import json, pathlib, sys, time
+import json, os, sys, time
 request = json.loads(sys.argv[1])
 if request["rank"] == request.get("fails"):
     print("no memory")
     sys.exit(7)
 if "fails" in request:
     time.sleep(60)
+if not request["cpus"]:
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == os.environ["OMP_NUM_THREADS"] == "2"
 print("noise")
 print(json.dumps({"rank": request["rank"], "cpus": request["cpus"], "addresses": len(request["addresses"])}))
 """
@@ -186,7 +207,7 @@ def fake(monkeypatch):
     real = scaling_processes.start
 
     def start(command, output, environ, cwd):
-        assert "TF_NUM_INTRAOP_THREADS" not in environ
+        assert environ.get("TF_NUM_INTRAOP_THREADS") != "7"
         return real([sys.executable, "-c", FAKE, command[-1]], output, environ, cwd)
 
     monkeypatch.setattr(scaling_processes, "start", start)
@@ -194,18 +215,18 @@ def fake(monkeypatch):
 
 
 def test_processes_answer_by_rank(fake):
-    assert measure_together({}, [[3], [5]], exchanging=True) == [
+    assert measure_together({}, [[3], [5]], threads=2, exchanging=True, in_parts=False) == [
         {"rank": 0, "cpus": [3], "addresses": 2},
         {"rank": 1, "cpus": [5], "addresses": 2},
     ]
-    assert measure_together({}, [[3]], exchanging=False)[0]["addresses"] == 0
+    assert measure_together({}, [[]], threads=2, exchanging=False, in_parts=False)[0]["addresses"] == 0
 
 
 def test_one_that_fails_ends_the_others_and_is_named(fake):
     with pytest.raises(
         ProcessFailedError, match="worker 1 must end with a line of JSON, exited with 7 saying: no memory"
     ):
-        measure_together({"fails": 1}, [[3], [5]], exchanging=True)
+        measure_together({"fails": 1}, [[3], [5]], threads=1, exchanging=True, in_parts=False)
 
 
 def test_bad_input_is_told(capsys):
@@ -213,6 +234,53 @@ def test_bad_input_is_told(capsys):
     assert "--rounds must be at least 1" in capsys.readouterr().err
     assert main(["bench", "scaling", "--shape", "32", "32", "32", "--workers", "1"]) == 2
     assert "--workers must have a number above 1" in capsys.readouterr().err
+
+
+class Clock:
+    """What stands in for TensorFlow, for the exchange and for the clock: a sum costs a call, and 2 (n - 1) messages."""
+
+    CALL_S, MESSAGE_S = 0.5, 0.25
+    rank, count = 0, 4
+    float32, TensorSpec = None, staticmethod(lambda shape, dtype: None)
+    concat = staticmethod(np.concatenate)
+
+    def __init__(self):
+        self.now, self.in_graph = 0.0, False
+
+    def zeros(self, shape):
+        return self
+
+    def numpy(self):
+        return 0.0
+
+    def sum(self, vector):
+        self.now += self.CALL_S * (not self.in_graph) + 2 * (self.count - 1) * self.MESSAGE_S
+        return self
+
+    def function(self, input_signature):
+        def in_graph(function):
+            def run(number):
+                self.now += self.CALL_S
+                self.in_graph = True
+                function(number)
+                self.in_graph = False
+                return self
+
+            return run
+
+        return in_graph
+
+
+def test_a_call_and_its_messages_are_told_apart(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(work.time, "perf_counter", lambda: clock.now)
+    assert work.Timed(clock, clock).fixed_costs() == pytest.approx((Clock.CALL_S, Clock.MESSAGE_S))
+
+
+def test_a_worker_alone_takes_its_own_weights_for_those_of_both():
+    exchange = work.AsOfTwo(Clock())
+    assert list(exchange.sum(np.array([1.0, 2.0, 7.0, 0.0]))) == [1.0, 2.0, 7.0, 7.0]
+    assert (exchange.rank, exchange.count, len(exchange.sum_s)) == (0, 2, 1)
 
 
 @pytest.mark.slow
@@ -225,10 +293,11 @@ def test_two_real_workers_exchange_and_their_parts_add_up(tmp_path):
     assert os.sched_getaffinity(0) == before
     (result,) = (json.loads(line) for line in record.read_text().splitlines())
     together = row_of(result, "together", 2)
-    parts = [together[name] for name in ("compute_s", "wait_s", "exchange_s", "packing_s")]
-    assert sum(parts) == pytest.approx(together["step_s"])
-    assert min(parts) >= 0
-    assert together["exchange_s"] > 0
+    compute_s, *exchanging_s = (together[name] for name in ("compute_s", "wait_s", "exchange_s", "packing_s"))
+    assert compute_s + sum(exchanging_s) == pytest.approx(together["step_s"])
+    assert min(compute_s, together["exchange_s"], together["packing_s"]) > 0
+    assert together["call_s"] > 0
+    assert row_of(result, "in parts", 1)["packing_s"] > 0
     assert read_scaling(record)
     # Held to one core each, planned for one thread each.
     assert result["threads"]["together"]["TF_NUM_INTRAOP_THREADS"] == "1"

@@ -2,7 +2,17 @@ import socket
 
 import pytest
 
-from cpu3d.distributed.hosts import LOOPBACK, addresses, check_free, free_ports, own_addresses, own_index, read_hosts
+from cpu3d.distributed import hosts
+from cpu3d.distributed.hosts import (
+    LOOPBACK,
+    addresses,
+    check_free,
+    free_ports,
+    own_addresses,
+    own_choice,
+    own_index,
+    read_hosts,
+)
 from cpu3d.errors import InputError
 
 NAMES = {"n1": {"10.0.0.1"}, "n2": {"10.0.0.2"}, "n3": {"fd00::3"}, "also-n2": {"10.0.0.2"}}
@@ -80,3 +90,13 @@ def test_chosen_ports_are_free_and_a_taken_one_is_named():
         with pytest.raises(InputError, match=f"port {ports[1]} must be free on this host") as caught:
             check_free(ports)
     assert len(caught.value.problems) == 1
+
+
+def test_chosen_ports_are_none_that_the_system_gives_to_others(monkeypatch, tmp_path):
+    assert not set(free_ports(200)) & set(own_choice())
+    file = tmp_path / "ip_local_port_range"
+    file.write_text("20000\t65533\n")
+    assert own_choice(file) == range(20000, 65534)
+    assert own_choice(tmp_path / "none") == range(32768, 65536)
+    monkeypatch.setattr(hosts, "own_choice", lambda: own_choice(file))
+    assert len(set(free_ports(4))) == 4, "two of them by the system's own choice"

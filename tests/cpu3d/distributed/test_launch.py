@@ -214,8 +214,8 @@ def test_horovod_is_started_by_its_own_launcher(alone, tmp_path, capsys, monkeyp
     words = ("--engine", "horovod", "--workers", 2, *train(tmp_path, "--batch", 2))
     launched("--dry-run", *words)
     told = capsys.readouterr().out
-    assert "all workers:\nhorovodrun --gloo -np 2 -H localhost:2 --output-filename" in told
-    monkeypatch.setattr(launch, "_horovodrun", lambda: "")
+    assert "-m cpu3d.distributed.horovodrun --gloo -np 2 -H localhost:2 --output-filename" in told
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="horovod must be installed"):
         launched(*words)
 

@@ -3,7 +3,8 @@
 import pytest
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.lost import lost_rank, lost_worker
+from cpu3d.distributed.lost import lost_rank, lost_worker, not_started
+from cpu3d.errors import WorkerLostError
 
 THREE = ("h0:29500", "h1:29500", "h2:29500")
 
@@ -92,3 +93,11 @@ def test_any_text_becomes_one_short_line(said):
     problem = str(lost_worker(said, Cluster(THREE, 1)))
     assert "\n" not in problem
     assert len(problem) < 400
+
+
+def test_a_port_that_was_taken_meanwhile_is_bad_input_and_all_else_a_lost_worker():
+    cluster = Cluster(THREE, 1)
+    taken = not_started("Could not start gRPC server", cluster)
+    assert taken.exit_code == 2
+    assert str(taken).startswith("port 29500 of worker 1 (h1:29500) must be free until TensorFlow takes it")
+    assert isinstance(not_started(STOPPED_215, cluster), WorkerLostError)

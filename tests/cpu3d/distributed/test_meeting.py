@@ -116,6 +116,41 @@ def test_whoever_says_other_things_at_the_port_is_not_counted(three, said, monke
         assert chief.exception() is None
 
 
+def test_silent_strangers_hold_up_nobody(three):
+    """As many as a scan of ports opens, each of whom has 5 s to say who he is."""
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
+        chief = pool.submit(meet, three, 10)
+        for _ in range(4):
+            strangers.enter_context(connected(three))
+        began_s = time.monotonic()
+        assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [None, None]
+        assert chief.exception() is None
+        assert time.monotonic() - began_s < 4
+
+
+def test_one_who_speaks_slowly_is_heard(three):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three, 10)
+        with connected(three) as slow:
+            for part in (hello(three, 1)[:5], hello(three, 1)[5:]):
+                slow.sendall(part)
+                time.sleep(0.2)
+            assert meeting_of([three.of_rank(2)]) == [None]
+            assert json.loads(slow.makefile().readline()) == {"go": True}
+        assert chief.exception() is None
+
+
+def test_one_who_has_gone_before_he_is_taken_holds_up_nobody(three, monkeypatch):
+    """`select` has seen a connection that is not there any more."""
+    seen = lambda readers, *others: (readers[:1], [], [])
+    monkeypatch.setattr(meeting.select, "select", seen)
+    ended = []
+    chief = threading.Thread(target=lambda: ended.append(_quietly(three, lambda line: None, 0.5)), daemon=True)
+    chief.start()
+    chief.join(5)
+    assert ended == [None]
+
+
 def test_one_who_came_and_went_is_waited_for_again(three):
     with ThreadPoolExecutor(1) as pool:
         chief = pool.submit(meet, three, 10)
@@ -136,9 +171,10 @@ def test_a_long_wait_is_told_once(three, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert said[0] == [f"waiting for worker 2 ({three.addresses[2]})"]
+    why = "of this run by TF_CONFIG; without that variable it has one worker"
+    assert said[0] == [f"waiting for worker 2 ({three.addresses[2]}), {why}"]
 
 
-def _quietly(cluster, say):
+def _quietly(cluster, say, limit_s=1.5):
     with contextlib.suppress(WorkerLostError):
-        meet(cluster, 1.5, say)
+        meet(cluster, limit_s, say)

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -137,7 +138,8 @@ def test_horovods_launcher_starts_all_workers(asked, places):
     count = str(plan.cluster.workers)
     command = horovod_command(plan, ("python", "train"), "logs")
     assert command == (
-        *("horovodrun", "--gloo", "-np", count, "-H", places, "--output-filename", "logs", "python", "train"),
+        *(sys.executable, "-m", "cpu3d.distributed.horovodrun", "--gloo", "-np", count, "-H", places),
+        *("--output-filename", "logs", "python", "train"),
     )
     assert plan.ranks == tuple(range(plan.cluster.workers))
     assert "TF_CONFIG" not in environ_of(plan, 0, TF)

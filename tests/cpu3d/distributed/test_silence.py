@@ -2,11 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from cpu3d.distributed.silence import Silence
-from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, write_heartbeat
+from cpu3d.child import family
+from cpu3d.distributed.beats import Beats
+from cpu3d.distributed.silence import Silence, SilenceBelow
+from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, process_start, this_place, write_heartbeat
 
 
 @pytest.fixture
@@ -19,12 +22,11 @@ def process():
 
 @pytest.fixture
 def beat(tmp_path):
-    def make(pid, beat, rank=0):
+    def make(pid, beat, rank=0, **more):
         of_day = {"started": 0.0, "beat": beat, "phase_since": 0.0}
-        place = {"process_start": 1, "place": "here", "host_name": "here"}
-        write_heartbeat(
-            tmp_path, Heartbeat(rank=rank, workers=2, pid=pid, phase="computing", step=1, steps=9, **of_day, **place)
-        )
+        place = {"process_start": process_start(pid) or 1, "place": this_place(), "host_name": "here"}
+        content = {"phase": "computing", "step": 1, "steps": 9, **of_day, **place, **more}
+        write_heartbeat(tmp_path, Heartbeat(rank=rank, workers=2, pid=pid, **content))
 
     return make
 
@@ -79,3 +81,44 @@ def test_a_damaged_heartbeat_is_nobodys(tmp_path, process, beat):
     heartbeat_path(tmp_path, 0).write_text("{")
     silence = Silence(tmp_path, silent_s=0, clock=Clock())
     assert silence([process]) == silence([process]) == {}
+
+
+def test_who_has_noted_its_end_waits_for_the_chief_and_is_not_silent(tmp_path, process, beat):
+    clock = Clock()
+    silence = Silence(tmp_path, clock=clock)
+    beat(process, 1.0, phase="ended", exit_code=0)
+    silence([process])
+    clock.now = 3600.0
+    assert silence([process]) == {}
+    os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)
+    assert list(silence([process])) == [process], "but nobody waits for one that was suspended"
+
+
+def test_a_worker_of_another_host_with_the_same_number_is_another(tmp_path, process, beat):
+    clock = Clock()
+    silence = Silence(tmp_path, clock=clock)
+    for clock.now in (0.0, 301.0, 602.0):
+        beat(process, 1.0)
+        beat(process, clock.now, rank=1, place="there")
+        found = silence([process])
+    assert found == {process: "silent for 602 s while computing, though it lives"}
+    assert [one.rank for one in Beats(tmp_path)(process)] == [0]
+
+
+def test_below_a_launcher_the_one_that_hangs_is_ended_and_not_the_launcher(tmp_path, beat):
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(30)'])"
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    end = time.monotonic() + 10
+    while len(family(launcher.pid)) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    worker = family(launcher.pid)[1]
+    said, silence = [], SilenceBelow(tmp_path, lambda line: said.append(line))
+    beat(worker, 1.0, phase="exchanging")
+    clock = silence._silence._clock = Clock()
+    assert silence([launcher.pid]) == {}
+    assert [one.pid for one in Beats(tmp_path)(launcher.pid)] == [worker]
+    clock.now = 301.0
+    assert silence([launcher.pid]) == {}
+    assert launcher.wait(10) == 0, "which has seen its worker end"
+    assert said == [f"launch: process {worker} hangs, silent for 301 s while exchanging, though it lives; it is ended"]

@@ -10,8 +10,13 @@ import time
 import pytest
 
 from cpu3d.child import ROOT
-from cpu3d.distributed.supervise import Job, Patience, WorkerFailedError, supervise
+from cpu3d.distributed import running
+from cpu3d.distributed import supervise as module
+from cpu3d.distributed.patience import Patience
+from cpu3d.distributed.running import Job
+from cpu3d.distributed.supervise import WorkerFailedError, supervise
 from cpu3d.errors import Interrupted
+from tests.cpu3d.guard.beats import beat
 
 QUICK = Patience(poll_s=0.02, look_s=0.1, settle_s=0.6, hears_s=0.6, grace_s=5.0)
 
@@ -170,7 +175,66 @@ def test_who_hangs_is_ended_and_named(job):
     assert error.exit_code == 6
     assert "worker 1 on" in str(error)
     assert "got hangs, silent for 61 s" in str(error)
-    assert [len(pids) for pids in asked[:4]] == [2, 2, 2, 1]
+    assert [len(pids) for pids in asked] == [2, 2, 2]
+
+
+def test_who_was_suspended_is_not_taken_for_the_first_that_failed(job):
+    jobs = [job(0, SUSPENDED), job(1, FAILS.format(after_s=0.3, code=4))]
+    error = failure(jobs)
+    assert (error.exit_code, str(error).startswith("worker 1 on")) == (4, True)
+    assert "worker 0 hangs, suspended by a signal" in str(error)
+
+
+def test_who_cannot_be_ended_is_named_and_left(job, monkeypatch):
+    """As one that waits in the kernel for a file system: here nothing is sent to it."""
+    monkeypatch.setattr(running, "family", lambda pid: ())
+    children, start = [], running.start
+    monkeypatch.setattr(running, "start", lambda *words: children.append(start(*words)) or children[-1])
+    deaf = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); " + WORKS
+    jobs = [job(0, deaf), job(1, LOSES_ANOTHER.format(after_s=0.5))]
+    short = Patience(poll_s=0.02, settle_s=0.1, grace_s=0.1, dies_s=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(WorkerFailedError) as caught:
+        supervise(jobs, patience=short)
+    pid = int(jobs[0].log.read_text().splitlines()[1])
+    os.kill(pid, signal.SIGKILL)
+    children[0].wait()
+    assert time.monotonic() - began_s < 10
+    assert caught.value.exit_code == 6
+    assert str(caught.value).startswith("worker 0 on")
+    assert f"SIGKILL does not end process {pid}: see whether the file systems" in str(caught.value)
+
+
+def test_a_log_that_cannot_be_read_any_more_holds_nobody(job, monkeypatch):
+    held = threading.Event()
+    monkeypatch.setattr(module, "last_words", lambda log, begin: held.wait(60))
+    monkeypatch.setattr(module, "LOG_S", 0.2)
+    error = failure([job(0, FAILS.format(after_s=0, code=4))])
+    held.set()
+    assert (error.exit_code, "its file system does not answer" in str(error)) == (4, True)
+
+
+@pytest.mark.parametrize(("phase", "saved"), [("computing", True), ("starting", False)])
+def test_who_trains_is_given_the_time_for_its_step_and_who_does_not_is_not(job, phase, saved):
+    """The step takes 1 s, longer than all other patience; after it the worker hears of the loss, saves and ends."""
+    step = "import sys, time; print('ready', flush=True); time.sleep(1); print('saved'); sys.exit(6)"
+    for code in (2, 3):
+        jobs = [job(0, step), job(1, FAILS.format(after_s=0.3, code=code))]
+        short = Patience(poll_s=0.02, hears_s=0.1, grace_s=0.1, unforeseen_s=0.1)
+        jobs[0].log.unlink(missing_ok=True)
+        with pytest.raises(WorkerFailedError) as caught:
+            supervise(jobs, patience=short, beats=lambda pid: [beat(phase=phase, longest_step_s=1.5)])
+        assert caught.value.exit_code == code
+        assert ("saved" in jobs[0].log.read_text().split()) == saved
+
+
+def test_a_step_in_flight_is_not_cut_off_by_force(job):
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1.5); print('saved')"
+    jobs = [job(0, slow), job(1, LOSES_ANOTHER.format(after_s=0.4))]
+    short = Patience(poll_s=0.02, settle_s=0.05, grace_s=0.05)
+    with pytest.raises(WorkerFailedError):
+        supervise(jobs, patience=short, beats=lambda pid: [beat(phase="computing", longest_step_s=2.0)])
+    assert "saved" in jobs[0].log.read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +291,8 @@ def test_a_failure_while_saving_is_not_taken_for_an_interruption(job):
 ALONE = """
 import os, sys
 from pathlib import Path
-from cpu3d.distributed.supervise import Job, supervise
+from cpu3d.distributed.running import Job
+from cpu3d.distributed.supervise import supervise
 logs = [Path(log) for log in sys.argv[2:]]
 supervise([Job(log.stem, "this host", (sys.executable, "-c", sys.argv[1]), dict(os.environ), log) for log in logs])
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.guard.free_memory import ADDRESSES, CGROUP, MACHINE, Room, free_memory, tightest
+from cpu3d.guard.free_memory import ADDRESSES, CGROUP, MACHINE, Room, free_memory, throttled_at, tightest
 from cpu3d.host.memory import Resident, resident
 
 GIB = 2**30
@@ -38,6 +38,20 @@ def test_a_version_2_limit_leaves_what_is_not_used_and_all_file_pages(host):
     rooms = free_memory(root=host)
     assert rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
     assert tightest(rooms) == CGROUP
+
+
+def test_where_a_cgroup_slows_its_processes_down(host):
+    assert throttled_at(host) is None
+    write(host, "proc/self/cgroup", "0::/job")
+    write(host, "sys/fs/cgroup/job/memory.high", "max")
+    assert throttled_at(host) is None
+    write(host, "sys/fs/cgroup/job/memory.high", str(6 * GIB))
+    write(host, "sys/fs/cgroup/job/memory.current", str(8 * GIB))
+    write(host, "sys/fs/cgroup/job/memory.stat", f"active_file {GIB}\ninactive_file {2 * GIB}")
+    assert throttled_at(host) == Room(GIB, 6 * GIB)
+    write(host, "sys/fs/cgroup/job/memory.stat", "active_file 0\ninactive_file 0")
+    assert throttled_at(host) == Room(0, 6 * GIB)
+    assert CGROUP not in free_memory(root=host), "nobody is killed there"
 
 
 def test_a_version_1_limit_does_too(host):

@@ -58,6 +58,9 @@ def test_a_damaged_file_is_told_and_no_other_is_lost(tmp_path, damage, said):
     assert isinstance(found[1], Unreadable)
     assert said in found[1]
     assert str(path) in found[1]
+    assert found[1].endswith(
+        ("; a worker that lives writes it anew with its next beat", "; look with the version that runs")
+    )
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):

@@ -5,17 +5,8 @@ import dataclasses
 import pytest
 
 from cpu3d.guard.free_memory import ADDRESSES, CGROUP, MACHINE, Room
-from cpu3d.guard.judge import (
-    LOOK_S,
-    SHORTEST_LOOK_S,
-    Limits,
-    Sample,
-    floor_bytes,
-    judge,
-    next_look_s,
-    span_s,
-    thinned,
-)
+from cpu3d.guard.judge import SAMPLE_EVERY_S, SAMPLE_SOONEST_S, Limits, floor_bytes, judge, next_look_s, span_s
+from cpu3d.guard.samples import Sample, thinned
 
 MIB, GIB = 2**20, 2**30
 
@@ -46,22 +37,26 @@ def saw(period_s, high, low=0.0):
     [
         ("nothing happens", lambda t: 5, lambda t: 8, STEP, ""),
         ("little is free, but steadily", lambda t: 5, lambda t: 0.2, STEP, ""),
-        ("less is free than a save needs", lambda t: 5, lambda t: 0.15, STEP, "stop"),
-        ("enough for a save of nothing", lambda t: 5, lambda t: 0.15, dataclasses.replace(STEP, save_bytes=0), ""),
+        ("others leave less than a save needs", lambda t: 5, lambda t: 0.15 + (t < 5), STEP, "stop"),
+        ("enough for nothing", lambda t: 5, lambda t: 0.15 + (t < 5), dataclasses.replace(STEP, save_bytes=0), ""),
+        ("less than a save needs, as from the beginning", lambda t: 5, lambda t: 0.15, STEP, ""),
+        ("the same without a plan", lambda t: 5, lambda t: 0.15, dataclasses.replace(STEP, bound_bytes=None), "stop"),
+        ("next to nothing, as from the beginning", lambda t: 5, lambda t: 0.06, STEP, "stop"),
         ("steps go up and down, little is free at their tops", saw(10, 5), lambda t: 5.25 - saw(10, 5)(t), STEP, ""),
         ("slow steps, too", saw(20, 5), lambda t: 5.25 - saw(20, 5)(t), dataclasses.replace(STEP, step_s=20.0), ""),
         # 0.02 GiB a second: 0.45 GiB are left after 40 s, 0.2 GiB after the next 12 s, of which a save needs 0.16.
         ("another program takes memory slowly", lambda t: 5, lambda t: 1.25 - 0.02 * t, STEP, ""),
         ("the same, with less to begin with", lambda t: 5, lambda t: 1.1 - 0.02 * t, STEP, "stop"),
         ("the same before the first step is done", lambda t: 5, lambda t: 1.1 - 0.02 * t, Limits(save_bytes=MIB), ""),
+        ("the same within a span", lambda t: 5, lambda t: 1.1 - 0.08 * max(0, t - 30), STEP, ""),
         ("the same, long ago", lambda t: 5, lambda t: max(1.1 - 0.2 * t, 0.3), STEP, ""),
         # Own growth of 0.1 GiB a second: 1.2 GiB more until the end of the step.
         ("growth beyond the plan", lambda t: 5 + 0.1 * t, lambda t: 5.3 - 0.1 * t, STEP, "stop"),
         ("growth beyond the plan with room", lambda t: 5 + 0.1 * t, lambda t: 5.5 - 0.1 * t, STEP, ""),
         ("growth within the plan", lambda t: 1 + 0.1 * t, lambda t: 5.3 - 0.1 * t, STEP, ""),
-        ("growth without a plan", lambda t: 1 + 0.1 * t, lambda t: 5.2 - 0.1 * t, Limits(step_s=10.0), "stop"),
+        ("growth without a plan", lambda t: 1 + 0.1 * t, lambda t: 5.1 - 0.1 * t, Limits(step_s=10.0), "stop"),
         # The process is small between the tops of its steps; what others take is missing at the next top.
-        ("others take what a step needs", saw(10, 5), lambda t: 5.4 - saw(10, 5)(t) - 0.4 * (t > 30), STEP, "stop"),
+        ("others take what a step needs", saw(10, 5), lambda t: 5.4 - saw(10, 5)(t) - 0.7 * (t > 30), STEP, "stop"),
         ("a step takes its known peak at once", lambda t: 4 * (t % 10 < 5), lambda t: 5 - 4 * (t % 10 < 5), STEP, ""),
         ("a step takes what it never took", lambda t: 4 * (t >= 40), lambda t: 5 - 4 * (t >= 40), STEP, "end"),
         ("nothing is as fast as this", lambda t: 1, lambda t: 10 - 9.99 * (t >= 40), STEP, "end"),
@@ -80,7 +75,7 @@ def test_the_run_goes_on_stops_or_ends(what, own, free, limits, action):
 
 @pytest.mark.parametrize("limit", [MACHINE, CGROUP])
 def test_the_limit_that_leaves_least_is_named(limit):
-    samples = course(lambda t: 5, lambda t: 0.1, limit=limit)
+    samples = course(lambda t: 5, lambda t: 0.1 + (t < 5), limit=limit)
     roomy = [dataclasses.replace(one, rooms={"roomy": Room(9 * GIB, 16 * GIB), **one.rooms}) for one in samples]
     assert f"must keep 164 MiB free for a save, got 102 MiB free of {limit}" in judge(roomy, STEP).why
 
@@ -95,6 +90,54 @@ def test_the_limit_that_leaves_least_is_named(limit):
 )
 def test_the_reason_says_who_took_the_memory(own, free, said):
     assert said in judge(course(own, free), STEP).why
+
+
+HOST_24 = Limits(bound_bytes=9 * GIB, save_bytes=50 * MIB, step_s=2.0, save_s=10.0)
+
+
+@pytest.mark.parametrize("over_s", [0.5, 3, 5])
+@pytest.mark.parametrize("since_s", [0.5, 2, 4, 6, 9, 12, 20])
+@pytest.mark.parametrize("bound", [9 * GIB, None])
+def test_what_others_take_once_is_not_counted_again(over_s, since_s, bound):
+    """A neighbour's start, another worker's first validation: 3 GiB of 6, and 3 are left."""
+    taken = lambda t: 3 * min(1, max(0, t - 40 + since_s) / over_s)
+    samples = course(lambda t: 8, lambda t: 6 - taken(t), total_gib=24)
+    assert judge(samples, dataclasses.replace(HOST_24, bound_bytes=bound)).action == ""
+    samples = course(lambda t: 5.5 + taken(t), lambda t: 6 - taken(t), total_gib=24)
+    assert judge(samples, dataclasses.replace(HOST_24, bound_bytes=bound)).action == "", "its own, within the plan"
+
+
+@pytest.mark.parametrize("spare", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("total", [24.0, 1536.0])
+@pytest.mark.parametrize("step_s", [None, 2.0])
+@pytest.mark.parametrize("here", [1, 4])
+def test_a_run_that_was_let_in_and_is_within_its_plan_goes_on(spare, total, step_s, here):
+    """Four workers fill 5 GiB a second each, others than this one somewhat faster; all fits by their plans, barely."""
+    own = lambda t: min(5.5, 0.5 + max(0, t - 20) * 5)
+    peers = lambda t: (here - 1) * min(5.5, 0.5 + max(0, t - 20) * 6)
+    beside = 5.75 * here + spare
+    samples = course(own, lambda t: beside - own(t) - peers(t), total_gib=total, every_s=0.05)
+    limits = Limits(bound_bytes=6 * GIB, save_bytes=2 * GIB, here=here, step_s=step_s)
+    for count in (1, *range(398, 430), 500, len(samples)):
+        kept = thinned(samples[:count], span_s(limits))
+        assert judge(kept, limits).action == "", (count, judge(kept, limits).why)
+
+
+def test_workers_that_take_more_than_their_plans_are_ended_before_the_kernel_does_it():
+    own = lambda t: min(5.5, 0.5 + max(0, t - 38) * 3)
+    samples = course(own, lambda t: max(0.3, 23 - own(t) - 12 * max(0, t - 38)), every_s=0.05)
+    verdicts = [judge(samples[:count], Limits(bound_bytes=6 * GIB, here=4)).action for count in range(1, len(samples))]
+    ended = verdicts.index("end")
+    assert set(verdicts[:ended]) == {""}
+    assert samples[ended].own_bytes > 4 * GIB, "they are let go on as long as it is as planned"
+    assert samples[ended].rooms[MACHINE].free_bytes > GIB
+
+
+def test_a_cgroup_that_slows_its_processes_down_is_said():
+    slow = dataclasses.replace(sample(0, 5, 8), throttle=Room(0, 6 * GIB))
+    assert "memory must stay below 6.00 GiB, the memory.high" in dict(judge([slow], STEP).warnings)["throttled"]
+    assert judge([slow], STEP).action == ""
+    assert not judge([dataclasses.replace(slow, throttle=Room(GIB, 6 * GIB))], STEP).warnings
 
 
 def test_a_limit_of_addresses_never_ends_a_process_at_once():
@@ -140,16 +183,21 @@ def test_a_limit_of_addresses_below_the_plan_is_said():
 
 
 def test_larger_hosts_keep_more_free():
-    assert [floor_bytes(total) for total in (GIB, 24 * GIB, 1000 * GIB)] == [64 * MIB, 64 * MIB, 2 * GIB]
+    assert [floor_bytes(total) for total in (GIB, 24 * GIB, 250 * GIB, 1536 * GIB)] == [
+        64 * MIB,
+        64 * MIB,
+        GIB // 2,
+        GIB,
+    ]
 
 
 def test_samples_come_faster_when_memory_is_about_to_run_out():
     steady, falling = course(lambda t: 5, lambda t: 8), course(lambda t: 5, lambda t: 8.2 - 0.2 * t)
     waits = [next_look_s(falling[:count]) for count in (2, 60, 76, 80, 81)]
-    assert next_look_s(steady) == next_look_s([]) == LOOK_S
-    assert waits[0] == LOOK_S
+    assert next_look_s(steady) == next_look_s([]) == SAMPLE_EVERY_S
+    assert waits[0] == SAMPLE_EVERY_S
     assert waits == sorted(waits, reverse=True)
-    assert SHORTEST_LOOK_S <= waits[-1] < 0.25
+    assert SAMPLE_SOONEST_S <= waits[-1] < 0.25
 
 
 @pytest.mark.parametrize("own", [saw(600, 5), lambda t: 5 - saw(600, 5)(t)])
@@ -159,7 +207,7 @@ def test_thinned_samples_are_few_whatever_the_time_of_a_step(own):
     assert len(kept) < 130
     assert kept[0] is samples[0]
     assert kept[-1] is samples[-1]
-    within, around = samples[-2400:], samples[-2450:]
+    within, around = samples[-4800:], samples[-4850:]
     most = lambda some: max(one.own_bytes for one in some)
     least = lambda some: min(one.rooms[MACHINE].free_bytes + one.own_bytes for one in some)
     assert most(within) <= most(kept[1:]) <= most(around)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cpu3d.guard.heartbeat import PHASES, WAITING_PHASES
 from cpu3d.guard.stall import ADVICE, StallClock, stall_message
 
 
@@ -41,6 +42,12 @@ def test_a_clock_that_goes_back_is_no_silence():
         ("computing", None, 240.0),
         ("validating", 2.0, 240.0),
         ("waiting for data", 2.0, 300.0),
+        # Half as much again as anything that another worker may be doing.
+        ("exchanging", 2.0, 450.0),
+        ("exchanging", None, 450.0),
+        ("exchanging", 40.0, 600.0),
+        ("waiting for the others' validation", 2.0, 450.0),
+        ("waiting for the last checkpoint", 2.0, 450.0),
     ],
 )
 def test_what_takes_longer_than_ever_is_given_ten_times_that(phase, longest_step_s, allowed_s):
@@ -48,6 +55,18 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(phase, longest_step
     clock.ended("computing", 1.0)
     clock.ended("waiting for data", 30.0)
     assert clock.allowed_s(phase, longest_step_s) == allowed_s
+
+
+def test_who_hangs_is_found_before_those_who_wait_for_him():
+    """Before anything was done, and after a step, a save and a wait for that save."""
+    for longest_s in (None, 8.0):
+        clock = StallClock(60.0)
+        if longest_s:
+            for phase in ("computing", "saving", "exchanging"):
+                clock.ended(phase, 1.0)
+        waits = [clock.allowed_s(phase, longest_s) for phase in WAITING_PHASES]
+        works = [clock.allowed_s(phase, longest_s) for phase in PHASES if phase not in WAITING_PHASES]
+        assert min(waits) >= 1.5 * max(works)
 
 
 def test_a_wait_counts_only_as_far_as_this_process_lived_through_it():

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.host.apply import apply, describe, import_tensorflow, set_up
+from cpu3d.host.apply import apply, import_tensorflow, set_up
 from cpu3d.host.memory_policy import memory_policy
-from cpu3d.host.thread_plan import ThreadPlan, thread_plan, thread_plans
+from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, thread_plans
 from cpu3d.host.topology import cpu_ranges, read_topology
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import read_host
 
 ROOT = Path(__file__).resolve().parents[3]
 TENSORFLOW = importlib.metadata.version("tensorflow")
 HAS_ITEX = importlib.util.find_spec("intel_extension_for_tensorflow") is not None
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, threading
 from cpu3d.errors import InputError
 from cpu3d.host import apply as host_apply
 from cpu3d.host.thread_plan import thread_plan
@@ -39,12 +39,18 @@ try:
     second = "imported"
 except (InputError, RuntimeError) as error:
     second = str(error)
-threading = tf.config.threading
+tf.function(tf.nn.conv3d)(tf.ones((1, 32, 32, 32, 16)), tf.ones((3, 3, 3, 16, 16)), [1] * 5, "SAME").numpy()
+inherited = []
+later = threading.Thread(target=lambda: inherited.extend(os.sched_getaffinity(0)))
+later.start()
+later.join()
+tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
 print(json.dumps({
+    "cpus": [sorted(os.sched_getaffinity(0)), inherited], "bound": sum(len(cpus) == 1 for cpus in tasks),
     "name": host_apply.engine_name(tf),
     "itex_mapped": "libitex_cpu" in open("/proc/self/maps").read(),
     "keras": tf.keras.layers.Layer.__module__,
-    "threads": [threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()],
+    "threads": [getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")() for kind in ("intra", "inter")],
     "again_is_same": host_apply.import_tensorflow(sys.argv[1]) is tf,
     "second": second,
     "exists_restored": os.path.exists is exists,
@@ -69,14 +75,30 @@ def run_engine(engine, **environment):
 needs_itex = pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
 
 
+@pytest.fixture(scope="module")
+def on_itex():
+    """With the affinity that a plan sets on hosts of several nodes."""
+    return run_engine("itex", KMP_AFFINITY=KMP_AFFINITY)
+
+
 @needs_itex
-def test_itex_is_loaded_and_named_with_its_threads():
-    found = run_engine("itex")
-    assert found["itex_mapped"]
-    assert found["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
-    assert found["threads"] == [read_host().usable_cores, 1]
-    assert found["again_is_same"]
-    assert "stock on" in found["second"]
+def test_itex_is_loaded_and_named_with_its_threads(on_itex):
+    assert on_itex["itex_mapped"]
+    assert on_itex["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
+    assert on_itex["threads"] == [read_host().usable_cores, 1]
+    assert on_itex["again_is_same"]
+    assert "stock on" in on_itex["second"]
+
+
+@needs_itex
+@pytest.mark.skipif(read_host().logical_cpus < 2, reason="needs two CPUs")
+def test_where_openmp_binds_its_threads_those_of_python_stay_free(on_itex):
+    """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked for it.
+
+    Else every thread that reads data would inherit its one CPU.
+    """
+    assert on_itex["bound"] == read_host().usable_cores
+    assert on_itex["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
 
 
 @pytest.mark.parametrize(("engine", "onednn"), [("stock", "oneDNN"), ("stock-no-onednn", "no oneDNN")])
@@ -88,24 +110,17 @@ def test_stock_engines_load_no_itex_although_it_is_installed(engine, onednn):
     assert found["exists_restored"]
 
 
-def test_what_the_user_set_wins():
-    found = run_engine("auto", TF_NUM_INTRAOP_THREADS="3", TF_NUM_INTEROP_THREADS="2", TF_ENABLE_ONEDNN_OPTS="0")
+def test_what_the_user_set_wins_and_asking_for_legacy_keras_does_no_harm_where_keras_is_2_anyway():
+    own = {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    found = run_engine("auto", **own, TF_USE_LEGACY_KERAS="1")
     assert found["threads"] == [3, 2]
     assert "no oneDNN" in found["name"]
-
-
-@pytest.mark.skipif(not TENSORFLOW.startswith("2.15"), reason="later TensorFlow has Keras 3 beside Keras 2")
-def test_asking_for_legacy_keras_does_no_harm_where_keras_is_2_anyway():
-    assert run_engine("auto", TF_USE_LEGACY_KERAS="1")["keras"].startswith("keras.src.engine.")
+    assert found["keras"].startswith(("tf_keras.", "keras.src.engine."))
 
 
 @pytest.mark.skipif(TENSORFLOW.startswith("2.15"), reason="TensorFlow 2.15 has no Keras 3")
 def test_keras_3_is_refused():
     assert "tf.keras must be Keras 2, got keras 3." in run_engine("auto", TF_USE_LEGACY_KERAS="0")["error"]
-
-
-def test_a_thread_count_that_is_no_number_is_refused():
-    assert "TF_NUM_INTRAOP_THREADS must be a whole number" in run_engine("stock", TF_NUM_INTRAOP_THREADS="all")["error"]
 
 
 @pytest.mark.skipif(HAS_ITEX, reason="ITEX is installed")
@@ -122,6 +137,12 @@ def without_tensorflow(monkeypatch):
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def test_a_thread_count_that_is_no_number_is_refused(without_tensorflow):
+    os.environ["TF_NUM_INTRAOP_THREADS"] = "all"
+    with pytest.raises(InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"):
+        import_tensorflow("stock")
 
 
 def test_apply_sets_what_is_unset_and_leaves_the_rest(without_tensorflow):
@@ -148,17 +169,6 @@ def test_apply_after_tensorflow_is_refused(monkeypatch):
 def test_an_unknown_engine_is_refused_with_the_choice(function):
     with pytest.raises(InputError, match="engine must be one of auto, itex, stock, stock-no-onednn, got mkl"):
         function()
-
-
-def test_the_description_says_what_the_process_may_use(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    host = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("amx_bf16",))
-    assert describe(host, thread_plan(host), "TensorFlow 2.15.1, oneDNN")[:3] == [
-        "host: Xeon, 56 cores on 2 sockets and 2 NUMA nodes, 112 CPUs, quota 7 CPUs, fast bfloat16",
-        "memory: 1024.0 GiB, limit 64.0 GiB, 60.0 GiB free",
-        "engine: TensorFlow 2.15.1, oneDNN",
-    ]
-    assert "OMP_NUM_THREADS=3" in describe(host, thread_plan(host), "")[3]
 
 
 # --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
@@ -189,7 +199,8 @@ import json, os, threading
 thread = threading.Event()
 threading.Thread(target=thread.wait, daemon=True).start()
 before = os.sched_getaffinity(0)
-from cpu3d.host.apply import describe, set_up
+from cpu3d.host.apply import set_up
+from cpu3d.host.describe import describe
 host, plan, tf = set_up(local=(1, 2))
 tf.linalg.matmul(tf.ones((64, 64)), tf.ones((64, 64)))
 again = set_up(local=(1, 2))[1]
@@ -211,7 +222,8 @@ print(json.dumps({
 
 POLICIES = """
 import json, os, sys
-from cpu3d.host.apply import apply, describe
+from cpu3d.host.apply import apply
+from cpu3d.host.describe import describe
 from cpu3d.host.memory_policy import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan
 from memory_estimator.host import read_host

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cpu3d.host.checks import STATES, host_checks, software_checks
+from cpu3d.host.checks import STATES, host_checks, process_checks, software_checks
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS, topology_of
 from cpu3d.host.thread_plan import default_workers, thread_plans
 from cpu3d.host.topology import Node
@@ -18,7 +18,7 @@ def checks_of(topology, workers=None):
 
 
 def warnings_of(topology, workers=None):
-    return {name for name, check in checks_of(topology, workers).items() if check.state != "ok"}
+    return {name for name, check in checks_of(topology, workers).items() if check.state not in ("ok", "note")}
 
 
 def with_host(name, **changes):
@@ -30,11 +30,11 @@ def with_host(name, **changes):
     ("name", "warned"),
     [
         ("small-1x2", set()),
-        ("xeon-2x28", {"bfloat16 instructions", "swap"}),
-        ("paper-4x20", {"bfloat16 instructions"}),
+        ("xeon-2x28", {"swap"}),
+        ("paper-4x20", set()),
         ("amx-2x60-snc4", set()),
-        ("container-7-of-64", {"bfloat16 instructions", "CPU quota", "memory limit"}),
-        ("container-cpuset-7-of-64", {"bfloat16 instructions", "memory limit"}),
+        ("container-7-of-64", {"CPU quota", "memory limit"}),
+        ("container-cpuset-7-of-64", {"memory limit"}),
     ],
 )
 def test_hosts_are_warned_of_what_they_lack(name, warned):
@@ -46,7 +46,24 @@ def test_every_warning_says_what_to_do(name):
     for check in checks_of(topology_of(name)).values():
         assert check.state in STATES
         assert check.found
-        assert check.advice or check.state == "ok"
+        assert bool(check.advice) == (check.state == "warn")
+
+
+def test_what_no_setting_can_change_is_a_note():
+    check = checks_of(topology_of("paper-4x20"))["bfloat16 instructions"]
+    assert (check.state, check.advice) == ("note", "")
+    assert check.found.startswith("none (AVX-512): training computes in float32")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "high", "states"),
+    [(None, None, ["ok", "ok"]), (64 * GIB, 16 * GIB, ["warn", "warn"]), (None, 32 * GIB, ["ok", "ok"])],
+)
+def test_limits_of_the_process_are_warned_of(addresses, high, states):
+    """A size from which the kernel slows down is none where the limit of memory is reached before."""
+    found = process_checks(topology_of("container-7-of-64"), addresses, high)
+    assert [check.name for check in found] == ["ulimit -v", "memory.high"]
+    assert [check.state for check in found] == states
 
 
 def test_few_free_bytes_are_those_of_a_worker():
@@ -96,4 +113,6 @@ def test_a_lopsided_mask_is_told():
 def test_the_installation_is_looked_at(tensorflow, itex, own, states):
     found = list(software_checks(tensorflow, itex, own))
     assert [check.state for check in found] == states
-    assert "OMP_NUM_THREADS=3" in found[-1].found or "warn" not in states[2:]
+    if states[2:]:
+        assert "OMP_NUM_THREADS=3" in found[-1].found
+        assert "`unset OMP_NUM_THREADS`" in found[-1].advice

@@ -36,6 +36,24 @@ def test_results_come_one_by_one_and_are_as_many_as_there_are_tests(process):
     assert [check.state for check in found] == ["ok", "warn", "skipped"]
 
 
+def test_what_others_print_among_the_results_is_passed_over(process):
+    noise = "print('onednn_verbose,exec,cpu', '[1]', '7', '{\"name\": 1}', sep='\\n')\n"
+    found = process(noise + line("ok") + noise + line("ok") + line("ok") + noise)
+    assert [check.state for check in found] == ["ok"] * 3
+
+
+def test_a_result_comes_on_a_line_of_its_own(monkeypatch, capsys):
+    """Behind a block of another's words that ended within a line."""
+    monkeypatch.setattr(module, "set_up", lambda engine: (HOST, None, None))
+    monkeypatch.setattr(module, "TESTS", (("engine", lambda *given: Check("engine", "ok", "TensorFlow")),))
+    print("onednn_verbose,ex", end="")
+    module.main("auto")
+    assert [module._read_check(line) for line in capsys.readouterr().out.splitlines()] == [
+        None,
+        Check("engine", "ok", "TensorFlow"),
+    ]
+
+
 def test_nothing_comes_after_a_failure(process):
     assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"]
 

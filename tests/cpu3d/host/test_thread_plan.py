@@ -6,8 +6,8 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS, topology_of
-from cpu3d.host.thread_plan import default_workers, possible_workers, share_of, thread_plan, thread_plans
-from cpu3d.host.topology import Cpu, cpu_ranges
+from cpu3d.host.thread_plan import KMP_AFFINITY, default_workers, possible_workers, share_of, thread_plan, thread_plans
+from cpu3d.host.topology import Cpu, Node, cpu_ranges
 from memory_estimator.host import Host
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
@@ -20,7 +20,7 @@ PINCH = dataclasses.replace(ZEN, cpu_quota=0.5)
     ("host", "threads", "affinity"),
     [
         (ZEN, 2, None),
-        (XEON, 56, "granularity=fine,compact,1,0"),
+        (XEON, 56, KMP_AFFINITY),
         (CONTAINER, 7, None),
         (PINCH, 1, None),
     ],
@@ -130,6 +130,62 @@ def masked(name, cpus):
         numa_nodes=len({cpu.node for cpu in kept}),
     )
     return dataclasses.replace(topology, host=host, cpus=kept)
+
+
+def under_quota(topology, quota):
+    return dataclasses.replace(topology, host=dataclasses.replace(topology.host, cpu_quota=quota))
+
+
+def with_more_nodes(name, *nodes):
+    """An example host that has memory without CPUs too, as on the chip (HBM) or behind a bus (CXL)."""
+    topology = topology_of(name)
+    return dataclasses.replace(topology, nodes=(*topology.nodes, *nodes))
+
+
+BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 28"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "plans"),
+    [
+        pytest.param(under_quota(topology_of("xeon-2x28"), 112.0), BOTH_SOCKETS, id="a quota of all CPUs"),
+        pytest.param(under_quota(topology_of("xeon-2x28"), 400.0), BOTH_SOCKETS, id="a quota of more"),
+        pytest.param(under_quota(topology_of("xeon-2x28"), 111.0), [" |   | 56"], id="a quota of less"),
+        pytest.param(
+            under_quota(masked("xeon-2x28", {*range(14), *range(56, 70)}), 28.0),
+            ["0-13,56-69 | preferred 0 | 14"],
+            id="a cpuset and a quota of all of it",
+        ),
+        pytest.param(
+            masked("xeon-2x28", set(range(20, 36))),
+            ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
+            id="a cpuset over two sockets",
+        ),
+        pytest.param(
+            masked("xeon-2x28", set(range(112)) - {3, 59}),
+            ["0-2,4-27,56-58,60-83 | preferred 0 | 27", "28-55,84-111 | preferred 1 | 28"],
+            id="a core that is offline",
+        ),
+        pytest.param(
+            masked("xeon-2x28", set(range(56))),
+            ["0-27 | preferred 0 | 28", "28-55 | preferred 1 | 28"],
+            id="one hyper-thread of each core",
+        ),
+        pytest.param(masked("xeon-2x28", {0, 1, 57}), ["0-1,57 | preferred 0 | 2"], id="one hyper-thread of one core"),
+        pytest.param(
+            with_more_nodes("xeon-2x28", Node(2, 64 * 2**30, 60 * 2**30), Node(3, 64 * 2**30, 60 * 2**30)),
+            BOTH_SOCKETS,
+            id="nodes of memory alone",
+        ),
+        pytest.param(
+            with_more_nodes("small-1x2", Node(1, 512 * 2**30, 500 * 2**30)),
+            ["0-1 | preferred 0 | 2"],
+            id="memory behind a bus",
+        ),
+    ],
+)
+def test_default_workers_of_hosts_that_are_cut_or_odd(topology, plans):
+    assert spelled(topology, default_workers(topology)) == plans
 
 
 def test_a_lopsided_mask_gets_one_worker_by_default():

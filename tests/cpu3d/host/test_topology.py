@@ -95,6 +95,25 @@ def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
     assert topology.machine_cpus == 112
 
 
+def test_cpus_that_are_offline_are_not_there(tmp_path):
+    """Linux keeps them in the mask and in /proc/cpuinfo's numbers, and takes them off all that /sys lists."""
+    topology = topology_of("small-1x2")
+    write_tree(tmp_path, topology)
+    (tmp_path / "sys/devices/system/cpu/online").write_text("1\n")
+    (tmp_path / "sys/devices/system/node/node0/cpulist").write_text("1\n")
+    found = read_topology(tmp_path)
+    assert found.cpus == (Cpu(1, 0, 0, 0),)
+    assert (found.machine_cpus, found.host.cores) == (1, 1)
+
+
+def test_a_node_without_cpus_is_told_with_its_memory(tmp_path):
+    topology = whole_kib(topology_of("small-1x2"))
+    topology = dataclasses.replace(topology, nodes=(*topology.nodes, Node(1, 512 * GIB, 500 * GIB)))
+    write_tree(tmp_path, topology)
+    assert read_topology(tmp_path) == topology
+    assert topology.host.numa_nodes == 1
+
+
 def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor: 0\n\nprocessor: 1\n")
@@ -166,6 +185,14 @@ def test_a_damaged_description_is_refused_with_what_is_wrong(content, message):
     with pytest.raises(InputError, match=message) as raised:
         from_json(content, "host.json")
     assert all("host host.json" in problem for problem in raised.value.problems)
+
+
+def test_a_description_that_was_cut_off_is_told_in_one_line():
+    with pytest.raises(InputError) as raised:
+        from_json({"schema": 1}, "host.json")
+    assert [problem.partition(",")[0] for problem in raised.value.problems] == [
+        "host host.json: host must be an object"
+    ]
 
 
 def test_all_that_is_wrong_is_told_at_once():

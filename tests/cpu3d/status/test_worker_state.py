@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cpu3d.guard.heartbeat import heartbeat_path, process_start, write_heartbeat
-from cpu3d.guard.worker_state import state_of
+from cpu3d.status.worker_state import state_of
 from tests.cpu3d.guard.beats import beat
 
 

@@ -16,8 +16,9 @@ from cpu3d.data.folds import with_fold
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, read_heartbeats
-from cpu3d.guard.worker_state import SILENT_S, WorkerState, beat_age_s, state_of
 from cpu3d.run_log import recent_events
+from cpu3d.status.advice import advice, without_advice
+from cpu3d.status.worker_state import SILENT_S, WorkerState, beat_age_s, state_of
 from memory_estimator.units import format_seconds
 
 RECENT = 50
@@ -39,6 +40,12 @@ WORST_FIRST = (
     *("interrupted", "stopping", "starting", "running", "finished"),
 )
 """The run's state is the first of these that a worker is in: what others suffer from comes before what they suffer."""
+
+NOT_AT_WORK = ("dead", "silent", "broken off", "unknown", "interrupted", "finished")
+"""States of workers that do nothing for a run whose log says that it is finished."""
+
+FINISHED = ("finished", "early stop")
+"""Reasons in the log's last line of a run that is over."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,19 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     workers = _workers(run, heartbeats, now)
     steps_told = [event.get("step") for event in events] + [one.heartbeat.step for one in workers if one.heartbeat]
     step = max(map(_whole, steps_told), default=0)
-    checkpoint = _checkpoint(run, events, now)
-    by_log = None if workers else _state_by_log(run, events, now)
-    worst = min(workers, key=lambda one: WORST_FIRST.index(one.state)) if workers else None
-    state = worst.state if worst else by_log.state
-    is_fine = all(WorkerState(one.state).is_fine for one in workers) if workers else by_log.is_fine
-    details = [by_log.detail] if by_log else [_told(one, len(workers)) for one in workers if one.detail]
     steps = _steps(config, events, workers)
+    checkpoint = _checkpoint(run, events, now)
+    by_log = _state_by_log(run, events, now)
+    if workers and not (by_log.state == "finished" and _is_left_at_the_end(events, workers, step, steps)):
+        first = sorted(workers, key=lambda one: WORST_FIRST.index(one.state))
+        state, is_fine = first[0].state, all(WorkerState(one.state).is_fine for one in workers)
+        rank, reasons = first[0].rank, [one.detail for one in first if one.state == first[0].state]
+        details = [_told(one, len(workers)) for one in first if one.detail]
+    else:
+        state, is_fine, rank, reasons, details = by_log.state, by_log.is_fine, 0, [], [by_log.detail]
+    next_steps = advice(run, state, _again(checkpoint), rank, reasons)
+    if next_steps:
+        details = [without_advice(detail) for detail in details]
     recent = [event for event in events if event["event"] == "step"]
     step_s = _median([event.get("step_s") for event in recent])
     validations = [event for event in events if event["event"] == "validation"]
@@ -118,7 +131,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         folder=str(run),
         state=state,
         details=tuple(dict.fromkeys(filter(None, details))),
-        advice=_advice(run, state, checkpoint, worst.rank if worst else 0),
+        advice=next_steps,
         is_fine=is_fine,
         workers=tuple(workers),
         step=step,
@@ -158,7 +171,7 @@ def _workers(run: Path, heartbeats: Dict[int, Any], now: float) -> List[WorkerSt
                 )
             )
         elif one is not None:
-            found.append(WorkerStatus(rank, "unknown", f"{one}; it is written anew with the next beat"))
+            found.append(WorkerStatus(rank, "unknown", str(one)))
         elif now - latest.started < SILENT_S:
             found.append(WorkerStatus(rank, "starting", ""))
         else:
@@ -177,12 +190,24 @@ def _state_by_log(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Wo
         return WorkerState("unknown", "nothing is logged and there is no heartbeat")
     last = events[-1]
     if last["event"] == "end":
-        finished = last.get("reason") in ("finished", "early stop")
+        finished = last.get("reason") in FINISHED
         return WorkerState("finished" if finished else "interrupted", "" if finished else str(last.get("reason")))
     age = now - (run / "log.jsonl").stat().st_mtime
     slow = 10 * (_median([event.get("step_s") for event in events if event["event"] == "step"]) or 0)
     told = f"there is no heartbeat; the last line of the log came {format_seconds(max(0, age))} ago"
     return WorkerState("running" if age < max(5 * SILENT_S, slow) else "unknown", told)
+
+
+def _is_left_at_the_end(
+    events: Sequence[Dict[str, Any]], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]
+) -> bool:
+    """Whether a run that has finished was begun again with nothing to do, whatever became of those who found that out.
+
+    Not for one that was made longer, nor where somebody works, or says why he could not.
+    """
+    end = _whole(events[-1].get("step"))
+    longer = events[-1].get("reason") == "finished" and bool(steps) and end < steps
+    return end >= step and not longer and all(one.state in NOT_AT_WORK for one in workers)
 
 
 def _checkpoint(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Optional[Saved]:
@@ -194,6 +219,13 @@ def _checkpoint(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Opti
             step = step if step >= 0 else next(reversed(logged), None)
             return Saved(step, max(0.0, now - stat.st_mtime), stat.st_size)
     return None
+
+
+def _again(checkpoint: Optional[Saved]) -> str:
+    """What the same command does next."""
+    if checkpoint is None:
+        return "there is no checkpoint yet: the same command starts anew"
+    return f"the same command goes on from step {'?' if checkpoint.step is None else checkpoint.step}"
 
 
 def _steps(
@@ -223,26 +255,6 @@ def _seconds_left(
     done = step - _whole(attempt[0].get("step"))
     beside = sum(event["seconds"] for event in attempt[1:] if _is_number(event.get("seconds")))
     return (steps - step) * (step_s + (beside / done if done > 0 else 0.0))
-
-
-def _advice(run: Path, state: str, checkpoint: Optional[Saved], rank: int) -> str:
-    if state in ("running", "starting", "stopping"):
-        return ""
-    if state == "finished":
-        return (
-            f"`evaluate --run {run}` scores it, `report --run {run}` tells of it; a larger --epochs or --steps goes on"
-        )
-    log = run / "logs" / f"worker-{rank}.log"
-    look = f"; its last words are in {log}" if log.is_file() else ""
-    if checkpoint is None:
-        again = "there is no checkpoint yet: the same command starts anew"
-    else:
-        again = f"the same command goes on from step {'?' if checkpoint.step is None else checkpoint.step}"
-    if state in ("stalled", "suspended", "silent"):
-        return f"when its process has ended, {again}{look}"
-    if state == "diverged":
-        return f"train into another folder with a lower --learning-rate{look}"
-    return f"{again}{look}"
 
 
 def _is_number(value: Any) -> bool:

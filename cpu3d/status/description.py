@@ -1,52 +1,27 @@
-"""Tell how a run is doing: phase, progress, memory, and what to do next.
+"""A run's status as it is printed: the run in a line, its workers in a table, then progress and what to do."""
 
-    ./run.sh status --run runs/first
-    ./run.sh status --run runs/first --watch
-    ./run.sh status --run runs/first --json
-
-Ends with 0 for a run that goes on or has finished, with 1 for one that needs somebody: a worker is dead, hangs, or has
-ended before the run was done; with 2 for a folder that is no run. It only reads, on any host that sees the folder; on
-the run's own host it also looks whether the processes live.
-"""
-
-import argparse
-import dataclasses
-import json
-import time
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import Any, List, Mapping, Optional
+from typing import Any, List, Mapping, Optional, Sequence
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cpu3d.guard.run_status import RunStatus, WorkerStatus, run_status
-from memory_estimator.units import GIB, format_bytes, format_seconds
+from cpu3d.status.run_status import RunStatus, WorkerStatus
+from memory_estimator.units import format_bytes, format_seconds
 
 COLOURS = {"running": "green", "starting": "green", "finished": "green", "stopping": "yellow", "interrupted": "yellow"}
 """Of states; all others need somebody now, and are red."""
 
+SIZES = ("step", "memory", "peak", "plan", "free")
+"""Columns of the workers' table behind their phase."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="print all that is known as JSON")
-    parser.add_argument("--watch", action="store_true", help="show it anew until the run ends; Ctrl-C ends only this")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between, with --watch (2)")
+NARROWER = (SIZES, SIZES[1:], ("memory", "free"), ())
+"""Those of ever narrower terminals."""
 
-
-def run(args: argparse.Namespace) -> int:
-    folder = Path(args.run)
-    status = run_status(folder)
-    if args.json:
-        print(json.dumps(_as_json(status), indent=1))
-    elif args.watch:
-        status = _watch(folder, status, max(args.every, 0.1))
-    else:
-        Console().print(describe(status))
-    return 0 if status.is_fine else 1
+LEAST_PHASE = 10
+"""Characters a line for a phase: most of its words need no more."""
 
 
 def describe(status: RunStatus) -> Group:
@@ -54,7 +29,7 @@ def describe(status: RunStatus) -> Group:
     lines = [*_progress_lines(status), *_memory_notes(status)]
     parts: List[Any] = [_line("run", f"{status.folder}: {status.state}", _colour(status.state))]
     if status.workers:
-        parts.append(_table(status.workers))
+        parts.append(_Workers(status.workers))
     parts += [_line(name, text) for name, text in lines]
     parts += [_line("note" if status.is_fine else "why", detail) for detail in status.details]
     if status.advice:
@@ -65,23 +40,6 @@ def describe(status: RunStatus) -> Group:
 # --- Private helpers ---
 
 
-def _watch(folder: Path, status: RunStatus, every_s: float) -> RunStatus:
-    """Show it until nothing goes on any more; returns the last one. Ctrl-C is a way to end it, not an interruption."""
-    try:
-        with Live(describe(status), console=Console(), auto_refresh=False) as live:
-            while status.is_fine and status.state != "finished":
-                time.sleep(every_s)
-                status = run_status(folder)
-                live.update(describe(status), refresh=True)
-    except KeyboardInterrupt:
-        pass
-    return status
-
-
-def _as_json(status: RunStatus) -> Mapping[str, Any]:
-    return dataclasses.asdict(status)
-
-
 def _line(name: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"{name}: ", "bold"), (text, style))
 
@@ -90,30 +48,54 @@ def _colour(state: str) -> str:
     return COLOURS.get(state, "red")
 
 
-def _table(workers: Any) -> Table:
+class _Workers:
+    """The workers' table, with fewer columns where a terminal is too narrow for all."""
+
+    def __init__(self, workers: Sequence[WorkerStatus]):
+        self._workers = workers
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for sizes in NARROWER:
+            rows = [("worker", "state", "", *sizes), *(_cells(worker, sizes) for worker in self._workers)]
+            widths = [max(len(Text.from_markup(cell)) for cell in column) for column in zip(*rows)]
+            widths[2] = LEAST_PHASE  # it is folded
+            if sum(widths) + 3 * len(widths) + 1 <= options.max_width:
+                break
+        yield _table(self._workers, sizes)
+
+
+def _table(workers: Sequence[WorkerStatus], sizes: Sequence[str]) -> Table:
+    left_out = "" if sizes == SIZES else "; a wider terminal shows all"
     table = Table(
-        caption="a phase with how long it has gone on; memory, peak, plan and free in GiB", caption_justify="left"
+        caption=f"phase: and how long it has gone on; sizes: G is GiB{left_out}",
+        caption_justify="left",
     )
     for name in ("worker", "state"):
         table.add_column(name, no_wrap=True)
-    table.add_column("phase", overflow="fold")
-    for name in ("step", "memory", "peak", "plan", "free"):
+    table.add_column("phase", overflow="fold", min_width=LEAST_PHASE)
+    for name in sizes:
         table.add_column(name, justify="right", no_wrap=True)
     for worker in workers:
-        table.add_row(*_cells(worker))
+        table.add_row(*_cells(worker, sizes))
     return table
 
 
-def _cells(worker: WorkerStatus) -> List[str]:
+def _cells(worker: WorkerStatus, sizes: Sequence[str]) -> List[str]:
     beat, state = worker.heartbeat, f"[{_colour(worker.state)}]{worker.state}[/]"
     if beat is None:
-        return [str(worker.rank), state, *["-"] * 6]
+        return [str(worker.rank), state, *["-"] * (1 + len(sizes))]
     ended = beat.exit_code is not None
     lives = not ended and worker.state != "dead"
     now = None if beat.anonymous_bytes is None else beat.anonymous_bytes + (beat.file_bytes or 0)
-    phase = f"ended, code {beat.exit_code}" if ended else f"{beat.phase}, {_rounded(worker.phase_s)}"
-    sizes = (now if lives else None, beat.peak_bytes, beat.bound_bytes, beat.free_bytes if lives else None)
-    return [str(worker.rank), state, escape(phase), str(beat.step), *map(_gib, sizes)]
+    phase = f"ended, code {beat.exit_code}" if ended else f"{escape(beat.phase)}, {_rounded(worker.phase_s)}"
+    told = {
+        "step": str(beat.step),
+        "memory": _short(now if lives else None),
+        "peak": _short(beat.peak_bytes),
+        "plan": _short(beat.bound_bytes),
+        "free": _short(beat.free_bytes if lives else None),
+    }
+    return [str(worker.rank), state, phase, *(told[name] for name in sizes)]
 
 
 def _progress_lines(status: RunStatus) -> List[Any]:
@@ -171,14 +153,9 @@ def _rounded(seconds: Optional[float]) -> str:
     return "-" if seconds is None else format_seconds(round(seconds) if seconds < 120 else seconds)
 
 
-def _gib(size_bytes: Optional[int]) -> str:
-    return (
-        "-"
-        if size_bytes is None
-        else f"{size_bytes / GIB:.2f}"
-        if size_bytes < 100 * GIB
-        else f"{size_bytes / GIB:.0f}"
-    )
+def _short(size_bytes: Optional[int]) -> str:
+    """As 14.00G, for a column."""
+    return "-" if size_bytes is None else format_bytes(size_bytes).replace(" ", "").replace("iB", "")
 
 
 def _dice(dice: Mapping[str, float]) -> str:

@@ -9,14 +9,14 @@ import time
 import pytest
 from rich.console import Console
 
-from cpu3d import status
 from cpu3d.__main__ import main
 from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
 from cpu3d.guard.heartbeat import heartbeat_path, write_heartbeat
-from cpu3d.guard.run_status import run_status
 from cpu3d.run_log import append_event, read_events, recent_events
-from cpu3d.status import describe
+from cpu3d.status import command
+from cpu3d.status.description import describe
+from cpu3d.status.run_status import run_status
 from tests.cpu3d.guard.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
@@ -63,7 +63,7 @@ def test_a_run_that_goes_on(run, capsys):
     told = words(run)
     for part in (
         "run: running",
-        "│ 0 │ running │ computing, 2 s │ 120 │ 7.00 │ 8.00 │ 9.00 │ 14.00 │",
+        "│ 0 │ running │ computing, 2 s │ 120 │ 7.00G │ 8.00G │ 9.00G │ 14.00G │",
         "step: 120 of 4,000 (3.0%), 2 s a step, about 4.31 h to go, until",
         "last 50 steps: loss 0.955, Dice WT 0.500 TC 0.250",
         "validation after step 100: Dice WT 0.900 TC 0.700, mean 0.800, the best so far",
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on(run, capsys):
     assert content["workers"][0]["heartbeat"]["phase"] == "computing"
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_it_fits_the_terminal(run, width):
     for rank in range(4):
         phase = "waiting for data" if rank else "exchanging"
@@ -87,6 +87,10 @@ def test_it_fits_the_terminal(run, width):
     lines = said(run, width).splitlines()
     assert max(map(len, lines)) <= width
     assert len([line for line in lines if "waiting for" in line]) == 3
+    [head] = [number for number, line in enumerate(lines) if "worker" in line and "memory" in line]
+    assert ("peak" in lines[head]) is (width >= 80)
+    assert "│  7.00G │" in lines[head + 2]
+    assert "│ 14.00G │" in lines[head + 2]
 
 
 STATES = [
@@ -120,13 +124,70 @@ def test_the_worst_worker_tells_the_state_and_what_others_suffer_from_comes_firs
     found = run_status(run)
     assert (found.state, found.is_fine) == ("dead", False)
     assert [worker.state for worker in found.workers] == ["broken off", "dead", "running"]
-    assert "why: worker 0: worker 1 is lost" in words(run)
+    told = words(run)
+    assert told.index("why: worker 1: process") < told.index("why: worker 0: worker 1 is lost"), "the cause first"
+
+
+DIFFER = "weights must be the same on all workers, got others on worker 1"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "why", "advice"),
+    [
+        (
+            4,
+            "loss and gradients must be finite, got nan",
+            "finite, got nan",
+            "another folder with a lower --learning-rate",
+        ),
+        (4, "weights must be finite, got others", "got others", "another folder with a lower --learning-rate"),
+        (4, "answers must be finite, got nan", "finite, got nan", "the same command goes on from step 100"),
+        (
+            6,
+            f"{DIFFER}: the same command continues from there",
+            "worker 1",
+            "take the host that is named out of the run; then",
+        ),
+        (143, "saved after step 3; the same command continues", "saved after step 3", "goes on from step 100"),
+        (5, "stopped and saved, the same command continues", "stopped and saved", "goes on from step 100"),
+        (6, "no sign. The same command goes on from the last checkpoint", "no sign", "goes on from step 100"),
+        (1, "free some space, and the same command continues", "free some space", "goes on from step 100"),
+    ],
+)
+def test_the_advice_follows_from_the_reason_and_is_given_once(run, exit_code, reason, why, advice):
+    write_heartbeat(run, beat(exit_code=exit_code, reason=reason))
+    told = words(run)
+    assert f"{why} next: " in told
+    assert advice in told
+    assert told.count("same command") == ("learning-rate" not in advice)
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "state"),
+    [
+        (120, {"process_start": 1}, "finished"),
+        (120, {"exit_code": 143}, "finished"),
+        (120, {}, "running"),
+        (120, {"exit_code": 2, "reason": "settings must"}, "failed"),
+        (4000, {"process_start": 1}, "dead"),
+    ],
+)
+def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_killed(run, steps, changes, state):
+    save_config(RunConfig(steps=steps), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    write_heartbeat(run, beat(step=0, steps=0, phase="computing", **changes))
+    found = run_status(run)
+    assert found.state == state
+    assert main(["status", "--run", str(run)]) == (0 if state in ("finished", "running") else 1)
+    append_event(run, {"event": "start", "step": 120})
+    write_heartbeat(run, beat(process_start=1))
+    assert run_status(run).state == "dead"
 
 
 def test_a_dead_worker_holds_no_memory(run):
     write_heartbeat(run, beat(process_start=1))
     told = words(run)
-    assert "│ 0 │ dead │ computing, 2 s │ 120 │ - │ 8.00 │ 9.00 │ - │" in told
+    assert "│ 0 │ dead │ computing, 2 s │ 120 │ - │ 8.00G │ 9.00G │ - │" in told
     assert "free of" not in told
 
 
@@ -224,7 +285,7 @@ def test_watching_ends_with_the_run(run, monkeypatch, capsys):
         if len(sleeps) == 3:
             write_heartbeat(run, beat(exit_code=5, reason="memory must keep"))
 
-    monkeypatch.setattr(status.time, "sleep", sleep)
+    monkeypatch.setattr(command.time, "sleep", sleep)
     assert main(["status", "--run", str(run), "--watch", "--every", "7"]) == 1
     assert sleeps == [7.0] * 3
     assert "out of memory" in capsys.readouterr().out
