@@ -10,19 +10,20 @@ from cpu3d.errors import InputError
 from cpu3d.guard.heartbeat import Heartbeat, read_heartbeats
 
 MOST_S = 60.0
-"""So long is waited for them."""
+"""So long is waited for them, and as long as three of their steps: they finish the one they are in, and save."""
 
 
 def wait_for_earlier(run: Path) -> None:
-    """Return when `run` has no workers here. Raises InputError where they go on for longer than MOST_S."""
-    until_s = time.monotonic() + MOST_S
+    """Return when `run` has no workers here. Raises InputError where they go on, as a run that lives does."""
+    begin_s = time.monotonic()
     said = False
     while True:
         left = _living(run)
         if not left:
             return
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
-        if time.monotonic() > until_s:
+        longest_s = max(beat.longest_step_s or 0.0 for beat in left)
+        if time.monotonic() > begin_s + MOST_S + 3 * longest_s:
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not said:
             say(f"launch: waiting for {names} of an earlier attempt to end")
