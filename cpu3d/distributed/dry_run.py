@@ -28,6 +28,8 @@ def show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]]
         _line(console, "All hosts are taken to be like this one.")
     for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
         _line(console, f"note: {setting} is set here, and wins")
+    if len(plan.hosts) == 1 and plan.cluster.workers > 1:
+        _line(console, "Ports of one host are chosen when it starts, unless --port is given.")
     if plan.note:
         _line(console, f"note: {plan.note}")
     for rank, command in commands.items():
@@ -52,12 +54,15 @@ def _workers(plan: Plan, topology: Topology, places: Mapping[int, Sequence[Threa
     table.add_column("address", overflow="fold")
     table.add_column("worker of its host", justify="right")
     table.add_column("socket", justify="right")
-    table.add_column("starts here")
+    some = len(plan.ranks) < plan.cluster.workers
+    if some:
+        table.add_column("starts here")
     for rank, address in enumerate(plan.cluster.addresses):
         seen = plan.cluster.of_rank(rank)
         place = None if plan.apart else places[len(seen.local_ranks)][seen.local_index]
         sockets = cpu_ranges({socket_of[cpu] for cpu in place.cpus}) if place and place.cpus else "any"
-        table.add_row(str(rank), address, str(seen.local_index), sockets, "yes" if rank in plan.ranks else "no")
+        here = ["yes" if rank in plan.ranks else "no"] if some else []
+        table.add_row(str(rank), address, str(seen.local_index), sockets, *here)
     return table
 
 

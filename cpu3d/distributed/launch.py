@@ -25,7 +25,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
 
@@ -42,6 +42,7 @@ from cpu3d.distributed.patiently import Patiently
 from cpu3d.distributed.plan import (
     ENGINES,
     HOROVOD,
+    PORT,
     TENSORFLOW,
     Asked,
     Plan,
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     training = _training(args.train)
     topology = functools.lru_cache(lambda: topology_of(args.on_host) if args.on_host else read_topology())
     asked = Asked(args.workers, read_hosts(args.hosts) if args.hosts else (), args.host_index, args.port, args.engine)
-    plan = make_plan(asked, os.environ, _this_host(topology, bool(args.on_host)))
+    plan = make_plan(asked, os.environ, _this_host(topology, args.on_host))
     _check_batch(training, plan.cluster)
     if args.dry_run:
         dry_run.show(plan, topology(), _commands(plan, args.train, Path(training.run)))
@@ -111,11 +112,13 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(options[1:]))
 
 
-def _this_host(topology: Callable[[], Topology], elsewhere: bool) -> ThisHost:
+def _this_host(topology: Callable[[], Topology], elsewhere: Optional[str]) -> ThisHost:
+    """This one, or what --on-host names."""
     return ThisHost(
         default_workers=lambda: default_workers(topology()),
         index_among=(lambda hosts: 0) if elsewhere else own_index,
-        free_ports=free_ports,
+        free_ports=(lambda count: range(PORT, PORT + count)) if elsewhere else free_ports,
+        name=elsewhere or ThisHost.name,
     )
 
 

@@ -55,6 +55,8 @@ class ThisHost:
     index_among: Callable[[Sequence[str]], int]
     """Which of the hosts it is."""
     free_ports: Callable[[int], Sequence[int]]
+    name: str = "this one"
+    """In words."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def make_plan(asked: Asked, environ: Mapping[str, str], host: ThisHost) -> Plan:
     cluster = from_hosts((LOOPBACK,), (workers,), ports)
     others = len(hosts_without_step(environ)) - 1
     note = f"the job has {_count(others, 'other host')}, which srun ./run.sh launch ... would use" if others > 0 else ""
-    return Plan(cluster, tuple(range(workers)), asked.engine, "this one", note=note)
+    return Plan(cluster, tuple(range(workers)), asked.engine, host.name, note=note)
 
 
 def environ_of(plan: Plan, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
