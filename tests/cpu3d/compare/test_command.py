@@ -96,7 +96,7 @@ def test_a_folder_from_before_validations_were_counted_is_accepted(no_page, stag
 
 
 def test_a_run_that_diverges_is_left_out_and_told(stage, asked, tmp_path, capsys):
-    stage.tell("fail", "patch-seed0 2 error: loss must be finite, got nan at step 1")
+    stage.tell("fail", "patch-seed0 4 error: loss must be finite, got nan at step 1")
     record = tmp_path / "compare.jsonl"
     assert compare(*asked, "--epochs", 2, "--seeds", 0, 1, "--record", record) == 1
     assert stage.calls() == [*done("whole-seed0"), "train patch-seed0", *done("whole-seed1", "patch-seed1")]
