@@ -243,7 +243,7 @@ def test_a_fold_trains_and_validates_on_its_own_cases(phantom_store, tmp_path, m
         f"{part}/5" for part in range(1, 6) if with_fold(phantom_store, f"{part}/5").manifest.split["val"] != own
     )
     split, run, trained = with_fold(phantom_store, fold).manifest.split, Fit.run, []
-    monkeypatch.setattr(Fit, "run", lambda fit: trained.append(fit) or run(fit))
+    monkeypatch.setattr(Fit, "run", lambda fit, *given: trained.append(fit) or run(fit, *given))
     settings = {**SMALL, **PATCH, "depth": 2, "steps": 1, "batch": 4, "patches_per_case": 1, "fold": fold}
     config = train(phantom_store.folder, tmp_path, settings=settings)
     assert (config.fold, config.split_hash) == (fold, phantom_store.manifest.split_hash)
