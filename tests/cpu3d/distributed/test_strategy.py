@@ -152,12 +152,17 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started
     assert said[1] == said[2] == said[0]
     workers.processes[2].kill()
     address = workers.addresses[2]
-    for rank in (0, 1):
-        assert workers.ends(rank, within_s=20) == 6
-        assert workers.said(rank, "err") == [
-            f"error: worker 2 ({address}) must answer worker {rank}, got no connection: its process has ended or its "
-            f"host is gone; its log may tell why, the same command continues from the last checkpoint"
-        ]
+    assert [workers.ends(rank, within_s=60) for rank in (0, 1)] == [6, 6]
+    told = [workers.said(rank, "err") for rank in (0, 1)]
+    assert [len(lines) for lines in told] == [1, 1], told
+    # Whoever hears of it later may hear first of the one that has ended for it.
+    assert any(
+        lines[0]
+        == f"error: worker 2 ({address}) must answer worker {rank}, got no connection: its process has ended or "
+        "its host is gone; its log may tell why, the same command continues from the last checkpoint"
+        for rank, lines in enumerate(told)
+    ), told
+    assert all(lines[0].startswith("error: ") for lines in told), told
 
 
 @pytest.mark.slow
