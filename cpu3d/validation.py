@@ -43,7 +43,7 @@ def validate(
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-            loss, counts = _score(target, whole_logits(feeds, learner.logits, image))
+            loss, counts = _score(target, _whole_logits(feeds, learner.logits, image))
             rows[case] = [float(loss), *_dice(counts.numpy()[0])]
             phase("validating")
             if exchange.count == 1 and wish():
@@ -61,16 +61,16 @@ def validate(
     return Validation(float(mean[0]), mean[1:], count), stop
 
 
-def whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
+# --- Private helpers ---
+
+
+def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
     """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, whatever the network sees at a time."""
     if feeds.config.is_patch:
         return sliding_window(logits_of, image, feeds.config.grid)[None]
     if feeds.resizing:
         return feeds.resizing.grow(logits_of(feeds.resizing.shrink(image)))
     return logits_of(image)
-
-
-# --- Private helpers ---
 
 
 @tf.function

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.child import PROGRAM
+from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import Cluster, from_hosts, from_tf_config, host_and_port
 from cpu3d.distributed.hosts import LOOPBACK
 from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
@@ -101,7 +102,7 @@ class Plan:
         workers, hosts = self.cluster.workers, len(self.hosts)
         here = "" if len(self.ranks) == workers else f", {len(self.ranks)} of them here"
         by = ", exchange by Horovod" if self.engine == HOROVOD else ""
-        return f"{_count(workers, 'worker')} on {_count(hosts, 'host')} ({self.found}){here}{by}"
+        return f"{counted(workers, 'worker')} on {counted(hosts, 'host')} ({self.found}){here}{by}"
 
 
 def make_plan(asked: Asked, environ: Mapping[str, str], host: ThisHost) -> Plan:
@@ -116,7 +117,9 @@ def make_plan(asked: Asked, environ: Mapping[str, str], host: ThisHost) -> Plan:
     ports = _from(asked.port, workers) if asked.port else tuple(host.free_ports(workers))
     cluster = from_hosts((LOOPBACK,), (workers,), ports)
     others = len(hosts_without_step(environ)) - 1
-    note = f"the job has {_count(others, 'other host')}, which srun ./run.sh launch ... would use" if others > 0 else ""
+    note = (
+        f"the job has {counted(others, 'other host')}, which srun ./run.sh launch ... would use" if others > 0 else ""
+    )
     return Plan(cluster, tuple(range(workers)), asked.engine, host.name, note=note)
 
 
@@ -208,7 +211,3 @@ def _from(port: Optional[int], count: int) -> Tuple[int, ...]:
 def _prolonged(ports: Sequence[int], count: int) -> Tuple[int, ...]:
     """`ports`, and after the last of them the next ones, `count` in all."""
     return (*ports[:count], *range(ports[-1] + 1, ports[-1] + 1 + count - len(ports)))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
