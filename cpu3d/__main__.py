@@ -9,6 +9,7 @@ import sys
 from typing import List, Optional
 
 from cpu3d.errors import InputError, Interrupted
+from memory_estimator.files import NotRegularError
 
 COMMANDS = {
     "demo": "cpu3d.demo",
@@ -72,7 +73,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return InputError.exit_code if isinstance(error, NotRegularError) else 1
 
 
 def parse(argv: List[str]) -> argparse.Namespace:

@@ -5,7 +5,6 @@ with told_of_signals(children) as told:
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import psutil
+
+from memory_estimator.files import open_regular, parse_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,14 +98,14 @@ def last_words(log: Path, begin: int = 0, count: int = LAST_LINES) -> str:
 def last_step(run: Path) -> int:
     """The last step in the run's log, read from its end; 0 for none yet."""
     try:
-        with (run / "log.jsonl").open("rb") as file:
+        with os.fdopen(open_regular(run / "log.jsonl"), "rb") as file:
             file.seek(max(file.seek(0, 2) - 4096, 0))
             lines = file.read().splitlines()
     except OSError:
         return 0
     for line in reversed(lines):
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            step = json.loads(line).get("step")
+            step = parse_json(line).get("step")
             if isinstance(step, int):
                 return step
     return 0

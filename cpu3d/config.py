@@ -1,7 +1,6 @@
 """What a training run is, as frozen records that are saved with it. No TensorFlow."""
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.data.folds import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.schedule import SCHEDULES
+from memory_estimator.files import read_json
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
 from models.config import UNetConfig
 
@@ -165,7 +165,7 @@ def load_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         schema = content.pop("schema")
     except (ValueError, KeyError, AttributeError) as error:
         raise InputError(f"run config {path} must be JSON with a schema, got {error!r}; restore it") from None

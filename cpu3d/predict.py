@@ -15,7 +15,6 @@ Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml,
 
 import argparse
 import dataclasses
-import json
 import re
 import time
 from pathlib import Path
@@ -37,6 +36,7 @@ from cpu3d.inference_options import add_inference_options, inference_from
 from cpu3d.labels import THRESHOLD, code_meanings, label_from_regions, region_mask
 from cpu3d.predictors import trained_predictors
 from cpu3d.progress import bar
+from memory_estimator.files import read_json
 
 SCHEMA = 1
 """Version of the sidecar."""
@@ -250,7 +250,7 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
     """Raise InputError when an output is a source, or is there and no sidecar says that it was written here."""
     sources = {Path(path).resolve() for path in (*files.images, *([files.label] if files.label else []))}
     try:
-        found = json.loads(sidecar.read_text(encoding="utf-8"))
+        found = read_json(sidecar)
         ours = isinstance(found, dict) and found.get("written_by") == WRITER
     except (OSError, ValueError):
         ours = not sidecar.exists() and not any(path.exists() for path in outputs)

@@ -1,7 +1,6 @@
 """What a run folder holds, read back: settings, log, scores and the store they rest on."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
@@ -14,6 +13,7 @@ from cpu3d.evaluate import METRICS, UNTOUCHED, scores_path
 from cpu3d.evaluate import SCHEMA as SCORES_SCHEMA
 from cpu3d.run_log import read_events
 from cpu3d.scores import RegionScores
+from memory_estimator.files import read_json
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def gather(run_dir: Path) -> RunFiles:
 
 def _read_scores(path: Path) -> Dict[str, Any]:
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json(path)
         schema = scores["schema"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} must be JSON with a schema, got {error!r}; run `evaluate` again") from None

@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Deque, Dict, List, Tuple
 
 from cpu3d.atomic import atomic_write
+from memory_estimator.files import open_regular, parse_json, read_regular
 
 
 def append_event(run: Path, event: Dict[str, Any]) -> None:
@@ -16,31 +18,31 @@ def append_event(run: Path, event: Dict[str, Any]) -> None:
 
 
 def read_events(run: Path) -> List[Dict[str, Any]]:
-    """All whole lines; [] for a run that has none yet."""
+    """All whole lines; [] for a run that has none yet. Raises as `open_regular`."""
     path = Path(run) / "log.jsonl"
-    if not path.is_file():
+    if not path.exists():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_regular(path).decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
+            events.append(parse_json(line))
     return events
 
 
 def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
     """All whole lines but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
     path = Path(run) / "log.jsonl"
-    if not path.is_file():
+    if not path.exists():
         return []
     others: List[Tuple[int, bytes]] = []
     last: Deque[Tuple[int, bytes]] = collections.deque(maxlen=steps)
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         for numbered in enumerate(file):
             (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
     events = []
     for _, line in sorted([*others, *last]):
         with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
+            events.append(parse_json(line))
     return [event for event in events if isinstance(event, dict) and "event" in event]
 
 

@@ -1,11 +1,11 @@
 """How far predictions have been off from measured steps, and the margin that the upper bound takes from it."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Union
 
+from memory_estimator.files import read_json
 from memory_estimator.units import format_bytes
 
 SCHEMA = 1
@@ -80,7 +80,7 @@ class Accuracy:
 def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
     """Read the shipped digest of the validation record. Raises ValueError for a damaged file or another schema."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(path)
         schema = content["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"accuracy {path} must be JSON with a schema, got {error!r}; restore it") from None

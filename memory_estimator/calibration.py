@@ -5,11 +5,11 @@ differ from it, as assumed from published peak figures. `calibrate` writes the h
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
+from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.program import Program
 
@@ -211,7 +211,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if fie
 
 def _read(path: Path) -> Dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError) as error:

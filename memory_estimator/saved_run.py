@@ -1,9 +1,9 @@
 """The job of a run that `train` has written, read from its config.json. Only the fields that an estimate needs."""
 
-import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
+from memory_estimator.files import read_json
 from memory_estimator.job import ENGINES, Job
 from models.config import UNetConfig
 
@@ -49,7 +49,7 @@ def _read(folder: Union[str, Path]) -> Tuple[Path, Dict[str, Any]]:
     """config.json of a run, and its content."""
     path = Path(folder) / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise ValueError(
             f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"
@@ -94,7 +94,7 @@ def _training_cases(store: Path, fold: str) -> int:
     A fold holds out one of its parts of the training and validation cases; told as if each case had its own patient.
     """
     try:
-        split = json.loads((store / "manifest.json").read_text(encoding="utf-8"))["split"]
+        split = read_json(store / "manifest.json")["split"]
         if not fold:
             return len(split["train"])
         part, parts = map(int, fold.split("/"))

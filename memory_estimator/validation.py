@@ -3,13 +3,13 @@
 Records are JSON, one a line, as `cpu3d.bench.record` writes them.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from memory_estimator.files import parse_json
 from memory_estimator.job import Job
 from models.config import UNetConfig
 
@@ -158,7 +158,7 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     found: Dict[Tuple[str, Tuple[str, ...], Job], Measured] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             schema, kind = record["schema"], record["kind"]
             if schema == SCHEMA and kind == KIND and has_known_engine(record):
                 one = measured_from(record)

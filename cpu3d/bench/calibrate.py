@@ -32,6 +32,7 @@ from cpu3d.host.apply import ENGINES, installed
 from cpu3d.progress import bar
 from memory_estimator.calibration import GROUPS, OWN, HostConstants, load_constants, shipped_constants, to_json
 from memory_estimator.estimate import estimate
+from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
@@ -254,7 +255,7 @@ def _is_undisturbed(path: Path, constants: HostConstants) -> bool:
     """Whether a calibration is there already, of this host, measured when quiet, that knows as much as `constants`."""
     try:
         there = load_constants(path)
-        busy = json.loads(path.read_text(encoding="utf-8")).get("cpus_busy_with_others", 0.0)
+        busy = read_json(path).get("cpus_busy_with_others", 0.0)
     except (OSError, ValueError):
         return False
     knows = all(set(dtypes) <= set(there.costs.get(engine, ())) for engine, dtypes in constants.costs.items())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, List, Sequence
 
 from cpu3d.errors import InputError
+from memory_estimator.files import parse_json
 
 SCHEMA = 1
 
@@ -26,7 +27,7 @@ def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             schema = record["schema"]
         except (ValueError, KeyError, TypeError):
             raise InputError(f"record {path}:{number} must be JSON with a schema; remove the line") from None

@@ -1,6 +1,5 @@
 """What came out of a run, read back from its folder: scores by case, the learning curve, what it cost."""
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.evaluate import METRICS, UNTOUCHED, scores_path
 from cpu3d.run_log import read_events
+from memory_estimator.files import read_json
 
 MEAN = "mean"
 """In the place of a region's name: the mean over the regions."""
@@ -174,7 +174,7 @@ def _read_scores(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json(path)
         _by_region(scores)
         return scores
     except (ValueError, KeyError, TypeError) as error:

@@ -16,6 +16,7 @@ from cpu3d.compare.variants import Resolved, Variant
 from cpu3d.errors import InputError
 from cpu3d.page import flat
 from cpu3d.training_options import as_options
+from memory_estimator.files import read_json
 
 SCHEMA = 1
 """Version of compare.json."""
@@ -52,7 +53,7 @@ def load(out: Path) -> Optional[Kept]:
             raise InputError(f"{out} must hold a {FILE} beside its runs/, found none; choose another --out")
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; choose another --out")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from cpu3d.training_options import (
     chosen_settings,
     with_settings,
 )
+from memory_estimator.files import read_json
 
 VERDICT = "diverged.json"
 """In the folder of a run that diverged: what it said."""
@@ -152,7 +152,7 @@ def verdict_of(run: PlannedRun) -> Optional[RunDivergedError]:
     if problems:
         raise InputError(*problems)
     try:
-        verdict = json.loads(path.read_text(encoding="utf-8"))
+        verdict = read_json(path)
         before = f"{run.name} diverged before; remove {run.folder} to try again. It said:\n{verdict['said']}"
         return RunDivergedError(before, DivergedError.exit_code, verdict["why"])
     except (ValueError, KeyError, TypeError):
@@ -166,7 +166,7 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     """
     path, weights = scores_path(scored or run, evaluation.split), run / "checkpoints" / "best.npz"
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json(path)
         config, inference = load_config(run), scores["inference"]
         usual = {**Inference().to_json(), "window": list(config.grid) if config.is_patch else None}
         return (

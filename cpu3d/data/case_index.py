@@ -16,6 +16,7 @@ import numpy as np
 
 from cpu3d.data.records import CaseRecord, case_from_json, to_json
 from cpu3d.errors import InputError
+from memory_estimator.files import NotRegularError, open_regular, parse_json
 
 KEPT = 2048
 """Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
@@ -126,9 +127,11 @@ class _Lines:
         self.path, self.case_ids = path, case_ids
         rule = f"store file {path} must be {size_bytes}"
         try:
-            self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.handle = open_regular(path)
         except FileNotFoundError:
             raise InputError(f"{rule} bytes long, got none; run `prepare` again") from None
+        except NotRegularError as error:
+            raise InputError(f"{rule} bytes long, got {error.strerror}; run `prepare` again") from None
         weakref.finalize(self, os.close, self.handle)
         found = os.fstat(self.handle).st_size
         if found != size_bytes:
@@ -147,13 +150,13 @@ class _Lines:
         found = STEM.search(self.line(place))
         with contextlib.suppress(ValueError):
             if found:
-                return json.loads(found[1])
+                return parse_json(found[1])
         return self.record(place).stem
 
     def content(self, place: int) -> Dict[str, Any]:
         line = self.line(place)
         try:
-            content = json.loads(line)
+            content = parse_json(line)
             if content["case_id"] == self.case_ids[place]:
                 return content
             reason = f"case {content['case_id']}"

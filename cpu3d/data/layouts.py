@@ -7,7 +7,6 @@
 Label codes differ between releases: they are taken from dataset.json or from the layout, never guessed from voxels.
 """
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
+from memory_estimator.files import read_json
 
 CANONICAL_CHANNELS = ("FLAIR", "T1w", "T1gd", "T2w")
 """The channels of a BraTS folder in the store's order, which is that of MSD Task01."""
@@ -247,7 +247,7 @@ def _brats_case(folder: Path, layout: str) -> Tuple[CaseFiles, List[str]]:
 def _read_decathlon(folder: Path) -> Dataset:
     path = folder / "dataset.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         entries = content["training"]
         channels = _decathlon_channels(path, content)
         labels = _decathlon_labels(path, content["labels"])

@@ -7,7 +7,6 @@ and so never sees the CRC that gzip puts after it: a flipped bit then gives wron
 import gzip
 import io
 import math
-import os
 import zlib
 from pathlib import Path
 from typing import Tuple, Union
@@ -19,6 +18,7 @@ from nibabel import orientations
 from cpu3d.atomic import atomic_write
 from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError
+from memory_estimator.files import read_regular
 
 EXTENSIONS = (".nii.gz", ".nii")
 
@@ -115,15 +115,15 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
 
 def _read_bytes(path: Path) -> bytes:
     """All of a file, unpacked where it is gzip by content: to the end, so that its CRC and length are checked."""
-    if not path.is_file():
-        raise InputError(f"{path} must be a file, found {'a folder' if path.is_dir() else 'none'}; check the path")
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again") from None
+    except FileNotFoundError:
+        raise InputError(f"{path} must be a file, found none; check the path") from None
     except OSError as error:
-        raise InputError(f"{path} must be readable, got {os.strerror(error.errno or 0)}; check the file") from None
+        raise InputError(f"{path} must be a file that can be read, found {error.strerror}; check the path") from None
 
 
 def _parse_header(path: Path, content: bytes) -> nibabel.Nifti1Header:

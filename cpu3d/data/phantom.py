@@ -16,7 +16,6 @@ gap in between: of volumes of 240 voxels up to 70 from front to back. What is wr
 
 import argparse
 import contextlib
-import json
 from pathlib import Path
 from typing import Optional, Sequence, Tuple, Union
 
@@ -35,6 +34,7 @@ from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.progress import bar
 from cpu3d.workers import KILLED, run_jobs, worker_count
+from memory_estimator.files import read_json
 
 VERSION = 1
 """Of what is drawn: the same version, seed, shape and NumPy give the same volumes."""
@@ -165,7 +165,7 @@ def _claim(out: Path, identity: dict) -> None:
     rule = f"phantom folder {out} must be empty, or the same phantom to be continued"
     if path.is_file():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
         except ValueError:
             found = None
         if isinstance(found, dict):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,6 +17,7 @@ from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
+from memory_estimator.files import parse_json, read_json
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def finished_cases(
 def own_record(store_dir: Path, name: str) -> Optional[CaseRecord]:
     """The record that was written after the arrays called `name`; None where it is not there, or no whole record."""
     try:
-        return case_from_json(json.loads(record_path(store_dir, name).read_text(encoding="utf-8")))
+        return case_from_json(read_json(record_path(store_dir, name)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -127,7 +127,7 @@ def left_out(store_dir: Path) -> List[Problem]:
         return []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            content = json.loads(line)
+            content = parse_json(line)
             case_id, reasons = content["case_id"], content["reasons"]
             if not isinstance(reasons, list) or not all(isinstance(one, str) for one in (case_id, *reasons)):
                 raise TypeError("no case_id with a list of reasons")
@@ -230,7 +230,7 @@ def _owner(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError:
         content = None
     if not isinstance(content, dict):

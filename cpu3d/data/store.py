@@ -31,6 +31,7 @@ from cpu3d.data.records import (
 )
 from cpu3d.data.region import paste, whole
 from cpu3d.errors import InputError
+from memory_estimator.files import read_json
 
 TRIES = 5
 """Manifests that may follow each other while a store is opened."""
@@ -128,7 +129,7 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
     if not path.is_file():
         raise InputError(f"store {folder} must hold a finished manifest.json, found none; run `prepare` (again)")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         schema = content["schema"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.distributed.slurm import bound_apart
 from cpu3d.errors import InputError
+from memory_estimator.files import parse_json
 
 CHIEF, WORKER = "chief", "worker"
 """The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
@@ -99,7 +100,7 @@ def from_tf_config(text: str) -> Cluster:
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise _bad_tf_config("be JSON", f"{text!r} ({error})") from None
     if not isinstance(content, dict):

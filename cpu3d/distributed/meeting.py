@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, Optional, Sequence
 
 from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
+from memory_estimator.files import parse_json
 
 TRY_AGAIN_S = 0.5
 SAY_AFTER_S = 10.0
@@ -192,7 +193,7 @@ def _receive(connection: socket.socket, limit_s: float) -> Optional[Dict[str, An
 def _content(line: bytes) -> Optional[Dict[str, Any]]:
     """Of a line of JSON; None for anything else."""
     with contextlib.suppress(ValueError):
-        content = json.loads(line)
+        content = parse_json(line)
         return content if isinstance(content, dict) else None
     return None
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from memory_estimator.files import read_json
+
 SCHEMA = 1
 
 STEP_PHASES = ("waiting for data", "computing", "exchanging")
@@ -157,7 +159,7 @@ def _stat(pid: int) -> Optional[List[str]]:
 
 def _read(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        content = read_json(path)
         schema = content.pop("schema")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return Unreadable(f"{path} must be JSON with a schema, got {error!r}; {ANEW}")

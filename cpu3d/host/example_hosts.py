@@ -5,7 +5,6 @@ topology_of("host.json")      what `doctor --json` has written there
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Dict, Optional, Tuple
 
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from cpu3d.errors import InputError
 from cpu3d.host.topology import Cpu, Node, Topology, from_json
+from memory_estimator.files import read_json
 from memory_estimator.host import Host
 from memory_estimator.units import GIB, format_bytes
 
@@ -122,7 +122,7 @@ def topology_of(name_or_file: str) -> Topology:
             "choose one of them"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError as error:
         raise InputError(f"host {path} must be JSON, got {error}; write it anew with `doctor --json`") from None
     return from_json(content.get("topology") if isinstance(content, dict) else None, str(path))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Mapping, Sequence, Tuple
 
+from memory_estimator.files import parse_json
+
 SCHEMA = 1
 KIND = "scaling"
 
@@ -102,7 +104,7 @@ def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
     found: Dict[str, Mapping[str, Any]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             schema, kind = record["schema"], record["kind"]
             if schema == SCHEMA and kind == KIND:
                 costs_of(record)  # complete, or refused here

@@ -6,10 +6,13 @@ A .b2nd file is for slow disks and networks: less is read, and what is read has 
 
 import hashlib
 import io
+import os
 from pathlib import Path
 from typing import List, Sequence, Tuple, Union
 
 import numpy as np
+
+from memory_estimator.files import open_regular
 
 FORMATS = ("npy", "b2nd")
 """What an array's file can be, and how its name ends."""
@@ -118,9 +121,9 @@ def content_sha256(pieces: Sequence[Bytes]) -> Tuple[int, str]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, read in pieces."""
+    """SHA-256 of a regular file's content, read in pieces. Raises as `open_regular`."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()

@@ -10,6 +10,7 @@ others do so for theirs. A worker whose budget is smaller keeps a part of what t
 """
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -22,6 +23,7 @@ from cpu3d.data.files.page_plan import PagePlan, Use
 from cpu3d.data.files.reader import Reader, Slices, parts_of
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
+from memory_estimator.files import open_regular
 
 LINGER = 8
 """Samples after which a file is given back a second time: pages that a map was still using stayed the first time."""
@@ -170,7 +172,7 @@ class _Adviser:
     @staticmethod
     def _give_back(paths: Tuple[str, ...]) -> None:
         for path in paths:
-            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb", buffering=0) as file:
                 page_cache.give_back(file.fileno())
 
 

@@ -22,6 +22,7 @@ from cpu3d.data.files.file_map import lock_pages
 from cpu3d.data.files.page_plan import PagePlans
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
+from memory_estimator.files import NotRegularError, open_regular
 
 Slices = Tuple[slice, slice, slice]
 
@@ -155,9 +156,11 @@ class Reader:
             raise InputError(f"case {record.case_id} must have a label, the store has none; choose a labelled case")
         path = array_path(self.folder, record, part)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = open_regular(path)
         except FileNotFoundError:
             raise InputError(f"store file {path} must exist, found none; run `prepare` again") from None
+        except NotRegularError as error:
+            raise InputError(f"store file {path} must be a file, got {error.strerror}; run `prepare` again") from None
         try:
             file = array_file(record, part, path, handle)
             self._check(file)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -34,6 +33,7 @@ from cpu3d.lock import locked
 from cpu3d.progress import bar
 from cpu3d.versions import versions
 from cpu3d.workers import KILLED, run_jobs, worker_count
+from memory_estimator.files import read_json
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
     }
     if path.is_file():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
         except ValueError:
             found = None
         if found != made_of:

@@ -1,7 +1,6 @@
 """Is a store what its records say? Every file, every voxel and every fact that follows from them, read once."""
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.errors import InputError
 from cpu3d.progress import bar
 from cpu3d.workers import KILLED, run_jobs, worker_count
+from memory_estimator.files import read_json
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
 """Fields of a record that say something of the entry; all others say something of its arrays."""
@@ -203,7 +203,7 @@ def _own_record_problems(job: Job) -> List[str]:
     """A case's own file of its record: what an unfinished store would go on from."""
     path = record_path(job.folder, job.record.case_id)
     try:
-        own = case_from_json(json.loads(path.read_text(encoding="utf-8")))
+        own = case_from_json(read_json(path))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ import pytest
 
 from cpu3d import train as train_module
 from cpu3d.__main__ import main
+from cpu3d.config import RunConfig, save_config
 from cpu3d.data import write_cases
 from cpu3d.data.files.array_file import ArrayFile
 from cpu3d.data.files.arrays import voxels_sha256
@@ -655,3 +657,55 @@ def test_an_array_that_is_not_aligned_is_copied_and_counted(work, monkeypatch):
     assert np.array_equal(array, work.channels())
     assert array.ctypes.data % 64 == 0
     assert (copying.reads.arrays, copying.reads.zero_copy, copying.reads.zero_copy_ratio) == (1, 0, 0.0)
+
+
+# --- What is no file, or no JSON ---
+
+
+@pytest.fixture
+def in_time():
+    """Fail after a while instead of waiting for ever: nobody writes into a FIFO."""
+
+    def late(*_):
+        raise AssertionError("waits for a FIFO")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+RECORDS = "cases-*.jsonl"
+STORE_FILES = ("manifest.json", RECORDS, "cases/BRATS_000.x.npy", "cases/BRATS_000.y.npy", "cases/BRATS_000.json")
+
+
+@pytest.mark.parametrize("name", STORE_FILES)
+def test_a_fifo_in_place_of_a_store_file_is_named_and_never_opened(work, in_time, name):
+    assert work.prepare()[0] == 0
+    (path,) = work.store.glob(name)
+    path.unlink()
+    os.mkfifo(path)
+    assert main(["store", "verify", str(work.store), "--workers", "1"]) == 2
+    assert path.name in work.capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "log.jsonl"])
+def test_a_fifo_in_a_run_folder_is_named_and_never_opened(tmp_path, in_time, capsys, name):
+    save_config(RunConfig(), tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert main(["report", "--run", str(tmp_path)]) == 2
+    assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["data/dataset.json", "store/manifest.json", "store/source.json", f"store/{RECORDS}"])
+def test_json_that_is_nested_too_deep_is_bad_input_with_the_name_of_its_file(work, name):
+    assert work.prepare()[0] == 0
+    (path,) = work.data.parent.glob(name)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[0] = b"[" * (len(lines[0]) - 1 if name.endswith(RECORDS) else 100_000) + b"\n"
+    path.write_bytes(b"".join(lines))
+    code, told = work.prepare("--verify")
+    assert code == 2
+    assert path.name in told[0]

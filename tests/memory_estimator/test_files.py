@@ -1,0 +1,45 @@
+import os
+import socket
+
+import pytest
+
+from memory_estimator.__main__ import main
+from memory_estimator.files import NotRegularError, parse_json, read_json, read_regular
+
+
+def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        assert read_regular(tmp_path / "link") == b"content"
+        for name, found in (("fifo", "a FIFO"), ("device", "a device"), ("socket", "a socket"), (".", "a folder")):
+            with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {found}"):
+                read_regular(name)
+    with pytest.raises(FileNotFoundError):
+        read_regular("nothing")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, b'"\xff"', "", "{"])
+def test_all_that_is_no_json_is_a_value_error(tmp_path, text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+    path = tmp_path / "file.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError):
+        read_json(path)
+
+
+@pytest.mark.parametrize("options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "config.json")])
+def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("config.json")
+    assert main(list(options)) == 2
+    assert "FIFO" in capsys.readouterr().err
+    os.remove("config.json")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main(list(options)) == 2
+    assert "config.json" in capsys.readouterr().err
