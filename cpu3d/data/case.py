@@ -279,4 +279,5 @@ def _read_label(path: Path, labels: Dict[int, str], label_map: Mapping[int, int]
 
 
 def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:
-    return SourceFile(source_name(path, dataset_folder), path.stat().st_size, file_sha256(path))
+    status = path.stat()
+    return SourceFile(source_name(path, dataset_folder), status.st_size, file_sha256(path), status.st_mtime_ns)

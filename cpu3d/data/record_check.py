@@ -96,8 +96,9 @@ def _check_origin(content: Mapping[str, Any]) -> None:
             type(source["path"]) is not str
             or type(source["sha256"]) is not str
             or not _is_counts([source["size_bytes"]])
+            or type(source.get("mtime_ns")) not in (int, type(None))
         ):
-            raise ValueError(f"sources must be path, size and hash, got {source}")
+            raise ValueError(f"sources must be path, size, hash and date, got {source}")
 
 
 def _is_counts(values: Collection[Any], *, least: int = 0) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class SourceFile:
     """Relative to the data set's folder."""
     size_bytes: int
     sha256: str
+    mtime_ns: Optional[int] = None
+    """When the file was last written, in ns since 1970; None in records made before it was kept."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify
     changed = [
         case_id
         for case_id, record in recorded.items()
-        if case_id in found and not _same_sources(found[case_id], record, dataset.folder, store_dir, verify)
+        if case_id in found and not _same_sources(found[case_id], record, dataset.folder, verify)
     ]
     return (
         [f"case {case_id} is new in {dataset.folder}" for case_id in new]
@@ -95,8 +95,8 @@ def finished_cases(
 ) -> Dict[str, CaseRecord]:
     """The records of the cases that need not be done again, by case id.
 
-    A case is finished when its arrays have their recorded lengths and its sources their recorded sizes and no later
-    date than the record; a later date is settled by hash. `verify` compares the hashes of all of them.
+    A case is finished when its arrays have their recorded lengths and its sources their recorded sizes and dates;
+    another date, or none in the record, is settled by hash. `verify` compares the hashes of all of them.
     """
     finished = {}
     for files in cases:
@@ -107,7 +107,7 @@ def finished_cases(
         if record.has_label:
             arrays.append((array_path(store_dir, record, "y"), record.label_bytes, record.label_sha256))
         whole = all(_is_whole(path, size_bytes, sha256, verify) for path, size_bytes, sha256 in arrays)
-        if whole and _same_sources(files, record, dataset_folder, store_dir, verify):
+        if whole and _same_sources(files, record, dataset_folder, verify):
             finished[files.case_id] = record
     return finished
 
@@ -275,17 +275,15 @@ def _is_whole(path: Path, size_bytes: int, sha256: str, verify: bool) -> bool:
     return path.is_file() and path.stat().st_size == size_bytes and (not verify or file_sha256(path) == sha256)
 
 
-def _same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, store_dir: Path, verify: bool) -> bool:
+def _same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:
     """Whether a case still has the sources that it was made from."""
     paths = [*files.images, *([files.label] if files.label else [])]
     if [source_name(path, dataset_folder) for path in paths] != [source.path for source in record.sources]:
         return False
-    made = record_path(store_dir, files.case_id)
-    made_s = made.stat().st_mtime if made.is_file() else 0.0
     for path, source in zip(paths, record.sources):
         status = path.stat()
         if status.st_size != source.size_bytes:
             return False
-        if (verify or status.st_mtime > made_s) and file_sha256(path) != source.sha256:
+        if (verify or status.st_mtime_ns != source.mtime_ns) and file_sha256(path) != source.sha256:
             return False
     return True

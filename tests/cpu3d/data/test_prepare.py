@@ -15,7 +15,8 @@ from cpu3d.data import prepare as prepare_module
 from cpu3d.data import resume, write_cases
 from cpu3d.data.files import page_cache
 from cpu3d.data.prepare import prepare
-from cpu3d.data.store import open_store
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
 from cpu3d.data.upkeep.change_format import change_format
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
@@ -141,15 +142,29 @@ def test_a_case_whose_source_changed_is_done_again_before_the_end_and_refused_af
     assert np.array_equal(open_store(tmp_path / "store").label("BRATS_002"), tiny_label(3, 2, 1))
 
 
-def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(tmp_path, dataset):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    path = dataset / "imagesTr/BRATS_000.nii.gz"
-    content = path.read_bytes()
+@pytest.mark.parametrize("dated", [True, False], ids=["dated", "from before dates were kept"])
+@pytest.mark.parametrize("by_s", [100, -100], ids=["later", "earlier"])
+def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(
+    tmp_path, dataset, dated, by_s, capsys
+):
+    store = tmp_path / "store"
+    manifest = prepare(dataset, store, **THIRDS)
+    if not dated:
+        undated = [
+            dataclasses.replace(
+                case, sources=tuple(dataclasses.replace(source, mtime_ns=None) for source in case.sources)
+            )
+            for case in manifest.cases
+        ]
+        write_store(store, remake(manifest, cases=undated))
+        prepare(dataset, store, **THIRDS)
+        assert "finished and unchanged" in capsys.readouterr().out
+    path = dataset / "labelsTr/BRATS_000.nii.gz"
+    content, then_s = path.read_bytes(), path.stat().st_mtime + by_s
     path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
-    later = (tmp_path / "store/manifest.json").stat().st_mtime + 100
-    os.utime(path, (later, later))
+    os.utime(path, (then_s, then_s))
     with pytest.raises(InputError, match="source of case BRATS_000 has changed"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
+        prepare(dataset, store, **THIRDS)
 
 
 def test_an_unchanged_store_is_recognised_without_reading_the_volumes(tmp_path, dataset, monkeypatch):

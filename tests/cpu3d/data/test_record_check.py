@@ -72,6 +72,7 @@ BAD = {
         None,
         [{"path": 1, "size_bytes": 1, "sha256": ""}],
         [{"path": "", "size_bytes": "", "sha256": ""}],
+        [{"path": "", "size_bytes": 1, "sha256": "", "mtime_ns": 1.5}],
     ],
 }
 
