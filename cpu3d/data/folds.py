@@ -12,7 +12,7 @@ import re
 from typing import Dict, Mapping, Sequence, Tuple
 
 from cpu3d.data.case_index import split_entries
-from cpu3d.data.records import Manifest
+from cpu3d.data.records import Manifest, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 
@@ -33,7 +33,7 @@ def with_fold(store: Store, fold: str) -> Store:
 
     Only the view's `split` differs. Its split hash is the store's own, for that tells which cases are the test cases;
     a view of a view is one of the store. "" is the store itself. Reads every record once. Raises InputError for what is
-    no fold, and for more parts than there are patients to deal out.
+    no fold, for more parts than there are patients to deal out, and where identical images come apart.
     """
     return with_folds(store, [fold]) if fold else store
 
@@ -42,9 +42,13 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """As `with_fold`, with the parts of several folds in "val"."""
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
-    patients = {entry.case_id: entry.patient_id for entry in split_entries(manifest.cases) if entry.case_id in own}
+    entries = split_entries(manifest.cases)
+    patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
+    problems = split_problems(split, entries)
+    if problems:
+        raise InputError(*problems)
     return _View(store, dataclasses.replace(manifest, split=split))
 
 

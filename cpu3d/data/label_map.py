@@ -15,7 +15,7 @@ def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
         match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
         old, new = map(int, match.groups()) if match else (0, 0)
         if not match or max(old, new) > 255 or old == 0:
-            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; try 4=3")
+            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; mend it")
         elif label_map.setdefault(old, new) != new:
             problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
     if problems:

@@ -5,14 +5,16 @@
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
 Label codes differ between releases: they are taken from dataset.json or from the layout, never guessed from voxels.
+Code 4 of brats2023 is the resection cavity (BraTS 2024 post-treatment): a region RC, apart from WT, TC and ET.
 """
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, Optional, Sequence, Tuple, Union
 
+from cpu3d.data.patients import TABLE, patient_of, read_patients
 from cpu3d.errors import InputError
 from memory_estimator.files import read_json
 
@@ -51,15 +53,19 @@ class Dataset:
     labels: Dict[int, str]
     """Label code -> name; 0 is background."""
     regions: Dict[str, Tuple[int, ...]]
-    """Region name -> label codes; WT, TC, ET for BraTS-like labels, else one region per label."""
+    """Region name -> label codes; WT, TC, ET (and RC) for BraTS-like labels, else one region per label."""
     cases: Tuple[CaseFiles, ...]
     """The complete ones, by case id."""
     problems: Tuple[Problem, ...]
     """Those with a file missing or double; none of them is in `cases`."""
+    patient_rules: Dict[str, str] = field(default_factory=dict)
+    """Case id -> how its patient is known, as `cpu3d.data.patients` says."""
 
 
-def read_dataset(folder: Union[str, Path]) -> Dataset:
+def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
+
+    `patients` is a table of the cases' patients, instead of their names.
 
     Cases that lack a modality or a label are told in `problems`, all of them. Raises InputError for what concerns the
     whole: no such folder, no cases, two layouts in one, a case id twice, a dataset.json that is damaged or names files
@@ -70,23 +76,41 @@ def read_dataset(folder: Union[str, Path]) -> Dataset:
         raise InputError(
             f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}; check it"
         )
-    if (folder / "dataset.json").is_file():
-        return _read_decathlon(folder)
-    return _read_brats(folder)
+    dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_brats(folder)
+    if patients is None:
+        return dataset
+    table = read_patients(patients, [case.case_id for case in dataset.cases])
+    cases = tuple(replace(case, patient_id=table[case.case_id]) for case in dataset.cases)
+    return replace(dataset, cases=cases, patient_rules=dict.fromkeys(table, TABLE))
 
 
 def describe_labels(dataset: Dataset) -> List[str]:
     """The label mapping that was chosen, one line a code, such as "3 enhancing tumour -> WT, TC, ET"."""
     lines = []
+    always = labels_in_use(dataset.layout, dataset.labels, ())
     for code, name in sorted(dataset.labels.items()):
         within = [region for region, codes in dataset.regions.items() if code in codes]
-        lines.append(f"{code} {name} -> {', '.join(within) or 'no region'}")
+        where = "" if code in always else ", where a label holds it"
+        lines.append(f"{code} {name} -> {', '.join(within) or 'no region'}{where}")
     return lines
 
 
+def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
+    """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
+    return {code: name for code, name in labels.items() if code not in _OPTIONAL.get(layout, ()) or code in codes}
+
+
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region."""
+    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region.
+
+    Beside those a resection cavity, which is no tumour, is a region RC.
+    """
     codes = tuple(code for code in sorted(labels) if code != 0)
+    cavity = tuple(code for code in codes if "cavity" in labels[code].lower())
+    if len(cavity) == 1:
+        rest = regions_of({code: name for code, name in labels.items() if code not in cavity})
+        if "WT" in rest:
+            return {**rest, "RC": cavity}
     oedema = tuple(code for code in codes if "edema" in labels[code].lower())
     enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
     if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
@@ -144,8 +168,16 @@ _BRATS = {
 
 _BRATS_LABELS = {
     "brats2017": {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
-    "brats2023": {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 3: "enhancing tumour"},
+    "brats2023": {
+        0: "background",
+        1: "necrotic and non-enhancing tumour core",
+        2: "oedema",
+        3: "enhancing tumour",
+        4: "resection cavity",
+    },
 }
+_OPTIONAL = {"brats2023": (4,)}
+"""Layout -> codes of which a store has those alone that occur in its cases."""
 
 
 def _read_brats(folder: Path) -> Dataset:
@@ -236,9 +268,8 @@ def _brats_case(folder: Path, layout: str) -> Tuple[CaseFiles, List[str]]:
         else:
             chosen[channel] = paths[0]
     case_id = _case_id(folder)
-    patient_id = re.sub(r"-\d{3}$", "", case_id) if layout == "brats2023" else case_id  # <patient>-<time point>
     images = tuple(chosen[name] for name in CANONICAL_CHANNELS if name in chosen)
-    return CaseFiles(case_id, patient_id, images, chosen.get("seg")), reasons
+    return CaseFiles(case_id, case_id, images, chosen.get("seg")), reasons
 
 
 # --- Private helpers: Decathlon ---
@@ -326,6 +357,7 @@ def _refuse_outsiders(path: Path, names: Sequence[str]) -> None:
 
 
 def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset:
+    known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
     return Dataset(
         folder=folder,
         name=name,
@@ -333,8 +365,11 @@ def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset
         channels=channels,
         labels=labels,
         regions=regions_of(labels),
-        cases=tuple(sorted(cases, key=lambda case: case.case_id)),
+        cases=tuple(
+            replace(case, patient_id=known[case.case_id][0]) for case in sorted(cases, key=lambda case: case.case_id)
+        ),
         problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
+        patient_rules={case_id: rule for case_id, (_, rule) in known.items()},
     )
 
 

@@ -8,13 +8,15 @@ lost machine, is continued by the same command; the manifest comes last and mark
 
 import argparse
 import contextlib
+import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.atomic import atomic_write
 from cpu3d.data.label_map import parse_label_map, with_label_map
-from cpu3d.data.layouts import Dataset, Problem, read_dataset
+from cpu3d.data.layouts import Dataset, Problem, labels_in_use, read_dataset, regions_of
 from cpu3d.data.records import CaseRecord, Manifest, make_manifest, remake
 from cpu3d.data.resume import claimed, content_differences, finished_cases, kept, old_manifest
 from cpu3d.data.splits import split_cases
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of the patients (default: 0.8 0.1 0.1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
+    add_patients_argument(parser)
     parser.add_argument(
         "--format",
         choices=FORMAT_CHOICES,
@@ -82,8 +85,19 @@ def run(args: argparse.Namespace) -> int:
         skip_bad=args.skip_bad,
         verify=args.verify,
         settings=Settings(**FORMAT_CHOICES[args.format], crop=args.crop, zero_nan=args.zero_nan, label_map=label_map),
+        patients=args.patients,
     )
     return 0
+
+
+def add_patients_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--patients",
+        type=Path,
+        metavar="FILE",
+        help="table of two columns, case and patient (CSV, or with semicolons or tabs), where names such as"
+        " BraTS-GLI-00001-000 do not tell the patient; a patient's cases stay in one split",
+    )
 
 
 def prepare(
@@ -96,27 +110,35 @@ def prepare(
     skip_bad: bool = False,
     verify: bool = False,
     settings: Settings = USUAL,
+    patients: Optional[Path] = None,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
 
     A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
-    `verify`. `settings` say how arrays are made; a store is continued with its own only. More than one worker means
-    processes that import the calling script: guard its start with `if __name__ == "__main__"`.
+    `verify`. `settings` say how arrays are made; a store is continued with its own only. `patients` is a table of the
+    cases' patients, else their names tell them where they can; a finished store keeps those that it has. More than one
+    worker means processes that import the calling script: guard its start with `if __name__ == "__main__"`.
 
     Raises InputError when cases are bad (all are told, the good ones are written, no manifest is) unless `skip_bad`,
-    when the data set or the split is no good, or when the store is another's or was begun with other settings. Raises
+    when the data set or the split is no good, when identical images fall into two splits, or when the store is
+    another's or was begun with other settings. Raises
     OSError when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are kept then too.
     """
     workers = worker_count(workers)
-    dataset, store_dir = with_label_map(read_dataset(dataset_dir), settings.label_map), Path(store_dir)
-    announce(dataset, settings)
+    found, store_dir = read_dataset(dataset_dir, patients), Path(store_dir)
+    dataset = with_label_map(found, settings.label_map)
+    announce(dataset, settings, found.labels)
     _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
     with claimed(store_dir, dataset, settings):
         old = old_manifest(store_dir)
         if old is not None:
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
-        wanted = {case.case_id for case in (dataset if old is None else old).cases}
-        cases = [files for files in dataset.cases if files.case_id in wanted]
+        wanted = {case.case_id: case.patient_id for case in (dataset if old is None else old).cases}
+        cases = [
+            dataclasses.replace(files, patient_id=wanted[files.case_id])
+            for files in dataset.cases
+            if files.case_id in wanted
+        ]
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
         if old is not None and len(finished) == len(wanted):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
@@ -190,16 +212,18 @@ def _manifest(
     dataset: Dataset, records: Dict[str, CaseRecord], fractions: Fractions, seed: int, problems: Sequence[Problem]
 ) -> Manifest:
     cases = tuple(records[case_id] for case_id in sorted(records))
+    labels = labels_in_use(dataset.layout, dataset.labels, {code for case in cases for code in case.label_voxels})
     return make_manifest(
         name=dataset.name,
         layout=dataset.layout,
         channels=dataset.channels,
-        labels=dataset.labels,
-        regions=dataset.regions,
+        labels=labels,
+        regions=regions_of(labels),
         split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
         split_seed=seed,
         cases=cases,
         versions=versions(),
+        patient_rules=Counter(dataset.patient_rules[case.case_id] for case in cases),
     )
 
 
@@ -235,5 +259,5 @@ def _refuse_other_content(
         raise InputError(
             *(f"{rule}, but {difference}" for difference in differences),
             "give another --store for the new content, or add new cases with `store append`; the finished store is"
-            " untouched and can be used",
+            " untouched",
         )

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -135,13 +135,15 @@ class Manifest:
     """Sorted by case id. Read from a store they are parsed one at a time, when they are asked for."""
     versions: Dict[str, str]
     """Of this project and the libraries that made the store."""
+    patient_rules: Dict[str, int] = field(default_factory=dict)
+    """How patients are known -> of how many cases; those that came before it was kept are in none."""
     schema: int = SCHEMA
 
 
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
     """The manifest of `cases`, with what follows from them worked out; there must be at least one.
 
-    Raises InputError where a patient's cases are in more than one split, and for records that contradict themselves.
+    Raises InputError as `split_problems` tells, and for records that contradict themselves.
     """
     cases = tuple(sorted(cases, key=lambda case: case.case_id))
     problems = [*_record_problems(cases), *split_problems(split, cases)]
@@ -160,7 +162,10 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
 
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
     """The manifest with other cases or another split, and what follows from them worked out anew."""
-    kept = ("name", "layout", "channels", "labels", "regions", "split", "split_seed", "cases", "versions")
+    kept = (
+        *("name", "layout", "channels", "labels", "regions", "split", "split_seed", "cases", "versions"),
+        "patient_rules",
+    )
     return make_manifest(**{name: changes.get(name, getattr(manifest, name)) for name in kept})
 
 
@@ -176,16 +181,30 @@ def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) 
 
 
 def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> List[str]:
-    """A line for each patient whose cases are in more than one split: it would be scored on what was trained on."""
-    place_of = {case_id: name for name in SPLITS for case_id in split[name]}
-    places = defaultdict(set)
-    for case in cases:
-        places[case.patient_id].add(place_of[case.case_id])
-    return [
-        f"patient {patient} must be in one split, got {' and '.join(sorted(names))}; keep its cases together"
-        for patient, names in sorted(places.items())
-        if len(names) > 1
+    """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
+    patients = {case.case_id: case.patient_id for case in cases}
+    problems = [
+        f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
+        for patient, places in straddling(split, patients)
     ]
+    for _, places in straddling(split, {case.case_id: case.image_voxels_sha256 for case in cases}):
+        if len({patients[case_id] for case_id in places.values()}) > 1:
+            told = " and ".join(f"{case_id} ({place})" for place, case_id in places.items())
+            problems.append(
+                f"image of cases {told} must be in one split, got identical voxels; leave all but one out, or `prepare`"
+                " with --patients FILE that gives them one patient"
+            )
+    return problems
+
+
+def straddling(split: Mapping[str, Sequence[str]], groups: Mapping[str, str]) -> List[Tuple[str, Dict[str, str]]]:
+    """(group, split -> first of its cases) of the groups in more than one split. `groups`: case id -> group."""
+    places: Dict[str, Dict[str, str]] = defaultdict(dict)
+    for name in SPLITS:
+        for case_id in split[name]:
+            if case_id in groups:
+                places[groups[case_id]].setdefault(name, case_id)
+    return [(group, found) for group, found in sorted(places.items()) if len(found) > 1]
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
@@ -235,6 +254,7 @@ def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) 
     fields["labels"] = {int(code): name for code, name in content["labels"].items()}
     fields["regions"] = {name: tuple(codes) for name, codes in content["regions"].items()}
     fields["split"] = {name: tuple(content["split"][name]) for name in SPLITS}
+    fields["patient_rules"] = {rule: int(cases) for rule, cases in content.get("patient_rules", {}).items()}
     return Manifest(cases=cases, **fields)
 
 

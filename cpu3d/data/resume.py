@@ -10,8 +10,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
 from cpu3d.atomic import writable_folder, write_json
 from cpu3d.data.case import source_name
 from cpu3d.data.files.arrays import FORMATS, file_sha256
-from cpu3d.data.layouts import CaseFiles, Dataset, Problem
-from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path
+from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use
+from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, straddling
 from cpu3d.data.store import open_store
 from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
@@ -73,7 +73,10 @@ def old_manifest(store_dir: Path) -> Optional[Manifest]:
 
 
 def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify: bool) -> List[str]:
-    """In what the data set differs from what a finished store was made of: cases new, gone or changed."""
+    """In what the data set differs from what a finished store was made of: cases new, gone or changed.
+
+    And which patients are in two of its splits, by what is known of them now.
+    """
     found = {files.case_id: files for files in dataset.cases}
     recorded = {case.case_id: case for case in old.cases}
     new = sorted(set(found) - set(recorded) - set(quarantined(store_dir)))
@@ -87,6 +90,10 @@ def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify
         [f"case {case_id} is new in {dataset.folder}" for case_id in new]
         + [f"case {case_id} is no longer whole in {dataset.folder}" for case_id in gone]
         + [f"the source of case {case_id} has changed" for case_id in changed]
+        + [
+            f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good"
+            for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases})
+        ]
     )
 
 
@@ -95,13 +102,14 @@ def finished_cases(
 ) -> Dict[str, CaseRecord]:
     """The records of the cases that need not be done again, by case id.
 
-    A case is finished when its arrays have their recorded lengths and its sources their recorded sizes and dates;
-    another date, or none in the record, is settled by hash. `verify` compares the hashes of all of them.
+    A case is finished when it is of the recorded patient, its arrays have their recorded lengths and its sources
+    their recorded sizes and dates; another date, or none in the record, is settled by hash. `verify` compares the
+    hashes of all of them.
     """
     finished = {}
     for files in cases:
         record = own_record(store_dir, files.case_id)
-        if record is None:
+        if record is None or record.patient_id != files.patient_id:
             continue
         arrays = [(array_path(store_dir, record, "x"), record.image_bytes, record.image_sha256)]
         if record.has_label:
@@ -186,7 +194,7 @@ def _identity_of_data(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
         "name": content.name,
         "layout": content.layout,
         "channels": list(content.channels),
-        "labels": {str(code): name for code, name in content.labels.items()},
+        "labels": {str(code): name for code, name in labels_in_use(content.layout, content.labels, ()).items()},
     }
 
 

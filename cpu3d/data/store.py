@@ -82,7 +82,8 @@ class Store:
             raise InputError(*problems)
 
     def check_split(self) -> None:
-        """Read every record. Raises InputError where a patient is in two splits, or the split is not the one made."""
+        """Read every record. Raises InputError where a patient or an image is in two splits, or the split is not the
+        one made."""
         manifest = self.manifest
         entries = split_entries(manifest.cases)
         problems = split_problems(manifest.split, entries)

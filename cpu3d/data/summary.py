@@ -3,23 +3,30 @@
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Mapping
 
 from cpu3d.data.layouts import Dataset, describe_labels
+from cpu3d.data.patients import UNKNOWN, describe_patients
 from cpu3d.data.records import SPLITS, Manifest
 from cpu3d.data.resume import quarantined
 from cpu3d.data.words import by, count
 from cpu3d.data.write_cases import Settings
 
 
-def announce(dataset: Dataset, settings: Settings) -> None:
-    """What was found: cases, channels and what each label code means."""
+def announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> None:
+    """What was found: cases, channels, patients and what each label code means; `names` are those in the files."""
     channels = ", ".join(dataset.channels)
     print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
     print("Labels and regions:")
     for line in describe_labels(dataset):
         print(f"  {line}")
     for old, new in sorted(settings.label_map.items()):
-        print(f"  {old} in the files is read as {new} {dataset.labels[new]}")
+        print(f"  {old} {names.get(old, 'of no name')} in the files is read as {new} {dataset.labels[new]}")
+    print(f"Patients: {len({case.patient_id for case in dataset.cases})}")
+    for line in describe_patients(Counter(dataset.patient_rules.values()), len(dataset.cases)):
+        print(f"  {line}")
+    if UNKNOWN in dataset.patient_rules.values():
+        print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
     if dataset.problems:
         incomplete = {problem.case_id for problem in dataset.problems}
         print(f"{count(incomplete, 'more case')} with a file missing or double: told at the end")
@@ -44,6 +51,13 @@ def summarise(manifest: Manifest, store_dir: Path) -> None:
         share = kept / sum(math.prod(case.shape) for case in manifest.cases)
         print(f"  crop     brains' boxes only, {share:.0%} of the voxels; all outside is 0 and comes back so")
     print(f"  brains   fit a box of {by(manifest.largest_box)}")
+    print(f"  regions  {', '.join(manifest.regions)}")
+    absent = [code for code in manifest.labels if not any(code in case.label_voxels for case in manifest.cases)]
+    if absent:
+        print(f"  absent   {', '.join(f'{code} {manifest.labels[code]}' for code in absent)}: in no case's label")
+    patients = len({case.patient_id for case in manifest.cases})
+    told = describe_patients(manifest.patient_rules, len(manifest.cases))
+    print(f"  patients {patients}; {'; '.join(told)}")
     print(f"  split    {split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}")
     tell_quarantine(store_dir)
 

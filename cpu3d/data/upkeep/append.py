@@ -9,9 +9,10 @@ from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 from cpu3d.atomic import writable_folder
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.label_map import with_label_map
-from cpu3d.data.layouts import CaseFiles, Dataset, read_dataset
+from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use, read_dataset, regions_of
+from cpu3d.data.patients import TABLE, patient_of
 from cpu3d.data.prepare import convert_all, write_quarantine
-from cpu3d.data.records import SPLITS, Manifest, SourceFile, remake
+from cpu3d.data.records import SPLITS, CaseRecord, Manifest, SourceFile, remake
 from cpu3d.data.resume import finished_cases, left_out, settings_of, sweep
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.words import count
@@ -45,6 +46,7 @@ def append(
     *,
     workers: Optional[int] = None,
     skip_bad: bool = False,
+    patients: Optional[Path] = None,
 ) -> Appended:
     """Add the cases of a data set that a finished store does not have, and say what became of each.
 
@@ -53,12 +55,13 @@ def append(
     same call continues where one was cut.
 
     Raises InputError, and leaves the store as it was, when channels or labels differ, when a case of the same id was
-    made from other files, when a new id is the name of arrays that the store has under other ids, and for bad cases
-    unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    made from other files, when a new id is the name of arrays that the store has under other ids, when a patient or
+    identical images would be in two splits, where the store's patients come from a table and there is none for the new
+    cases, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = settings_of(store_dir), open_store(store_dir).manifest  # finished and whole, or told here
-    dataset = with_label_map(read_dataset(dataset_dir), settings.label_map)
+    dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
     _refuse_other_kind(store_dir, old, dataset)
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
@@ -71,12 +74,24 @@ def append(
         new = [files for files in dataset.cases if files.case_id not in there]
         _refuse_changed(store, known)
         _refuse_stems(store, new)
+        if new and TABLE in old.patient_rules and patients is None:
+            raise InputError(
+                f"--patients must name a table, as store {store_dir} knows its patients from one, got none; give one"
+                " that says which of them the new cases are of"
+            )
         out = left_out(store_dir)
         finished = finished_cases(store_dir, new, dataset.folder, verify=True)
         left = [files for files in new if files.case_id not in finished]
         jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings) for files in left]
         records, problems = convert_all(jobs, workers, finished, store_dir)
         problems += [problem for problem in dataset.problems if problem.case_id not in there]
+        for case_id in sorted(records):
+            other = set(records[case_id].label_voxels) - set(old.labels)
+            if other:
+                told = ", ".join(f"{code} {dataset.labels[code]}" for code in sorted(other))
+                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {told}"
+                problems.append(Problem(case_id, f"{rule}; prepare a store of its own, which will have that region"))
+                del records[case_id]
         bad = tuple(sorted({problem.case_id for problem in problems}))
         if bad and not skip_bad:
             raise InputError(
@@ -88,11 +103,15 @@ def append(
         if records:
             split = deal_cases(
                 old.split,
-                {case.case_id: case.patient_id for case in old.cases},
+                {case.case_id: _patient_of(case, old.layout) for case in old.cases},
                 {case_id: record.patient_id for case_id, record in records.items()},
                 seed=old.split_seed,
             )
-            manifest = remake(old, cases=[*old.cases, *records.values()], split=split, versions=versions())
+            rules = Counter(old.patient_rules)
+            rules.update(dataset.patient_rules[case_id] for case_id in records)
+            manifest = remake(
+                old, cases=[*old.cases, *records.values()], split=split, versions=versions(), patient_rules=dict(rules)
+            )
             write_store(store_dir, manifest)
         still_out = [problem for problem in out if problem.case_id not in {*there, *records, *bad}]
         write_quarantine(store_dir, sorted([*still_out, *problems], key=lambda problem: problem.case_id))
@@ -126,13 +145,20 @@ def deal_cases(
 # --- Private helpers ---
 
 
+def _patient_of(case: CaseRecord, layout: str) -> str:
+    """As recorded, or by its name where the record is from before names were read in every layout."""
+    return case.patient_id if case.patient_id != case.case_id else patient_of(case.case_id, layout)[0]
+
+
 def _refuse_other_kind(store_dir: Path, manifest: Manifest, dataset: Dataset) -> None:
     """Raise, naming every difference, unless the data set's channels and labels mean what the store's do."""
+    labels = labels_in_use(dataset.layout, dataset.labels, manifest.labels)
+    found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
     problems = [
         f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(manifest, what)}, got"
-        f" {getattr(dataset, what)}; prepare a store of its own"
-        for what in ("channels", "labels", "regions")
-        if getattr(manifest, what) != getattr(dataset, what)
+        f" {value}; prepare a store of its own"
+        for what, value in found.items()
+        if getattr(manifest, what) != value
     ]
     if problems:
         raise InputError(*problems)

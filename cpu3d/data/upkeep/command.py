@@ -18,6 +18,7 @@ from typing import Any, Dict
 from rich.console import Console
 from rich.table import Table
 
+from cpu3d.data.prepare import add_patients_argument
 from cpu3d.data.records import to_json
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.summary import split_sizes, summarise
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("store", type=Path, help="finished store")
     more.add_argument("--dataset", type=Path, required=True, help="folder as for `prepare`")
     more.add_argument("--skip-bad", action="store_true", help="leave bad cases out and list them in quarantine.jsonl")
+    add_patients_argument(more)
     for action in (info, check):
         action.add_argument("--json", action="store_true", help="print JSON")
     for action in (check, convert, more):
@@ -149,7 +151,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _append(args: argparse.Namespace) -> int:
     before = open_store(args.store).manifest
-    done = append(args.store, args.dataset, workers=args.workers, skip_bad=args.skip_bad)
+    done = append(args.store, args.dataset, workers=args.workers, skip_bad=args.skip_bad, patients=args.patients)
     print(f"Store {args.store}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
     if done.bad:
         print(f"  left out {count(done.bad, 'bad case')}, see {args.store / 'quarantine.jsonl'}")

@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Mapping
 
 from cpu3d.data.extent import EXTENTS, grid_size
 from cpu3d.data.files.read_mode import choose_read_mode, file_system
+from cpu3d.data.patients import describe_patients
 from cpu3d.data.record_check import check_record
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
@@ -47,6 +48,7 @@ def store_info(store: Store, *, free_bytes: int) -> Dict[str, Any]:
         "regions": {name: list(codes) for name, codes in manifest.regions.items()},
         "cases": len(manifest.cases),
         "patients": len(totals.patients),
+        "patient_rules": dict(manifest.patient_rules),
         "arrays": len(totals.bytes_on_disk),
         "unlabelled": len(manifest.unlabelled),
         "split": {name: len(manifest.split[name]) for name in SPLITS},
@@ -77,10 +79,12 @@ def lines_of(info: Mapping[str, Any]) -> List[str]:
     shared = "" if info["arrays"] == info["cases"] else f" sharing the arrays of {info['arrays']}"
     cropped = f", {info['cropped_cases']} cropped to the brain's box" if info["cropped_cases"] else ""
     error = info["max_abs_error_std"]
+    patients = "; ".join(describe_patients(info["patient_rules"], info["cases"]))
     lines = [
         f"Store {info['store']}: {info['name']}, layout {info['layout']}",
         f"  cases    {info['cases']} of {count(info['patients'], 'patient')}{shared},"
         f" {info['unlabelled']} without a label",
+        f"  patients {patients}",
         f"  split    {', '.join(f'{n} {name}' for name, n in info['split'].items())},"
         f" seed {info['split_seed']}, hash {info['split_hash']}",
         f"  channels {', '.join(info['channels'])}",

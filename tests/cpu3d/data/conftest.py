@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import zlib
 from pathlib import Path
 
 import nibabel
@@ -67,7 +68,7 @@ def brats_case(write_nifti, tiny_image, tiny_label):
     def write(folder: Path, layout: str = "brats2023", end: str = ".nii.gz", prefix: str = "") -> dict:
         codes = (1, 2, 4) if layout == "brats2017" else (1, 2, 3)
         files = {}
-        for seed, suffix in enumerate(SUFFIXES[layout]):
+        for seed, suffix in enumerate(SUFFIXES[layout], zlib.crc32(folder.name.encode())):
             volume = tiny_label(*codes) if suffix.endswith("seg") else tiny_image(seed)
             files[suffix[1:]] = write_nifti(folder / f"{prefix or folder.name}{suffix}{end}", volume)
         return files

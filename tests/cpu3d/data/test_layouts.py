@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.layouts import case_files, describe_labels, read_dataset
+from cpu3d.data.layouts import case_files, describe_labels, read_dataset, regions_of
 from cpu3d.errors import InputError
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
@@ -58,7 +58,7 @@ def test_brats_2023_folders_are_recognised_and_time_points_share_their_patient(t
         brats_case(tmp_path / case_id)
     dataset = read_dataset(tmp_path)
     assert dataset.layout == "brats2023"
-    assert dataset.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+    assert dataset.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
     assert [case.patient_id for case in dataset.cases] == ["BraTS-GLI-00001", "BraTS-GLI-00001", "BraTS-GLI-00002"]
     assert [name[-10:-7] for name in names(dataset.cases[0].images)] == ["t2f", "t1n", "t1c", "t2w"]
     assert dataset.cases[0].label.name == "BraTS-GLI-00001-000-seg.nii.gz"
@@ -261,3 +261,9 @@ def test_the_real_folders_are_recognised(real_cases):
     metastasis = read_dataset(real_cases / "brats-met-00110-000")
     assert [problem.reason.split()[0] for problem in metastasis.problems] == ["label"]
     assert len(case_files([real_cases / "brats-met-00110-000/BraTS-MET-00110-000"], CANONICAL).images) == 4
+
+
+def test_a_resection_cavity_is_a_region_apart_from_the_tumours():
+    tumour = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
+    assert regions_of({**tumour, 5: "Resection Cavity"}) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "RC": (5,)}
+    assert regions_of({0: "background", 1: "tumour", 2: "cavity"}) == {"tumour": (1,), "cavity": (2,)}

@@ -607,3 +607,36 @@ def test_the_command_line_prepares_the_real_glioma(tmp_path, real_cases):
     assert record.patient_id == "BraTS-GLI-99001"
     assert (record.format, record.stored) == ("b2nd", record.box)
     assert resume.settings_of(store.folder) == Settings("b2nd", True, True, {4: 3})
+
+
+@pytest.fixture
+def post_treatment(tmp_path, brats_case, write_nifti, tiny_label):
+    """Two cases as in BraTS 2024, one with a resection cavity, beside a data set of the one without."""
+    for folder, case_id in (
+        ("both", "BraTS-GLI-00005-100"),
+        ("both", "BraTS-GLI-00006-100"),
+        ("one", "BraTS-GLI-00006-100"),
+    ):
+        brats_case(tmp_path / folder / case_id)
+    write_nifti(tmp_path / "both/BraTS-GLI-00005-100/BraTS-GLI-00005-100-seg.nii.gz", tiny_label(1, 2, 3, 4))
+    return tmp_path
+
+
+def test_the_resection_cavity_of_brats_2024_is_a_region_where_it_occurs(post_treatment, capsys):
+    with_cavity = prepare(post_treatment / "both", post_treatment / "rc", fractions=(1, 0, 0), workers=1)
+    assert with_cavity.labels[4] == "resection cavity"
+    assert with_cavity.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
+    assert "4 resection cavity -> RC" in capsys.readouterr().out
+    assert prepare(post_treatment / "both", post_treatment / "rc", fractions=(1, 0, 0), workers=1) == with_cavity
+    without = prepare(post_treatment / "one", post_treatment / "plain", fractions=(1, 0, 0), workers=1)
+    assert sorted(without.labels) == [0, 1, 2, 3]
+    assert tuple(without.regions) == ("WT", "TC", "ET")
+    assert prepare(post_treatment / "one", post_treatment / "plain", fractions=(1, 0, 0), workers=1) == without
+    assert "finished and unchanged" in capsys.readouterr().out
+
+
+def test_a_cavity_that_is_read_as_another_label_is_called_by_its_name(post_treatment, capsys):
+    settings = Settings(label_map={4: 3})
+    manifest = prepare(post_treatment / "both", post_treatment / "s", fractions=(1, 0, 0), workers=1, settings=settings)
+    assert 4 not in manifest.labels
+    assert "4 resection cavity in the files is read as 3 enhancing tumour" in capsys.readouterr().out

@@ -258,3 +258,23 @@ def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient
     for name, count in zip(SPLITS, have):
         now = len({patients[case_id] for case_id in dealt[name]})
         assert abs(now - count / sum(have) * total) < 1
+
+
+def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_region(
+    tmp_path, brats_case, write_nifti, tiny_label
+):
+    for folder, case_id in (
+        ("few", "BraTS-GLI-00005-100"),
+        ("more", "BraTS-GLI-00006-100"),
+        ("more", "BraTS-GLI-00007-100"),
+    ):
+        files = brats_case(tmp_path / folder / case_id)
+    write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
+    prepare(tmp_path / "few", tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    with pytest.raises(InputError, match=r"BraTS-GLI-00007-100 .* got 4 resection cavity; prepare a store of its own"):
+        append(tmp_path / "store", tmp_path / "more", workers=1)
+    done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
+    assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))
+    assert verify(tmp_path / "store", workers=1).problems == ()
+    prepare(tmp_path / "more", tmp_path / "rc", fractions=(1, 0, 0), workers=1)
+    assert append(tmp_path / "rc", tmp_path / "few", workers=1).manifest.regions["RC"] == (4,)
