@@ -23,7 +23,11 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
         read_regular("nothing")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, b'"\xff"', "", "{"])
+def test_characters_beyond_the_basic_plane_are_read():
+    assert parse_json(r'["\ud83e\udde0"]') == ["\U0001f9e0"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, b'"\xff"', '"\\ud800"', "", "{"])
 def test_all_that_is_no_json_is_a_value_error(tmp_path, text):
     with pytest.raises(ValueError):
         parse_json(text)
