@@ -4,6 +4,7 @@ nibabel parses the header and knows the orientations. The bytes are read here, b
 and so never sees the CRC that gzip puts after it: a flipped bit then gives wrong voxels without an error.
 """
 
+import dataclasses
 import gzip
 import io
 import math
@@ -21,6 +22,12 @@ from cpu3d.errors import InputError
 from memory_estimator.files import read_regular
 
 EXTENSIONS = (".nii.gz", ".nii")
+
+_FORMS = (
+    *("quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
+    *("srow_x", "srow_y", "srow_z"),
+)
+"""Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`."""
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
@@ -78,7 +85,7 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
 def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
     """Write a label map `(X, Y, Z)` given in axes R A S as uint8 NIfTI on the source's own grid.
 
-    Shape, affine, axes and sform and qform codes are those of `geometry`. Codes must be integers from 0 to 255.
+    Shape, axes, sform and qform with their codes are those of `geometry`. Codes must be integers from 0 to 255.
     """
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
@@ -167,13 +174,17 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
         raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; mend its header")
-    return Geometry(
+    geometry = Geometry(
         shape=shape,
         affine=tuple(tuple(float(value) for value in row) for row in affine),
         axes="".join(axes),
         sform_code=int(header["sform_code"]),
         qform_code=int(header["qform_code"]),
     )
+    forms = _forms(header)
+    if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, where one form is not used
+        return geometry
+    return dataclasses.replace(geometry, forms=forms)
 
 
 def _orientation(geometry: Geometry) -> np.ndarray:
@@ -188,14 +199,30 @@ def _in_ras_order(geometry: Geometry, values) -> tuple:
     return tuple(ordered)
 
 
-def _header_bytes(voxels: np.ndarray, geometry: Geometry) -> bytes:
-    """A little-endian NIfTI-1 header and the four bytes that say "no extension"."""
-    header = nibabel.Nifti1Header(endianness="<")
-    header.set_data_shape(voxels.shape)
-    header.set_data_dtype(voxels.dtype.newbyteorder("<"))
-    affine = np.asarray(geometry.affine, np.float64)
+def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
+    """The numbers of `Geometry.forms`, in the float32 of NIfTI-1, which is what is written."""
+    parts = [header["pixdim"][:4], *(np.ravel(header[name]) for name in _FORMS)]
+    with np.errstate(all="ignore"):  # beyond float32 is infinite, which is looked for
+        return tuple(np.concatenate(parts).astype(np.float32).tolist())
+
+
+def _placed_header(geometry: Geometry) -> nibabel.Nifti1Header:
+    """A little-endian NIfTI-1 header with the sform and qform of a grid."""
+    header, affine = nibabel.Nifti1Header(endianness="<"), np.asarray(geometry.affine, np.float64)
     header.set_qform(affine, geometry.qform_code)
     header.set_sform(affine, geometry.sform_code)
+    if geometry.forms:
+        header["pixdim"][:4] = geometry.forms[:4]
+        for name, value in zip(_FORMS, (*geometry.forms[4:10], *np.reshape(geometry.forms[10:], (3, 4)))):
+            header[name] = value
+    return header
+
+
+def _header_bytes(voxels: np.ndarray, geometry: Geometry) -> bytes:
+    """The header of a file and the four bytes that say "no extension"."""
+    header = _placed_header(geometry)
+    header.set_data_shape(voxels.shape)
+    header.set_data_dtype(voxels.dtype.newbyteorder("<"))
     header.set_xyzt_units("mm")
     header["magic"] = b"n+1"
     header["vox_offset"] = 352

@@ -91,6 +91,9 @@ def _check_origin(content: Mapping[str, Any]) -> None:
         raise ValueError(f"affine must be 4x4 finite numbers, got {affine}")
     if not _is_counts((geometry["sform_code"], geometry["qform_code"])):
         raise ValueError("sform_code and qform_code must be integers")
+    forms = geometry.get("forms", ())
+    if len(forms) not in (0, 22) or not _is_finite(forms):
+        raise ValueError(f"forms must be none or 22 finite numbers, got {forms}")
     for source in content["sources"]:
         if (
             type(source["path"]) is not str

@@ -36,6 +36,9 @@ class Geometry:
     """Where the source's axes point, such as "LPS"."""
     sform_code: int
     qform_code: int
+    forms: Tuple[float, ...] = ()
+    """What qform and sform are made of, as in the NIfTI header: pixdim[0:4], quatern_b to _d, qoffset_x to _z and
+    srow_x to _z. Empty where both say what `affine` says, and in records that were made before there was this field."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,7 @@ def case_from_json(content: Mapping[str, Any]) -> CaseRecord:
     geometry = dict(content["geometry"])
     geometry["shape"] = tuple(geometry["shape"])
     geometry["affine"] = tuple(tuple(row) for row in geometry["affine"])
+    geometry["forms"] = tuple(geometry.get("forms", ()))
     fields["geometry"] = Geometry(**geometry)
     fields["sources"] = tuple(SourceFile(**source) for source in content["sources"])
     fields["label_voxels"] = {int(code): count for code, count in content["label_voxels"].items()}

@@ -1,5 +1,6 @@
 import gzip
 import itertools
+import json
 
 import nibabel
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from cpu3d.data import nifti
 from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label, write_volume
-from cpu3d.data.records import Geometry
+from cpu3d.data.records import Geometry, case_from_json, to_json
 from cpu3d.errors import InputError
 
 ORIENTATIONS = [
@@ -160,6 +161,27 @@ def test_a_label_written_on_the_sources_grid_reloads_with_its_shape_affine_axes_
     assert (int(after.header["sform_code"]), int(after.header["qform_code"])) == codes
     voxels, again = read_volume(tmp_path / "label.nii.gz")
     assert np.array_equal(to_ras(voxels, again), label)
+
+
+@pytest.mark.parametrize("codes", [(1, 2), (0, 1), (4, 0)])
+def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(
+    tmp_path, write_nifti, make_record, codes
+):
+    source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
+    image.set_sform(turned, codes[0])
+    angle = 0.1
+    turned[:2, :2] = turned[:2, :2] @ [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turned[:3, 3] += 1 / 3
+    image.set_qform(turned, codes[1])
+    nibabel.save(image, source)
+    record = make_record(geometry=read_volume(source)[1])
+    geometry = case_from_json(json.loads(json.dumps(to_json(record)))).geometry
+    write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
+    before, after = source.read_bytes(), (tmp_path / "label.nii").read_bytes()
+    assert after[76:92] == before[76:92]  # pixdim
+    assert after[252:328] == before[252:328]  # both codes, the quaternion, its offset, srow
+    assert read_volume(tmp_path / "label.nii")[1] == geometry
 
 
 def test_the_same_label_gives_the_same_bytes(tmp_path):

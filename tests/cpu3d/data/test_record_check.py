@@ -108,6 +108,8 @@ def test_a_record_without_one_of_its_fields_is_refused(content, name):
         ("affine", [[float("nan"), 0.0, 0.0, 0.0]] * 4),
         ("affine", [[10**400, 0.0, 0.0, 0.0]] * 4),
         ("sform_code", None),
+        ("forms", [0.0] * 21),
+        ("forms", [float("nan")] * 22),
         ("qform_code", 1.5),
     ],
 )

@@ -45,6 +45,12 @@ def test_a_record_survives_json_unchanged(make_record):
     assert case_from_json(through_json(to_json(unlabelled))) == unlabelled
 
 
+def test_a_record_from_before_both_forms_were_kept_is_read(make_record):
+    content = through_json(to_json(make_record()))
+    del content["geometry"]["forms"]
+    assert case_from_json(content) == make_record()
+
+
 def test_a_manifest_survives_json_beside_its_cases(make_record, manifest_of):
     manifest = manifest_of([make_record("b"), unlabelled_of(make_record("a"))], {"train": ["b"], "test": ["a"]})
     content = through_json(to_json(manifest))
