@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.folds import with_fold
+from cpu3d.data.resume import settings_of
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
@@ -39,6 +40,11 @@ def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: st
     except InputError as error:
         raise InputError(*error.problems, *([] if given else [way_out])) from None
     return with_fold(store, config.fold)
+
+
+def zeroes_nan(configs: Sequence[RunConfig]) -> bool:
+    """Whether NaN and infinite voxels became background in the store of any run; False of a store that is gone."""
+    return any(settings_of(Path(config.store)).zero_nan for config in configs)
 
 
 def trained_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:

@@ -139,18 +139,66 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     if len(paths) > 1 or len(channels) == 1:
         paths = [path for path in paths if _modality(path) != "seg"]
         if all(_modality(path) for path in paths) and all(_modality_of_channel(name) for name in channels):
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or case_id
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or where.resolve().name
             paths = _in_channel_order(paths, channels, where)
         elif len(paths) != len(channels):
             raise InputError(
                 f"--image must name one 4D file or one file for each of {', '.join(channels)}, got {len(paths)} files"
             )
+        else:
+            _refuse_other_order(paths, channels)
     return CaseFiles(case_id, case_id, tuple(paths), None)
+
+
+def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
+    """3D files to predict, those of one case together; `channels` are what each case needs.
+
+    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
+    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
+    which files make up a case.
+    """
+    paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
+    named = [path for path in paths if _modality(path) and all(map(_modality_of_channel, channels))]
+    if len(named) == len(paths):
+        groups: Dict[str, List[Path]] = {}
+        for path in paths:
+            groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
+        return list(groups.values())
+    if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
+        raise InputError(
+            f"3D files must be of one case where not all are named after their modality, got {len(paths)} for"
+            f" {', '.join(channels)}, which may be {len(paths) // len(channels)} cases; predict one after another, or"
+            " name the files"
+        )
+    if len(channels) == 1 and named:
+        unnamed = ", ".join(path.name for path in paths if path not in named)
+        raise InputError(
+            f"3D files must all be named after their modality or none of them, got {unnamed} beside {named[0].name};"
+            " predict them apart"
+        )
+    return [[path] for path in paths] if len(channels) == 1 else [paths]
+
+
+def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
+    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
+
+    Those of the dataset.json above imagesTr/ or imagesTs/, else of the BraTS release that all files are named as in.
+    BraTS-PED has the names of BraTS 2023 and other codes.
+    """
+    folder = files.images[0].absolute().parent
+    try:
+        if folder.name in ("imagesTr", "imagesTs") and (folder.parent / "dataset.json").is_file():
+            return str(folder.parent / "dataset.json"), _read_decathlon(folder.parent).labels
+        _refuse_other_codes(folder, [files.case_id])
+    except InputError:
+        return None
+    named = [layout for layout in _BRATS if all(_brats_part(path, layout) for path in files.images)]
+    return (named[0], LABEL_CODES[named[0]]) if named else None
 
 
 # --- Private helpers: BraTS folders ---
 
-_SUFFIX = re.compile(r"[_-](flair|t2f|t1ce|t1c|t1gd|t1n|t1w|t1|t2w|t2|seg)\.nii(\.gz)?$", re.IGNORECASE)
+_SUFFIX = re.compile(r"(?:^|[_-])(flair|t2f|t1ce|t1c|t1gd|t1n|t1w|t1|t2w|t2|seg)\.nii(\.gz)?$", re.IGNORECASE)
 
 _MODALITIES = {
     "FLAIR": ("flair", "t2f"),
@@ -178,6 +226,12 @@ _BRATS_LABELS = {
 }
 _OPTIONAL = {"brats2023": (4,)}
 """Layout -> codes of which a store has those alone that occur in its cases."""
+
+LABEL_CODES = {
+    **_BRATS_LABELS,
+    "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
+}
+"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
 
 
 def _read_brats(folder: Path) -> Dataset:
@@ -244,13 +298,14 @@ def _layout_of(folder: Path) -> Optional[str]:
 
 def _brats_files(folder: Path, layout: str) -> List[Tuple[str, Path]]:
     """(canonical channel or "seg", file) for the files of `folder` named as in `layout`."""
+    return [(part, path) for path in _volumes(folder) for part in [_brats_part(path, layout)] if part]
+
+
+def _brats_part(path: Path, layout: str) -> Optional[str]:
+    """The canonical channel, or "seg", of a file that is named as in `layout`; None for any other."""
     separator, suffixes = _BRATS[layout]
-    found = []
-    for path in _volumes(folder):
-        match = _SUFFIX.search(path.name)
-        if match and match.group(0)[0] == separator and match.group(1).lower() in suffixes:
-            found.append((suffixes[match.group(1).lower()], path))
-    return found
+    match = _SUFFIX.search(path.name)
+    return suffixes.get(match.group(1).lower()) if match and match.group(0)[0] == separator else None
 
 
 def _brats_case(folder: Path, layout: str) -> Tuple[CaseFiles, List[str]]:
@@ -414,6 +469,19 @@ def _modality(path: Path) -> Optional[str]:
 def _modality_of_channel(name: str) -> Optional[str]:
     """The canonical name of a channel, None where it is not one of the four."""
     return next((channel for channel, names in _MODALITIES.items() if name.lower() in names), None)
+
+
+def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
+    """Files are taken in the order they are given in: raise where one is named after the channel of another."""
+    own = [_modality_of_channel(name) for name in channels]
+    problems = [
+        f"{path} must be of channel {name}, as whose it is given, got a name of {_modality(path)}; give files in the"
+        f" order of {', '.join(channels)}"
+        for path, name, modality in zip(paths, channels, own)
+        if _modality(path) in {*own} - {None, modality}
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:

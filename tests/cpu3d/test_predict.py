@@ -2,14 +2,18 @@
 
 import argparse
 import json
+import shutil
 
 import nibabel
 import numpy as np
 import pytest
 
 from cpu3d import predict
+from cpu3d.atomic import write_json
 from cpu3d.data.layouts import case_files
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.resume import identity
+from cpu3d.data.write_cases import Settings
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.predict import find_cases, predict_case
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
@@ -67,6 +71,80 @@ def test_a_network_that_only_knows_the_whole_tumour_says_that_its_code_stands_fo
     meaning = "WT (edema, non-enhancing tumor, enhancing tumour)"
     assert json.loads((tmp_path / "out/a.json").read_text())["label_codes"]["1"] == meaning
     assert meaning in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def images(tmp_path):
+    """The same voxels in every layout, and their label in the codes of the tiny store, which are Decathlon's."""
+    files = write_case(tmp_path / "in", "a", seed=1)
+    for name, ends in (("old", ("_flair", "_t1ce")), ("new", ("-t2f", "-t1c")), ("BraTS-PED-1", ("-t2f", "-t1c"))):
+        (files.images[0].parent / name).mkdir()
+        split_channels(files.images[0], *(f"{name}/{name}{end}.nii.gz" for end in ends))
+    data = tmp_path / "in/data"
+    (data / "imagesTs").mkdir(parents=True)
+    shutil.copy(files.images[0], data / "imagesTs/listed.nii.gz")
+    labels = {"0": "background", "3": "edema", "1": "core", "7": "enhancing"}
+    listed = {"modality": {"0": "FLAIR", "1": "T1gd"}, "labels": labels, "training": [{"image": "a.nii.gz"}]}
+    (data / "dataset.json").write_text(json.dumps(listed))
+    where = {"listed": data / "imagesTs/listed.nii.gz", "a": files.images[0]}
+    return {**{name: tmp_path / "in" / name for name in ("old", "new", "BraTS-PED-1")}, **where}, files.label
+
+
+OF_LAYOUT = {
+    "old": ("brats2017", [0, 2, 1, 4]),
+    "new": ("brats2023", [0, 2, 1, 3]),
+    "listed": ("dataset.json", [0, 3, 1, 7]),
+    "BraTS-PED-1": ("the run's store", [0, 1, 2, 3]),
+    "a": ("the run's store", [0, 1, 2, 3]),
+}
+"""Image -> whose codes it is answered in, and these for background, oedema, core, enhancing."""
+
+
+def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, call, tmp_path, capsys):
+    paths, label = images
+    assert call("--image", *paths.values(), "--out", tmp_path / "out") == 0
+    said, truth = capsys.readouterr().out, read_volume(label)[0]
+    for name, (of, codes) in OF_LAYOUT.items():
+        np.testing.assert_array_equal(read_volume(tmp_path / f"out/{name}.nii.gz")[0], np.array(codes)[truth], name)
+        content = json.loads((tmp_path / f"out/{name}.json").read_text())
+        assert content["codes_of"].endswith(of)
+        assert content["codes_of"] in said
+        assert sorted(map(int, content["label_codes"])) == sorted(codes)
+        assert content["volumes_ml"]["ET"] == pytest.approx(2e-3)
+
+
+def test_other_codes_can_be_chosen(images, call, tmp_path):
+    paths, label = images
+    truth = read_volume(label)[0]
+    for choice, codes in (("store", [0, 1, 2, 3]), ("brats2017", [0, 2, 1, 4]), ("decathlon", [0, 1, 2, 3])):
+        assert call("--image", paths["new"], "--out", tmp_path / choice, "--codes", choice) == 0
+        np.testing.assert_array_equal(read_volume(tmp_path / choice / "new.nii.gz")[0], np.array(codes)[truth])
+
+
+def test_a_region_without_a_code_in_the_images_data_set_is_refused_unless_other_codes_are_chosen(
+    predictor, images, call, tmp_path
+):
+    paths, _ = images
+    predictor.labels = {**predict.LABEL_CODES["brats2023"], 4: "resection cavity"}
+    predictor.regions = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
+    with pytest.raises(InputError, match=r"region RC .* brats2017"):
+        call("--image", paths["old"], paths["new"], "--out", tmp_path / "out")
+    content = json.loads((tmp_path / "out/new.json").read_text())  # the codes of the release, and one more
+    assert (content["codes_of"], content["label_codes"]["4"]) == ("brats2023", "resection cavity")
+    assert call("--image", paths["old"], "--out", tmp_path / "out", "--codes", "store") == 0
+
+
+def test_a_run_on_a_store_without_nan_takes_its_source_images_as_prepare_did(tmp_path, call, tiny_store):
+    image = write_case(tmp_path / "in", "a", seed=1).images[0]
+    voxels = read_volume(image)[0][::-1, ::-1].astype(np.float32)
+    voxels[0, 0, 0] = np.nan, np.inf
+    write_volume(image, voxels, LPS_2MM)
+    with pytest.raises(InputError, match="--zero-nan"):
+        call("--image", image, "--out", tmp_path / "out")
+    assert call("--image", image, "--out", tmp_path / "out", "--zero-nan") == 0
+    assert json.loads((tmp_path / "out/a.json").read_text())["zeroed_voxels"] == 2
+    write_json(tiny_store.folder / "source.json", identity(tiny_store.manifest, Settings(zero_nan=True)))
+    assert call("--image", image, "--out", tmp_path / "out") == 0
 
 
 def test_probabilities_come_as_float32_on_the_sources_grid_one_file_a_region(predictor, tmp_path):
@@ -137,10 +215,55 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(flair_only
     if kind == "folder of FLAIR":
         t1gd.unlink()
     name = {"4D of the store": "a", "4D of one": "thick"}.get(kind, "case")
-    assert call("--image", *images.get(kind, [flair.parent]), "--out", tmp_path / "out") == 0
+    assert call("--image", *images.get(kind, [flair.parent]), "--out", tmp_path / "out", "--codes", "store") == 0
     np.testing.assert_array_equal(read_volume(tmp_path / f"out/{name}.nii.gz")[0], label)
     sources = json.loads((tmp_path / f"out/{name}.json").read_text())["sources"]
     assert len(sources) == (2 if kind in ("folder", "3D of the store") else 1)
+
+
+def test_unnamed_files_are_a_case_each_for_a_run_of_one_channel_and_none_is_lost(flair_only, call, tmp_path, capsys):
+    one, two = (write_case(tmp_path / name, name, seed=1).images[0] for name in ("one", "two"))
+    flair, _ = split_channels(one, "x.nii.gz", "x_seg.nii.gz")
+    other, _ = split_channels(two, "y.nii.gz", "y_seg.nii.gz")
+    assert call("--image", flair, other, one.parent / "x_seg.nii.gz", "--out", tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["x.nii.gz", "y.nii.gz"]
+    assert f"not read: {one.parent / 'x_seg.nii.gz'}" in capsys.readouterr().out
+    stores, folder = ("FLAIR", "T1w", "T1gd", "T2w"), one.parent
+    four = split_channels(one, "a.nii.gz", "b.nii.gz") + split_channels(one, "c.nii.gz", "d.nii.gz")
+    assert [files.images for files in find_cases(four, stores, ("FLAIR",))[0]] == [(path,) for path in four]
+    bare = split_channels(one, "t1.nii.gz", "flair.nii.gz") + split_channels(one, "t2.nii.gz", "t1gd.nii.gz")
+    ((files,), _) = find_cases(bare, stores, ("FLAIR",))
+    assert (files.case_id, [path.name.split(".")[0] for path in files.images]) == (
+        folder.name, ["flair", "t1", "t1gd", "t2"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inputs", "names"),
+    [
+        (("FLAIR", "T1gd"), "a b c d"),  # a case of the store's four channels, or two of the run's
+        (("FLAIR", "T1gd"), "a_t1ce b"),
+        (("FLAIR",), "a_flair b"),
+        (("FLAIR",), "a_flair a_t1 b_t1ce b_t2"),
+    ],
+)
+def test_files_that_may_be_other_cases_are_refused(tmp_path, inputs, names):
+    image = write_case(tmp_path, "one", seed=1).images[0]
+    paths = [path for name in names.split() for path in split_channels(image, f"{name}.nii.gz")]
+    cases, problems = find_cases(paths, ("FLAIR", "T1w", "T1gd", "T2w"), inputs)
+    assert problems
+    assert not [files for files in cases if len(files.images) > 1]
+
+
+def test_files_of_several_cases_are_put_together_by_their_names(tmp_path):
+    image = write_case(tmp_path, "one", seed=1).images[0]
+    paths = split_channels(image, "b_t1ce.nii.gz", "a_flair.nii.gz")
+    paths += split_channels(image, "a_t1ce.nii.gz", "b_flair.nii.gz")
+    cases, problems = find_cases(paths, CHANNELS, CHANNELS)
+    assert not problems
+    assert [[path.name for path in files.images] for files in cases] == [
+        ["b_flair.nii.gz", "b_t1ce.nii.gz"], ["a_flair.nii.gz", "a_t1ce.nii.gz"],
+    ]  # fmt: skip
 
 
 def test_several_flair_images_are_cases_of_their_own_and_another_modality_is_refused(tmp_path):
