@@ -37,8 +37,8 @@ from cpu3d.export.usage import usage
 from cpu3d.export.verify import Case, NotReadableError, check_fits, verify
 from cpu3d.host.apply import set_up
 from cpu3d.lock import locked
-from cpu3d.predict import channels_of, find_cases
-from cpu3d.predictors import store_of_run
+from cpu3d.predict import add_zero_nan, channels_of, find_cases
+from cpu3d.predictors import store_of_run, zeroes_nan
 from cpu3d.versions import versions
 
 CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", type=Path, nargs="+", metavar="PATH",
         help="case to try it on, as predict's --image (default: the first of the store)",
     )  # fmt: skip
+    add_zero_nan(parser)
     parser.add_argument("--weights", choices=("best", "last"), default="best", help="checkpoint (default: best)")
     parser.add_argument(
         "--size", type=int, nargs=3, metavar=("X", "Y", "Z"),
@@ -77,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if args.format == "savedmodel" else saved_model.ExactPredictor)(contract.config, weights)
-    case = _given_case(args.case, own) if args.case else _stores_case(config)
+    if args.case:
+        case = _given_case(args.case, own, zero_nan=args.zero_nan or zeroes_nan([config]))
+    else:
+        case = _stores_case(config)
     check_fits(case, exact)
 
     with _finished_folder(args.out) as folder:
@@ -130,7 +134,7 @@ def _contract(config: RunConfig, file: str, size: Any) -> Contract:
     return Contract(dataclasses.replace(config, grid=size, unet=unet), config.unet.dtype, file)
 
 
-def _given_case(paths: Any, predictor: Any) -> Case:
+def _given_case(paths: Any, predictor: Any, *, zero_nan: bool) -> Case:
     missing = [f"--case {path} must exist, found none; check the path" for path in paths if not path.exists()]
     if missing:
         raise InputError(*missing)
@@ -140,7 +144,8 @@ def _given_case(paths: Any, predictor: Any) -> Case:
     if len(cases) != 1:
         raise InputError(f"--case must be one case, got {len(cases)}; one is enough to try the network on")
     channels = channels_of(cases[0], predictor.channels, predictor.inputs)
-    loaded = load_case(cases[0], channels=channels, labels=None, dataset_folder=Path(cases[0].images[0]).parent)
+    folder = Path(cases[0].images[0]).parent
+    loaded = load_case(cases[0], channels=channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
     return Case(loaded.record, loaded.image, channels)
 
 

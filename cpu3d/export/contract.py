@@ -109,6 +109,7 @@ class Contract:
         asks = f"{size} voxels or the box, whichever is larger along each axis" if self.slides else f"{size} voxels"
         steps = [
             f"Turn the image to axes R A S; channels last, in this order: {', '.join(self.config.channels)}.",
+            "Set NaN and infinite voxels to 0, which is background.",
             box,
             f"Crop to {asks}. Along an axis where the volume is longer than that, start at box start - (size - box"
             " size) // 2, shifted so as to stay inside the volume. Where it is not, take all of it, with zeros around:"

@@ -73,6 +73,7 @@ _READ = """
 *paths, target = sys.argv[1:]
 files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths]  # axes R A S
 image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
+image = np.nan_to_num(image, posinf=0, neginf=0)
 shape, size = image.shape[:3], about["size"]
 """
 

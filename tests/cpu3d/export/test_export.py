@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.atomic import write_json
 from cpu3d.checkpoint import save_checkpoint
 from cpu3d.config import load_config, save_config
 from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.resume import identity
+from cpu3d.data.write_cases import Settings
 from cpu3d.export import onnx_graph, verify
 from cpu3d.export.usage import program
 from cpu3d.inference import load_predictor
@@ -168,6 +171,21 @@ def test_another_size_and_a_case_of_ones_own(call, store, tmp_path):
     about = json.loads((tmp_path / "out/export.json").read_text())
     assert about["size"] == [16, 12, 8]
     assert about["verification"]["case_id"] == "b"
+
+
+def test_a_case_with_nan_is_read_as_the_runs_store_was_made(call, store, tmp_path):
+    case = tmp_path / "in/b.nii.gz"
+    case.parent.mkdir()
+    voxels = read_volume(store.folder.parent / "source/b.nii.gz")[0][::-1, ::-1].astype(np.float32)
+    voxels[0, 0, 0] = np.nan
+    write_volume(case, voxels, LPS_2MM)
+    assert "--zero-nan" in call("--case", case)[1]
+    made = store.folder / "source.json"
+    write_json(made, identity(store.manifest, Settings(zero_nan=True)))
+    try:
+        assert call("--case", case)[0] == 0
+    finally:
+        made.unlink()
 
 
 def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(call, tmp_path):
