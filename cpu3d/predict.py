@@ -250,7 +250,7 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = "auto") -> Codes:
         return Codes(STORE, predictor.labels, predictor.regions)
     if labels.items() <= predictor.labels.items():  # the store's are the same, or the same and more
         return Codes(of, predictor.labels, predictor.regions)
-    regions = regions_of(labels)
+    regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
     problems = [
         f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
         f" written, got {', '.join(f'{code} {label}' for code, label in labels.items())}; choose other --codes"

@@ -475,7 +475,7 @@ def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
     """Files are taken in the order they are given in: raise where one is named after the channel of another."""
     own = [_modality_of_channel(name) for name in channels]
     problems = [
-        f"{path} must be of channel {name}, as whose it is given, got a name of {_modality(path)}; give files in the"
+        f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files in the"
         f" order of {', '.join(channels)}"
         for path, name, modality in zip(paths, channels, own)
         if _modality(path) in {*own} - {None, modality}

@@ -132,6 +132,9 @@ def test_a_region_without_a_code_in_the_images_data_set_is_refused_unless_other_
     content = json.loads((tmp_path / "out/new.json").read_text())  # the codes of the release, and one more
     assert (content["codes_of"], content["label_codes"]["4"]) == ("brats2023", "resection cavity")
     assert call("--image", paths["old"], "--out", tmp_path / "out", "--codes", "store") == 0
+    predictor.labels, predictor.regions = {0: "background", 5: "oedema"}, {"oedema": (5,)}  # a label for a region
+    assert call("--image", paths["old"], "--out", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out/old.json").read_text())["regions"] == {"oedema": [2]}
 
 
 def test_a_run_on_a_store_without_nan_takes_its_source_images_as_prepare_did(tmp_path, call, tiny_store):
