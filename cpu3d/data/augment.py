@@ -1,12 +1,15 @@
 """Augmentation in two halves: draw the parameters as plain numbers, then apply them in the TensorFlow graph.
 
 Flips mirror image and label. Intensity scales and shifts each channel's normalised values, which costs nothing: both
-fold into the normalisation. Rotation and scaling, off by default, resample the volume twice, once a plane.
+fold into the normalisation. Rotation and scaling, off by default, resample the volume twice, once a plane. They are
+drawn in millimetres, so that a rotation is one on a grid of any spacing.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Sequence, Tuple
+
+import numpy as np
 
 from cpu3d.data.sampling import random_units
 
@@ -49,9 +52,15 @@ class AugmentParams:
     gain: Tuple[float, ...]
     offset: Tuple[float, ...]
     plane_xy: Tuple[float, ...]
-    """Inverse map of the turn about Z and the zoom of X and Y: (m00, m01, m10, m11), output offset -> input offset."""
+    """Inverse map of the turn about Z and the zoom of X and Y: (m00, m01, m10, m11), output offset -> input offset, in
+    mm."""
     plane_yz: Tuple[float, ...]
     """The same for the turn about X and the zoom of Z."""
+
+    def planes(self, spacing_mm: Sequence[float]) -> np.ndarray:
+        """Float32 (2, 4): plane_xy and plane_yz from voxels to voxels, of a grid with this spacing along X, Y, Z."""
+        size_x, size_y, size_z = spacing_mm
+        return np.float32([_in_voxels(self.plane_xy, size_y / size_x), _in_voxels(self.plane_yz, size_z / size_y)])
 
 
 def sample_params(config: AugmentConfig, *, seed: int, position: int, channels: int) -> AugmentParams:
@@ -89,9 +98,9 @@ def flip(volume, flips):
 def resample(volume, plane_xy, plane_yz, *, linear: bool):
     """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
 
-    `plane_xy` and `plane_yz` are float tensors (4,) as in AugmentParams; with (B, 4) the tensor is a batch (B, X, Y, Z,
-    C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is zero. Two 2D passes of
-    TensorFlow's own kernel, no 3D gather.
+    `plane_xy` and `plane_yz` are float tensors (4,), the rows of AugmentParams.planes; with (B, 4) the tensor is a
+    batch (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is
+    zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
     """
     import tensorflow as tf
 
@@ -109,6 +118,16 @@ def _inverse(angle_rad: float, zoom_first: float, zoom_second: float) -> Tuple[f
     """Rows of the 2x2 matrix from output to input: undo the zoom after the turn."""
     cos, sin = math.cos(angle_rad), math.sin(angle_rad)
     return (cos / zoom_first, sin / zoom_first, -sin / zoom_second, cos / zoom_second)
+
+
+def _in_voxels(plane: Tuple[float, ...], ratio: float) -> Tuple[float, float, float, float]:
+    """A map of offsets in mm as one of voxels, whose size along the second axis is `ratio` times that of the first.
+
+    The ratio is taken to six digits: a header's affine gives 0.9999999 for 1, and 1 changes no bit.
+    """
+    m00, m01, m10, m11 = plane
+    ratio = float(f"{ratio:.6g}")
+    return (m00, m01 * ratio, m10 / ratio, m11)
 
 
 def _transform_plane(images, planes, linear: bool):

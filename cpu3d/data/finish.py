@@ -12,7 +12,7 @@ raw["label"]    (..., X, Y, Z) uint8, label codes
 raw["is_half"]  (...) bool
 raw["scale"], raw["shift"]  (..., C) float32: normalisation and drawn intensity in one, value * scale + shift
 raw["flips"]    (..., 3) bool: mirror X, Y, Z
-raw["planes"]   (..., 2, 4) float32: drawn rotation and scaling, as AugmentParams' plane_xy and plane_yz
+raw["planes"]   (..., 2, 4) float32: drawn rotation and scaling, as AugmentParams.planes gives them
 
 `...` is nothing or a batch.
 """

@@ -90,7 +90,7 @@ class Loader:
             "scale": np.float32(scale * params.gain),
             "shift": np.float32(shift * params.gain + params.offset),
             "flips": np.array(params.flips),
-            "planes": np.float32([params.plane_xy, params.plane_yz]),
+            "planes": params.planes(record.spacing_mm),
         }
         return tuple(box[name] for name in BOX)
 

@@ -77,7 +77,8 @@ def _by_numpy(arrays: Any, record: Any, codes: Any, config: Any) -> Callable[[in
             bits, label = arrays
             image = np.where(bits == 0, np.float32(0), bits * scale + shift)
             if config != NO_AUGMENT:
-                image, label = augmented(image, label, params, turns=config.resamples)
+                planes = params.planes(record.spacing_mm) if config.resamples else None
+                image, label = augmented(image, label, params, planes)
             return image, table[label]
 
         return seconds(load)
@@ -107,7 +108,7 @@ def _by_graph(arrays: Any, record: Any, codes: Any, config: Any) -> Callable[[in
             "scale": np.float32(scale * params.gain),
             "shift": np.float32(shift * params.gain + params.offset),
             "flips": np.array(params.flips),
-            "planes": np.float32([params.plane_xy, params.plane_yz]),
+            "planes": params.planes(record.spacing_mm),
         }
 
         def load():

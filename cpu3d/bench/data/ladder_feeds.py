@@ -129,11 +129,11 @@ def _loader(rung: str, folder: Path, records, grid, codes, bucket: Optional[Toke
                 "scale": np.float32(scale * params.gain),
                 "shift": np.float32(shift * params.gain + params.offset),
                 "flips": np.array(params.flips),
-                "planes": np.float32([params.plane_xy, params.plane_yz]),
+                "planes": params.planes(record.spacing_mm),
             }
         if rung == HALF:
             image = np.where(image == 0, np.float32(0), image * np.float32(scale) + np.float32(shift))
-        image, label = augmented(image, label, params, turns=True)
+        image, label = augmented(image, label, params, params.planes(record.spacing_mm))
         return image, table[label]
 
     return load

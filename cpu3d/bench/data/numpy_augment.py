@@ -1,6 +1,6 @@
 """Augmentation as a loader without a graph does it: NumPy and SciPy, on the CPU, in the loader's thread."""
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import numpy as np
 
@@ -11,16 +11,16 @@ WITH_TURNS = AugmentConfig(rotation_deg=15.0, scaling=0.1)
 
 
 def augmented(
-    image: np.ndarray, label: np.ndarray, params: AugmentParams, turns: bool
+    image: np.ndarray, label: np.ndarray, params: AugmentParams, planes: Optional[np.ndarray]
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Image (X, Y, Z, C) float32 and label (X, Y, Z) after what was drawn; rotation and zoom only with `turns`.
+    """Image (X, Y, Z, C) float32 and label (X, Y, Z) after what was drawn; rotation and zoom by `planes`, if given.
 
     One interpolation through the volume a channel, where the graph takes two through planes: the results differ by the
     rounding of these, the work is the usual one. Voxels that are 0 stay 0.
     """
     image = np.where(image == 0, np.float32(0), image * np.float32(params.gain) + np.float32(params.offset))
-    if turns:
-        image, label = _turned(image, label, params)
+    if planes is not None:
+        image, label = _turned(image, label, planes)
     axes = tuple(axis for axis, mirrored in enumerate(params.flips) if mirrored)
     return np.ascontiguousarray(np.flip(image, axes)), np.ascontiguousarray(np.flip(label, axes))
 
@@ -28,11 +28,11 @@ def augmented(
 # --- Private helpers ---
 
 
-def _turned(image: np.ndarray, label: np.ndarray, params: AugmentParams) -> Tuple[np.ndarray, np.ndarray]:
+def _turned(image: np.ndarray, label: np.ndarray, planes: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     from scipy.ndimage import affine_transform
 
     xy, yz = np.eye(3), np.eye(3)
-    xy[:2, :2], yz[1:, 1:] = np.reshape(params.plane_xy, (2, 2)), np.reshape(params.plane_yz, (2, 2))
+    xy[:2, :2], yz[1:, 1:] = planes.reshape(2, 2, 2)
     matrix = xy @ yz
     centre = (np.array(label.shape) - 1) / 2
     more = {"matrix": matrix, "offset": centre - matrix @ centre}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, flip, resample, sample_params
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, AugmentParams, flip, resample, sample_params
 
 IDENTITY = tf.constant([1.0, 0, 0, 1])
 
@@ -54,6 +54,37 @@ def test_a_quarter_turn_in_each_plane_is_numpy_s():
     assert any(np.array_equal(in_yz, np.rot90(volume, k, (1, 2))) for k in (1, 3))
 
 
+def sphere(shape, spacing_mm, centre_mm, radius_mm):
+    """(X, Y, Z, 1) float32: 1 where a voxel is within a sphere, whose centre is told from the grid's."""
+    at_mm = [(index - (n - 1) / 2) * size for index, n, size in zip(np.indices(shape), shape, spacing_mm)]
+    return np.float32(sum((at - c) ** 2 for at, c in zip(at_mm, centre_mm)) <= radius_mm**2)[..., None]
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_sphere_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
+    shape, spacing_mm, centre_mm = (120, 120, 25), (1, 1, 5), np.array([8.0, 12, -9])
+    params = sample_params(AugmentConfig(rotation_deg=44), seed=0, position=position, channels=1)
+    turned = resample(sphere(shape, spacing_mm, centre_mm, 32), *params.planes(spacing_mm), linear=True).numpy() > 0.5
+    about_z, about_x = np.eye(3), np.eye(3)
+    about_z[:2, :2], about_x[1:, 1:] = np.reshape(params.plane_xy, (2, 2)), np.reshape(params.plane_yz, (2, 2))
+    expected = sphere(shape, spacing_mm, np.linalg.solve(about_z @ about_x, centre_mm), 32) > 0
+    assert 2 * (turned & expected).sum() / (turned.sum() + expected.sum()) > 0.97
+
+
+def test_a_quarter_turn_on_a_coarse_grid_is_a_transposition_in_mm():
+    # Along Y five voxels stand for one along Z, so the plane is square in mm and a quarter turn swaps its axes.
+    coarse = np.random.default_rng(0).integers(0, 200, (4, 7, 7, 1)).astype(np.uint8)
+    params = AugmentParams((False,) * 3, (1.0,), (0.0,), (1, 0, 0, 1), (0, 1, -1, 0))
+    turned = resample(coarse.repeat(5, axis=1), *params.planes((1, 1, 5)), linear=False)
+    np.testing.assert_array_equal(turned, coarse.swapaxes(1, 2)[:, ::-1].repeat(5, axis=1))
+
+
+@pytest.mark.parametrize("spacing_mm", [(1, 1, 1), (0.7, 0.7, 0.7), (0.9999999, 1, 1.0000001)])
+def test_voxels_of_equal_sides_are_turned_to_the_bit_by_what_was_drawn(spacing_mm):
+    params = sample_params(AugmentConfig(rotation_deg=15, scaling=0.1), seed=4, position=2, channels=1)
+    np.testing.assert_array_equal(params.planes(spacing_mm), np.float32([params.plane_xy, params.plane_yz]))
+
+
 def test_zooming_by_two_keeps_the_centre_and_doubles_a_block():
     volume = np.zeros((8, 8, 8, 1), np.float32)
     volume[3:5, 3:5, 3:5] = 1
@@ -67,7 +98,7 @@ def test_image_and_label_turn_together():
     label = np.zeros((20, 20, 20, 1), np.float32)
     label[5:12, 6:13, 7:14] = 1
     params = sample_params(AugmentConfig(rotation_deg=15, scaling=0.1), seed=4, position=2, channels=1)
-    planes = [tf.constant(plane) for plane in (params.plane_xy, params.plane_yz)]
+    planes = params.planes((1, 1, 1))
     image = resample(label, *planes, linear=True).numpy() > 0.5
     nearest = resample(label, *planes, linear=False).numpy() > 0.5
     assert not np.array_equal(nearest, label > 0.5)
@@ -80,7 +111,7 @@ def test_a_batch_is_mirrored_and_turned_sample_by_sample():
     config = AugmentConfig(rotation_deg=20, scaling=0.2)
     drawn = [sample_params(config, seed=1, position=p, channels=2) for p in range(8)]
     flips = tf.constant([params.flips for params in drawn])
-    planes = [tf.constant([getattr(params, name) for params in drawn]) for name in ("plane_xy", "plane_yz")]
+    planes = np.stack([params.planes((1, 1, 1)) for params in drawn], axis=1)
     mirrored, turned = flip(volumes, flips), resample(volumes, *planes, linear=True)
     for index in range(8):
         np.testing.assert_array_equal(mirrored[index], flip(volumes[index], flips[index]))

@@ -30,7 +30,7 @@ def box(seed=0, *, half=False, inside=(9, 7, 6), start=(1, 0, 2), padding=((1, 3
         "scale": tf.constant(np.float32([0.01, 0.02, 0.003, 0.4]) * np.float32(params.gain)),
         "shift": tf.constant(np.float32([-1, 0.5, 0.25, 2])),
         "flips": tf.constant(params.flips),
-        "planes": tf.constant(np.float32([params.plane_xy, params.plane_yz])),
+        "planes": tf.constant(params.planes((1, 1, 2))),
         "start": tf.constant(start, tf.int64),
         "size": tf.constant(inside, tf.int64),
         "padding": tf.constant(padding, tf.int64),

@@ -218,6 +218,15 @@ def test_rotation_and_scaling_move_image_and_target_alike(phantom_store):
     assert inside > outside + 0.5 * (before - outside)
 
 
+@pytest.mark.parametrize("what", [{}, {"extent": "full"}, {"patch_shape": (8, 8, 8)}, {"patch_shape": (16, 16, 16)}])
+def test_a_rotation_is_one_in_the_millimetres_of_its_case(tiny_store, what):
+    dataset = patch_dataset if "patch_shape" in what else volume_dataset
+    assert tiny_store.cases("train")[0].spacing_mm == (1, 1, 2)
+    for raw in dataset(tiny_store, augment=AugmentConfig(rotation_deg=20), finished=False, **what):
+        (_, across_x, across_y, _), (_, along_y, along_z, _) = raw["planes"][0].numpy()
+        np.testing.assert_allclose((across_x / across_y, along_y / along_z), (-1, -4), rtol=1e-6)
+
+
 def test_damaged_files_are_all_named_before_the_first_volume(phantom_store, tmp_path):
     shutil.copytree(phantom_store.folder, tmp_path / "store")
     store = open_store(tmp_path / "store")

@@ -107,7 +107,8 @@ def test_augmentation_by_numpy_is_the_graph_s(position, config, turns):
     label = np.zeros((12, 10, 8), np.uint8)
     label[3:8, 2:7, 2:6] = 1
     params = sample_params(config, seed=0, position=position, channels=2)
-    image, codes = augmented(bits.astype(np.float32), label, params, turns)
+    planes = params.planes((1, 1, 2))
+    image, codes = augmented(bits.astype(np.float32), label, params, planes if turns else None)
     raw = {
         "bits": bits,
         "label": label,
@@ -115,7 +116,7 @@ def test_augmentation_by_numpy_is_the_graph_s(position, config, turns):
         "scale": np.float32(params.gain),
         "shift": np.float32(params.offset),
         "flips": np.array(params.flips),
-        "planes": np.float32([params.plane_xy, params.plane_yz]),
+        "planes": planes,
     }
     tensors = {name: tf.convert_to_tensor(part) for name, part in raw.items()}
     graph_image, graph_target = Finish(codes=((1,),), resamples=turns)(tensors)
