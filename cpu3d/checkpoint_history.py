@@ -101,13 +101,17 @@ def set_aside(found: Found) -> List[str]:
 
 
 def weights_file(run: Path, weights: str) -> Path:
-    """The file that holds the "best" weights of a run, or its "last": the newest whole checkpoint."""
-    if weights == "best":
-        return _folder(run) / BEST
-    found = newest(run)
-    if found is None:
-        raise InputError(f"run {run} must hold a checkpoint, found none; train it first, or name another run")
-    return found.path
+    """The file that holds the "best" weights of a run, or its "last": the newest whole checkpoint.
+
+    Raises InputError where there is none.
+    """
+    path = _folder(run) / BEST
+    if weights == "last":
+        found = newest(run)
+        path = found and found.path
+    if path is None or not path.is_file():
+        raise InputError(f"run {run} must hold its {weights} weights, found none; train it first, or name another run")
+    return path
 
 
 # --- Private helpers ---

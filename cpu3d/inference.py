@@ -128,11 +128,15 @@ def load_predictor(run: Path, weights: str = "best", inference: Optional[Inferen
     Raises InputError when the run or its weights are missing, damaged, or do not fit together, and for a window that
     the network cannot take.
     """
-    run = Path(run)
     config = load_config(run)
-    arrays, _ = load_checkpoint(weights_file(run, weights))
+    return Predictor(config, load_weights(config, weights_file(run, weights)), inference)
+
+
+def load_weights(config: RunConfig, path: Path) -> List[np.ndarray]:
+    """A run's weights from one of its checkpoints, in Keras' order. Raises InputError as `load_predictor`."""
+    arrays, _ = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
     if any(name not in arrays or arrays[name].shape != tuple(w.shape) for name, w in zip(names, expected)):
-        raise InputError(f"checkpoint of {run} must hold the weights of its config.json, got others; restore it")
-    return Predictor(config, [arrays[name] for name in names], inference)
+        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
+    return [arrays[name] for name in names]

@@ -28,6 +28,7 @@ from cpu3d.bench.step import ProcessFailedError
 from cpu3d.bench.tile_borders import border_distance, by_distance, figures
 from cpu3d.bench.windows_table import ONE_PASS, title_of, windows_table
 from cpu3d.bench.windows_work import in_fresh_process
+from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.patches import OVERLAP, patch_grid
@@ -225,8 +226,10 @@ def _check(run_dir: Path, config: RunConfig, store: Store, cases: Sequence[str],
         problems.append(f"--rounds must be at least 1, got {args.rounds}; give a positive number")
     if config.resolution < 1:
         problems.append(f"run {run_dir} must be at full resolution, got {config.resolution:g}; name another run")
-    if not (run_dir / "checkpoints" / f"{args.weights}.npz").is_file():
-        problems.append(f"run {run_dir} must hold its {args.weights} weights, found none; train it first")
+    try:
+        weights_file(run_dir, args.weights)
+    except InputError as error:
+        problems.extend(error.problems)
     if problems:
         raise InputError(*problems)
 

@@ -27,6 +27,7 @@ from typing import Any, Dict, Iterator
 from rich.console import Console
 
 from cpu3d.atomic import write_json
+from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
@@ -72,9 +73,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     set_up()
     from cpu3d.export import saved_model  # imports TensorFlow, so not before
-    from cpu3d.inference import Predictor, load_predictor
+    from cpu3d.inference import Predictor, load_weights
 
-    weights = load_predictor(args.run, args.weights).weights
+    path = weights_file(args.run, args.weights)  # asked for once: while a run goes on, its last one is soon another
+    weights = load_weights(config, path)
+    source = {"weights": args.weights, "checkpoint": path.name, "weights_sha256": file_sha256(path)}
     own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if args.format == "savedmodel" else saved_model.ExactPredictor)(contract.config, weights)
@@ -97,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
             except NotReadableError as error:
                 found = {"passed": False, "error": str(error)}
         if found["passed"]:
-            write_json(folder / "export.json", _about(contract, args, found))
+            more = {**source, "files": sorted(path.name for path in folder.iterdir()), "verification": found}
+            write_json(folder / "export.json", {**_about(contract, args), **more})
     console.print(_told(found), highlight=False, soft_wrap=True)
     if not found["passed"]:
         console.print(f"[bold red]failed: {args.out} has no export.json and is not to be used", soft_wrap=True)
@@ -186,18 +190,15 @@ def _finished_folder(out: Path) -> Iterator[Path]:
         raise
 
 
-def _about(contract: Contract, args: argparse.Namespace, found: Dict[str, Any]) -> Dict[str, Any]:
-    """The content of export.json."""
+def _about(contract: Contract, args: argparse.Namespace) -> Dict[str, Any]:
+    """The content of export.json that is known before anything is written."""
     more = {name: metadata.version(name) for name in ("onnx", "onnxruntime") if args.format == "onnx"}
     return {
         **contract.to_json(),
         "format": args.format,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "run": str(args.run.resolve()),
-        "weights": args.weights,
-        "weights_sha256": file_sha256(args.run / "checkpoints" / f"{args.weights}.npz"),
         "versions": {**versions(), **more},
-        "verification": found,
     }
 
 

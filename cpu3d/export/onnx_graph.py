@@ -18,28 +18,34 @@ from models.layer_plan import LayerOp, layer_plan
 OPSET, IR_VERSION = 17, 8
 """Of 2022: every onnxruntime from 1.12 on reads them."""
 
+MOST_BYTES = 2**31 - 2**24
+"""Of weights in one file: protobuf writes 2 GiB at most, the graph's nodes included."""
+
 Weights = Mapping[str, Mapping[str, np.ndarray]]
 """Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}."""
 
 
 def write_onnx(contract: Contract, weights: Weights, path: Path) -> None:
-    """Write the network of `contract` to `path`."""
-    path.write_bytes(onnx_model(contract, weights).SerializeToString())
+    """Write the network of `contract` to `path`, weights of more than MOST_BYTES to a file of their own: `path`.data.
+
+    It is checked: names, shapes and dtypes fit together.
+    """
+    onnx, model = require_onnx(), onnx_model(contract, weights)
+    apart = sum(array.nbytes for layer in weights.values() for array in layer.values()) > MOST_BYTES
+    onnx.save_model(model, str(path), save_as_external_data=apart, location=f"{path.name}.data")
+    onnx.checker.check_model(str(path), full_check=True)
 
 
 def onnx_model(contract: Contract, weights: Weights) -> Any:
-    """The ModelProto of `contract`, checked: names, shapes and dtypes fit together."""
-    onnx = require_onnx()
-    graph = _Graph(onnx)
+    """The ModelProto of `contract`."""
+    graph = _Graph(require_onnx())
     image = _channels_first(graph, _normalised(graph, contract))
     logits = _network(graph, contract.config.unet, contract.size, weights, image)
     answer = logits if contract.slides else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
     shape = (*contract.size, len(contract.regions))
-    model = graph.model(contract.inputs(), contract.output, shape)
-    onnx.checker.check_model(model, full_check=True)
-    return model
+    return graph.model(contract.inputs(), contract.output, shape)
 
 
 def require_onnx() -> Any:

@@ -20,8 +20,7 @@ def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.
     """The Keras model of `contract` with the run's weights, in Keras' order: one answer, the finest."""
     model = build_unet3d(contract.config.unet, contract.size, batch_size=1)
     model.set_weights(weights)
-    finest = model.output[0] if contract.config.unet.deep_supervision else model.output
-    return tf.keras.Model(model.input, finest)
+    return tf.keras.Model(model.input, finest(model.output))
 
 
 def layer_weights(network: tf.keras.Model) -> Dict[str, Dict[str, np.ndarray]]:

@@ -14,7 +14,7 @@ def usage(contract: Contract, format_: str) -> str:
     return f"""# How to use this network
 
 `{contract.file}` holds the network, `export.json` says all there is to know about it: inputs, outputs, how to crop, how
-to paint a label, where it comes from and how well it agrees with `predict`.
+to paint a label, where it comes from and how well it agrees with `predict`. Keep the files of this folder together.
 
 It takes {channels}, each a 3D file in this order, or together a 4D file.
 Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel {PACKAGES[format_]}):

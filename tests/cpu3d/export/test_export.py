@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +60,7 @@ def make_run(store, folder, **settings):
 
 RUNS = {
     "onnx": {},
+    "savedmodel of one head": {"depth": 2, "deep_supervision": True},
     "savedmodel": {"extent": "full", "channels": ("T1gd",), "deep_supervision": True, "dtype": "bfloat16"},
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
 }
@@ -111,6 +113,7 @@ def test_export_json_says_what_is_needed_to_use_it(export, store):
     assert about["regions"] == {"WT": [1, 2, 3], "TC": [2, 3], "ET": [3]}
     assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
     assert about["label_codes"]["3"] == "enhancing tumour"
+    assert (about["weights"], about["checkpoint"]) == ("best", "best.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert about["trained_dtype"] == config.unet.dtype
     assert about["versions"]["numpy"] == np.__version__
@@ -126,7 +129,8 @@ def test_export_json_says_what_is_needed_to_use_it(export, store):
 def test_an_export_has_nothing_but_what_it_tells(export):
     _, out = export
     about = json.loads((out / "export.json").read_text())
-    assert sorted(path.name for path in out.iterdir()) == sorted(["USAGE.md", "export.json", about["file"]])
+    assert about["files"] == ["USAGE.md", about["file"]]
+    assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     assert not [path for path in out.parent.iterdir() if path.name.endswith(".partial")]
 
 
@@ -188,6 +192,26 @@ def test_a_case_with_nan_is_read_as_the_runs_store_was_made(call, store, tmp_pat
         made.unlink()
 
 
+def test_the_last_weights_are_those_of_the_newest_checkpoint(call, tiny, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny, run)
+    (run / "checkpoints/best.npz").rename(run / "checkpoints/step-00000120.npz")
+    (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
+    assert call("--weights", "last", run=run)[0] == 0
+    about = json.loads((tmp_path / "out/export.json").read_text())
+    assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
+    assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
+
+
+def test_weights_that_one_file_cannot_hold_lie_beside_it(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
+    assert call()[0] == 0
+    about = json.loads((tmp_path / "out/export.json").read_text())
+    assert about["files"] == ["USAGE.md", "model.onnx", "model.onnx.data"]
+    assert about["verification"]["passed"]
+    assert (tmp_path / "out/model.onnx.data").stat().st_size > 1000
+
+
 def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(call, tmp_path):
     for name in (".out.7.partial", ".out.8.partial", ".out.mine.partial", ".output.7.partial"):
         (tmp_path / name).mkdir()
@@ -228,7 +252,7 @@ def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
         (["--size", 16, 10, 8], "--size (16, 10, 8) must be divisible by 4; pad to (16, 12, 8)"),
         (["--size", 8, 8, 8], "case e must fit into 8 x 8 x 8, got a brain of 10 x 8 x 6; export with --size 12 8 8"),
         (["--case", "no.nii.gz"], "--case no.nii.gz must exist, found none"),
-        (["--weights", "last"], "must hold a checkpoint, found none"),
+        (["--weights", "last"], "must hold its last weights, found none"),
     ],
 )
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(call, tmp_path, words, told):

@@ -24,7 +24,8 @@ OPTIONS = [
     {"network": network, "norm": norm, "up": up, "residual": residual}
     for network, norm, up, residual in itertools.product(NETWORKS, NORMS, UPS, (False, True))
 ]
-OPTIONS += [{"deep_supervision": True, "residual": True, "depth": 3}, {"policy": "lean", "residual": True}]
+OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for depth in (2, 3)]
+OPTIONS += [{"policy": "lean", "residual": True}]
 
 
 def contract_of(mode="whole", **options):
@@ -81,6 +82,22 @@ def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(opt
     found = run(onnx_model(contract, layer_weights(network)), image=image)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
+    contract, unet = contract_of(norm=norm)
+    factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
+    weights = [
+        array
+        * next((factor for part, factor in factors.items() if part in weight.name and "head" not in weight.name), 1)
+        for weight, array in zip(build_unet3d(unet, SIZE, 1).weights, random_weights(unet))
+    ]
+    network = exported_network(contract, weights)
+    image = raw_image()
+    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
+    assert expected.std() > 0.05
+    np.testing.assert_allclose(run(onnx_model(contract, layer_weights(network)), image=image), expected, atol=5e-6)
 
 
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
