@@ -18,6 +18,7 @@ from cpu3d.bench.windows import Way, compare_ways
 from cpu3d.bench.windows_markdown import newest, windows_lines
 from cpu3d.bench.windows_picture import draw_windows
 from cpu3d.bench.windows_table import ONE_PASS, cells_of, title_of, windows_table
+from cpu3d.checkpoint import save_checkpoint
 from cpu3d.config import load_config, save_config
 from cpu3d.inference_options import Inference
 from models.config import UNetConfig
@@ -300,6 +301,13 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny_run, arguments, m
     (tiny_run / "checkpoints" / "best.npz").touch()
     assert main(["bench", "windows", "--run", str(tiny_run), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_last_weights_are_a_checkpoint_of_any_step(tiny_run, capsys):
+    (tiny_run / "checkpoints").mkdir()
+    save_checkpoint(tiny_run / "checkpoints/step-00000040.npz", {"kernel": np.zeros(1)}, {})
+    assert main(["bench", "windows", "--run", str(tiny_run), "--weights", "last", "--rounds", "0"]) == 2
+    assert "weights" not in capsys.readouterr().err  # the rounds alone are wrong
 
 
 def test_a_run_at_less_resolution_is_refused(tiny_run, capsys):

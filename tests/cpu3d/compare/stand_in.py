@@ -76,7 +76,7 @@ def train(template: Path, args: argparse.Namespace) -> int:
             print(said, file=sys.stderr)
             return int(code)
     append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
-    for name in ("best", "last"):
+    for name in ("best", f"step-{stop:08d}"):
         (run / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
     if stop < config.steps:
         told = wait(around)

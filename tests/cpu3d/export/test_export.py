@@ -60,7 +60,6 @@ def make_run(store, folder, **settings):
 
 RUNS = {
     "onnx": {},
-    "savedmodel of one head": {"depth": 2, "deep_supervision": True},
     "savedmodel": {"extent": "full", "channels": ("T1gd",), "deep_supervision": True, "dtype": "bfloat16"},
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
 }
