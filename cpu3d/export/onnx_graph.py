@@ -5,8 +5,9 @@ instance norm is here (models/norm.py). The layer plan says all that is needed: 
 another one these graphs. ONNX has channels first, so the image is turned on the way in and the answer on the way out.
 """
 
+import contextlib
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, BinaryIO, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -30,15 +31,17 @@ def write_onnx(contract: Contract, weights: Weights, path: Path) -> None:
 
     It is checked: names, shapes and dtypes fit together.
     """
-    onnx, model = require_onnx(), onnx_model(contract, weights)
+    onnx = require_onnx()
     apart = sum(array.nbytes for layer in weights.values() for array in layer.values()) > MOST_BYTES
-    onnx.save_model(model, str(path), save_as_external_data=apart, location=f"{path.name}.data")
+    with path.with_name(f"{path.name}.data").open("wb") if apart else contextlib.nullcontext() as data:
+        model = onnx_model(contract, weights, data)
+    path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(contract: Contract, weights: Weights) -> Any:
-    """The ModelProto of `contract`."""
-    graph = _Graph(require_onnx())
+def onnx_model(contract: Contract, weights: Weights, data: Optional[BinaryIO] = None) -> Any:
+    """The ModelProto of `contract`; its weights go to the file `data`, if there is one, which it then refers to."""
+    graph = _Graph(require_onnx(), data)
     image = _channels_first(graph, _normalised(graph, contract))
     logits = _network(graph, contract.config.unet, contract.size, weights, image)
     answer = logits if contract.slides else graph.add("Sigmoid", [logits])
@@ -67,8 +70,8 @@ def require_onnx() -> Any:
 class _Graph:
     """Collects nodes and constants; every tensor has a name of its own."""
 
-    def __init__(self, onnx: Any):
-        self._onnx = onnx
+    def __init__(self, onnx: Any, data: Optional[BinaryIO] = None):
+        self._onnx, self._data = onnx, data
         self._nodes: List[Any] = []
         self._constants: List[Any] = []
 
@@ -79,9 +82,18 @@ class _Graph:
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
-        name = name or f"constant_{len(self._constants)}"
-        self._constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
-        return name
+        """A given tensor. Weights have names; what has none is the graph's own and stays in it."""
+        array, proto = np.ascontiguousarray(array), self._onnx.TensorProto
+        if self._data is None or not name:
+            tensor = self._onnx.numpy_helper.from_array(array, name or f"constant_{len(self._constants)}")
+        else:
+            tensor = proto(name=name, dims=array.shape, data_type=proto.FLOAT, data_location=proto.EXTERNAL)
+            place = {"location": Path(self._data.name).name, "offset": self._data.tell(), "length": array.nbytes}
+            for key, value in place.items():
+                tensor.external_data.add(key=key, value=str(value))
+            self._data.write(array)
+        self._constants.append(tensor)
+        return tensor.name
 
     def cast(self, tensor: str, dtype: str) -> str:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
