@@ -74,6 +74,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return InputError.exit_code if isinstance(error, NotRegularError) else 1
+    except MemoryError as error:
+        got = str(error) or "too little"
+        print(f"error: memory must hold what the command needs, got {got}; free some", file=sys.stderr)
+        return 1
 
 
 def parse(argv: List[str]) -> argparse.Namespace:

@@ -5,10 +5,14 @@ import functools
 import json
 import os
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, Iterator, Union
 
 from cpu3d.errors import InputError
+
+PARTIAL = ".cpu3d.partial"
+"""End of the name of every file and folder that is not finished; a dot begins it. Only such names are ever swept."""
 
 
 @contextlib.contextmanager
@@ -16,10 +20,10 @@ def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
     """Yield a temporary file beside `path`; on success flush it to the disk and rename it onto `path`.
 
     On any error, Ctrl-C and a full disk among them, the temporary file is removed and `path` is as it was.
-    The temporary name starts with a dot and ends in `.partial`; a killed process can leave one behind.
+    The temporary name is `.NAME.*` and ends in PARTIAL; a killed process can leave one behind.
     """
     path = Path(path)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     try:
         with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -33,7 +37,7 @@ def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a failed write knows only its handle; its reader wants the name
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json(path: Union[str, Path], content: Any) -> None:
@@ -46,9 +50,29 @@ def write_json(path: Union[str, Path], content: Any) -> None:
 def remove_partials(*folders: Path) -> None:
     """Remove what killed processes have left of `atomic_write`. Only where nobody else writes in these folders."""
     for folder in folders:
-        for partial in Path(folder).glob(".*.partial"):
-            with contextlib.suppress(FileNotFoundError):
-                partial.unlink()
+        for partial in Path(folder).glob(f".*{PARTIAL}"):
+            if partial.is_file():  # a folder is another command's
+                partial.unlink(missing_ok=True)
+
+
+def is_untouched(folder: Path, claim: str) -> bool:
+    """Whether a folder holds nothing, but for what a process left that was killed while it wrote the file `claim`."""
+    return all(fnmatch(name, f".{claim}.*{PARTIAL}") for name in os.listdir(folder))
+
+
+def sync(path: Union[str, Path]) -> None:
+    """Return when all that was written to `path` is on the disk. Raises OSError where it cannot be."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Union[str, Path]) -> None:
+    """`sync` of a folder's entries: names made, moved or gone. Where a file system cannot, nothing is done."""
+    with contextlib.suppress(OSError):
+        sync(folder)
 
 
 def writable_folder(path: Union[str, Path], what: str) -> Path:
@@ -86,13 +110,3 @@ def _umask_by_setting() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; file systems that cannot open a folder are left to their own devices."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -8,6 +8,8 @@ A file is there whole or not at all (`cpu3d.atomic`). One that has been damaged 
 """
 
 import contextlib
+import itertools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 
 from cpu3d.checkpoint import DamagedCheckpointError, load_checkpoint, save_checkpoint
 from cpu3d.errors import InputError
+from cpu3d.run_log import flush_log
 
 BEST = "best.npz"
 
@@ -40,8 +43,10 @@ class Found:
 def write_next(run: Path, step: int, arrays: Dict[str, np.ndarray], state: Dict[str, Any], *, keep: int) -> int:
     """Add the checkpoint of `step` and remove all but the last `keep`; returns its size in bytes.
 
-    Raises OSError where it cannot be written, as on a full disk: those before stay as they are.
+    The log is on the disk before it: after a power cut no checkpoint is there whose steps the log does not have. Raises
+    OSError where it cannot be written, as on a full disk: those before stay as they are.
     """
+    flush_log(run)
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
     for old in checkpoints(run)[keep:]:
         with contextlib.suppress(OSError):  # one too many does no harm
@@ -55,11 +60,16 @@ def write_best(run: Path, weights: Dict[str, np.ndarray], state: Dict[str, Any])
 
 
 def checkpoints(run: Path) -> List[Path]:
-    """The files that a run could go on from, the newest first; not looked into."""
-    found = [path for path in _folder(run).glob("step-*.npz") if re.fullmatch(r"step-\d{8,}\.npz", path.name)]
-    found.sort(key=step_of, reverse=True)
-    old = _folder(run) / _OLD
-    return [*found, old] if old.is_file() else found
+    """The files that a run could go on from, the newest first; not looked into.
+
+    Raises OSError where the folder is there and cannot be listed: that is not to have none.
+    """
+    try:
+        names = os.listdir(_folder(run))
+    except FileNotFoundError:
+        return []
+    found = [_folder(run) / name for name in names if name == _OLD or re.fullmatch(r"step-\d{8,}\.npz", name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -71,7 +81,8 @@ def step_of(path: Path) -> int:
 def newest(run: Path) -> Optional[Found]:
     """The newest checkpoint that is whole; None where there is none at all.
 
-    Raises InputError where there are some and none is whole, or where one is of another version.
+    Raises InputError where there are some and none is whole, or where one is of another version. Raises OSError or
+    MemoryError where one could not be read: it is not passed over for that.
     """
     there = checkpoints(run)
     problems, damaged = [], []
@@ -82,7 +93,7 @@ def newest(run: Path) -> Optional[Found]:
         except DamagedCheckpointError as error:
             problems.extend(error.problems)
             damaged.append(path)
-        except InputError:
+        except (InputError, FileNotFoundError):
             if path.is_file():
                 raise
     if there and not set(there) & set(checkpoints(run)):
@@ -95,8 +106,8 @@ def newest(run: Path) -> Optional[Found]:
 def set_aside(found: Found) -> List[str]:
     """Rename damaged checkpoints, so that they are never in the way again; returns a line for each to print."""
     for path in found.damaged:
-        earlier = len(list(path.parent.glob(f"{path.stem}.damaged*")))
-        path.rename(path.with_suffix(f".damaged{earlier or ''}"))
+        names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
+        path.rename(next(name for name in names if not name.exists()))
     return [f"warning: {problem}; now .damaged, going on from {found.path.name}" for problem in found.passed_over]
 
 

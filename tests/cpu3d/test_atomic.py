@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpu3d import atomic
-from cpu3d.atomic import atomic_write, writable_folder, write_json
+from cpu3d.atomic import atomic_write, remove_partials, writable_folder, write_json
 from cpu3d.errors import InputError
 
 
@@ -82,6 +82,16 @@ def test_where_the_kernel_does_not_tell_the_umask_it_is_asked_once(monkeypatch):
         real(before)
         atomic._umask_by_setting.cache_clear()
     assert asked == [0o077, 0o027]
+
+
+def test_only_unfinished_files_of_this_program_are_swept(tmp_path):
+    with atomic_write(tmp_path / "a.bin"):
+        (unfinished,) = tmp_path.iterdir()
+        os.link(unfinished, tmp_path / unfinished.name.replace("a.bin", "b.bin"))  # as a killed process leaves it
+    (tmp_path / ".film.mkv.partial").write_bytes(b"a browser's")
+    (tmp_path / f".export.7{atomic.PARTIAL}").mkdir()  # being written by another process
+    remove_partials(tmp_path, tmp_path / "none")
+    assert sorted(os.listdir(tmp_path)) == sorted([".film.mkv.partial", f".export.7{atomic.PARTIAL}", "a.bin"])
 
 
 def test_a_folder_to_write_to_is_made_and_left_empty(tmp_path):
