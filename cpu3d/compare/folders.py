@@ -13,7 +13,7 @@ from cpu3d.config import RunConfig, load_config
 from cpu3d.errors import InputError
 from cpu3d.lock import locked
 from cpu3d.page import flat
-from cpu3d.run_log import read_events
+from cpu3d.run_log import FINISHED, read_events
 
 SHARED = ("split_hash", "fold", "regions")
 """Settings that all runs must have alike: else they were trained, or are scored, on other cases."""
@@ -37,7 +37,7 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
     A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
     once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
     regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline. Unless
-    `force`, for runs that were cut off, and where the runs had neither as many voxels nor as much time, too.
+    `force`, for runs that were cut off or stopped, and where the runs had neither as many voxels nor as much time, too.
     """
     problems: List[str] = []
     runs: Dict[Path, _Run] = {}
@@ -49,10 +49,10 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
     problems += _unlike({folder: run.config for folder, run in runs.items()})
     if not force:
         problems += [
-            f"run {folder} must have been trained to its end, got {run.steps:,} of {_wanted(run.config)}; continue it "
-            "with `train`, or add --force"
+            f"run {folder} must have been trained to its end, got {run.steps:,} of {_wanted(run.config)}, end: "
+            f"{run.end}; continue it with `train`, or add --force"
             for folder, run in runs.items()
-            if not run.is_over
+            if run.end not in FINISHED
         ]
         problems += _unequal(runs)
     if problems:
@@ -69,7 +69,8 @@ class _Run:
     steps: int
     """Taken so far."""
     steps_s: float
-    is_over: bool
+    end: str
+    """The reason that its log ends with; "none" where it was cut off."""
 
 
 def _read(folder: Path) -> _Run:
@@ -85,7 +86,7 @@ def _read(folder: Path) -> _Run:
         config=config,
         steps=last,
         steps_s=sum(event.get("step_s", 0.0) for event in steps),
-        is_over=end["reason"] != "interrupted" if end else 0 < config.steps == last,
+        end=end["reason"] if end else "none",
     )
 
 

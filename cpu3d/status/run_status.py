@@ -16,7 +16,7 @@ from cpu3d.data.folds import with_fold
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, read_heartbeats
-from cpu3d.run_log import recent_events
+from cpu3d.run_log import FINISHED, recent_events
 from cpu3d.status.advice import advice, without_advice
 from cpu3d.status.worker_state import SILENT_S, WorkerState, beat_age_s, state_of
 from memory_estimator.units import format_seconds
@@ -43,9 +43,6 @@ WORST_FIRST = (
 
 NOT_AT_WORK = ("dead", "silent", "broken off", "unknown", "interrupted", "finished")
 """States of workers that do nothing for a run whose log says that it is finished."""
-
-FINISHED = ("finished", "early stop")
-"""Reasons in the log's last line of a run that is over."""
 
 
 @dataclass(frozen=True)

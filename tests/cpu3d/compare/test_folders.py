@@ -43,8 +43,23 @@ def test_a_run_that_was_cut_off_is_refused_with_its_steps(make_run):
     assert len(grouped(folders, force=True)) == 2
 
 
-def test_an_end_that_was_lost_is_told_by_the_last_step(make_run):
-    assert len(grouped([make_run("whole"), make_run("other", learning_rate=0.5, end="none")])) == 2
+@pytest.mark.parametrize(
+    ("end", "is_over"),
+    [
+        ({"reason": "finished"}, True),
+        ({"reason": "early stop", "step": 2}, True),
+        ({"reason": "memory", "step": 3}, False),
+        ({"reason": "interrupted", "step": 3}, False),
+        ("none", False),
+    ],
+)
+def test_only_a_run_that_finished_or_stopped_early_was_trained_to_its_end(make_run, end, is_over):
+    folders = [make_run("whole"), make_run("other", learning_rate=0.5, end=end)]
+    if is_over:
+        assert len(grouped(folders)) == 2
+    else:
+        with pytest.raises(InputError, match="other-seed0 must have been trained to its end"):
+            grouped(folders)
 
 
 def test_a_run_that_is_being_trained_is_refused(make_run):
