@@ -37,7 +37,7 @@ from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.ensemble import HeldOut, add_run_options, describe, joined, load_configs
 from cpu3d.errors import DivergedError, InputError
-from cpu3d.exchange import exchanged
+from cpu3d.exchange import OLD, exchanged
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference_options import add_inference_options, inference_from
 from cpu3d.labels import code_meanings, label_from_regions
@@ -92,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     if len(runs) > 1 and any(folds) and args.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
     folder = writable_folder(scores_path(out, args.split).parent, "evaluation")
+    if out not in runs:
+        _refuse_others(folder)
     predictors = trained_predictors(runs, args.weights, inference)
     messages = Console(stderr=True)
     if args.split != UNTOUCHED:
@@ -265,6 +267,21 @@ def _out_folder(args: argparse.Namespace, runs: Sequence[Path]) -> Path:
     if len(runs) > 1 and not args.out:
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
     return args.out.resolve() if args.out else runs[0]
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise InputError where files that an evaluation would replace were not written by one."""
+    there = [folder / name for name in FILES if (folder / name).exists()]
+    if not there or (folder / OLD).is_dir():  # one that was cut off while it replaced its own
+        return
+    try:
+        ours = {"schema", "split_hash", "cases"} <= set(json.loads((folder / FILES[-1]).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        ours = False
+    if not ours:
+        raise InputError(
+            f"{there[0]} must not be replaced, it was not written by evaluate; move it away, or choose another --out"
+        )
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:

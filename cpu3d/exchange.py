@@ -5,6 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Iterator, Sequence
 
+from cpu3d.atomic import PARTIAL
+
+NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"
+
 
 @contextlib.contextmanager
 def exchanged(folder: Path, names: Sequence[str]) -> Iterator[Path]:
@@ -14,7 +18,7 @@ def exchanged(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     last: where it lies, the others beside it are its own, at any moment. What a killed process left in between is
     brought back by the next call.
     """
-    new, old = folder / ".new", folder / ".old"
+    new, old = folder / NEW, folder / OLD
     shutil.rmtree(new, ignore_errors=True)
     _bring_back(old, folder, names)
     new.mkdir(parents=True)

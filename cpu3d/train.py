@@ -23,6 +23,7 @@ from rich.console import Console
 
 from cpu3d import memory_plan
 from cpu3d.atomic import remove_partials, writable_folder
+from cpu3d.checkpoint_history import BEST, checkpoints
 from cpu3d.config import RunConfig, config_from_json, config_to_json, load_config, save_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.folds import with_fold
@@ -225,9 +226,22 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
+        _refuse_unknown(run_folder)
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield
+
+
+def _refuse_unknown(run_folder: Path) -> None:
+    """Raise InputError where a folder without a run's settings holds what a new run would replace."""
+    if (run_folder / "config.json").is_file():
+        return
+    for path in (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder)):
+        if path.is_file() and path.stat().st_size:
+            raise InputError(
+                f"run {run_folder} must hold a config.json beside {path.relative_to(run_folder)}, found none; restore"
+                " it, or choose another --run"
+            )
 
 
 def _foresee(

@@ -224,8 +224,10 @@ def _compare_folders(args: argparse.Namespace) -> int:
         _check_is_of(args.out, asked)
         return 0
     out = writable_folder(args.out, "folder of --out").resolve()
+    kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
     with locked(out, "comparison"):
-        _check_is_of(out, asked)
+        if not _check_is_of(out, asked):
+            kept.save(out)  # whose folder it is, before anything else is in it
         results = []
         for number, (variant, seed, folder) in enumerate(found, 1):
             # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
@@ -235,15 +237,16 @@ def _compare_folders(args: argparse.Namespace) -> int:
                 label = f"{number}/{len(found)} {variant}, seed {seed}"
                 evaluate_folder(folder, scored, store.folder.resolve(), out, evaluation, label)
             results.append(read_run(variant, seed, folder, args.split, store=store, scored=scored))
-        kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
         report(args, compare(results), kept, store, evaluation, "that of the runs", out)
     return 0
 
 
-def _check_is_of(out: Path, asked: Json) -> None:
+def _check_is_of(out: Path, asked: Json) -> bool:
+    """Whether a folder is that of this comparison; False for one to be made. Raises InputError for another's."""
     kept = load(out)
     if kept:
         check_same(asked, kept, out)
+    return kept is not None
 
 
 def _scored_folder(out: Path, variant: str, seed: int) -> Path:

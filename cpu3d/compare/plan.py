@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import is_untouched, write_json
 from cpu3d.compare.budget import Budget, steps_for, steps_within, voxels_of_epochs, warmup_within
 from cpu3d.compare.planned import Evaluation, PlannedRun
 from cpu3d.compare.variants import Resolved, Variant
@@ -43,14 +43,14 @@ class Kept:
 
 
 def load(out: Path) -> Optional[Kept]:
-    """What a folder's compare.json holds; None where there is none.
+    """What a folder's compare.json holds; None for a folder that is to be made, or empty.
 
-    Raises InputError for a damaged one, and for runs without one: nobody knows what they were to be.
+    Raises InputError for a damaged one, and for other files without one: they are not a comparison's to replace.
     """
     path = Path(out) / FILE
     if not path.is_file():
-        if (path.parent / "runs").is_dir() and any((path.parent / "runs").iterdir()):
-            raise InputError(f"{out} must hold a {FILE} beside its runs/, found none; choose another --out")
+        if path.parent.is_dir() and not is_untouched(path.parent, FILE):
+            raise InputError(f"--out {out} must be empty or hold a {FILE}, got other files; choose another")
         return None
     try:
         content = read_json(path)

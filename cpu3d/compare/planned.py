@@ -176,7 +176,7 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
             and scores["weights"] == "best"
             and path.stat().st_mtime >= weights.stat().st_mtime
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False  # none, or a damaged one: they are made again
 
 

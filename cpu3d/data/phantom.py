@@ -21,7 +21,7 @@ from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import writable_folder, write_json
+from cpu3d.atomic import is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, blind_patch, drawn_scene
 from cpu3d.data.phantom_head import Head, head_box, soft, tissues
@@ -172,12 +172,12 @@ def _claim(out: Path, identity: dict) -> None:
             found.setdefault("context", "none")  # there was no other before there was a choice
         if found != identity:
             raise InputError(f"{rule} ({identity}), got {found}; choose another folder")
-    elif any(out.iterdir()):
+    elif not is_untouched(out, path.name):
         raise InputError(f"{rule}, got other content; choose another folder")
-    for name in ("imagesTr", "labelsTr"):
-        (out / name).mkdir(exist_ok=True)
-        for partial in (out / name).glob(".*.partial"):
-            partial.unlink(missing_ok=True)
+    parts = [out / name for name in ("imagesTr", "labelsTr")]
+    for part in parts:
+        part.mkdir(exist_ok=True)
+    remove_partials(out, *parts)
     if not path.is_file():
         write_json(path, identity)
 

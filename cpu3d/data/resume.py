@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import os
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
 
-from cpu3d.atomic import writable_folder, write_json
+from cpu3d.atomic import is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.data.case import source_name
 from cpu3d.data.files.arrays import FORMATS, file_sha256
 from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use
@@ -124,7 +123,7 @@ def own_record(store_dir: Path, name: str) -> Optional[CaseRecord]:
     """The record that was written after the arrays called `name`; None where it is not there, or no whole record."""
     try:
         return case_from_json(read_json(record_path(store_dir, name)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -172,16 +171,9 @@ def kept(records: Sized, what: str, store_dir: Path) -> Iterator[None]:
         sweep(store_dir)
 
 
-def is_untouched(folder: Path, claim: str) -> bool:
-    """Whether a folder holds nothing, but for what a process left that was killed while it wrote the file `claim`."""
-    return all(fnmatch(name, f".{claim}.*.partial") for name in os.listdir(folder))
-
-
 def sweep(store_dir: Path) -> None:
-    """Remove what killed processes left half written. Only in a store that is known to be one: it may be a user's."""
-    for folder in (store_dir, store_dir / "cases"):
-        for partial in folder.glob(".*.partial"):
-            partial.unlink(missing_ok=True)
+    """Remove what killed processes left half written in a store."""
+    remove_partials(store_dir, store_dir / "cases")
 
 
 # --- Private helpers ---

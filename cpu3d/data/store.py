@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Union
 
 import numpy as np
 
-from cpu3d.atomic import atomic_write, write_json
+from cpu3d.atomic import PARTIAL, atomic_write, write_json
 from cpu3d.data.case_index import CaseIndex, Selection, line_of, split_entries
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
         )
     try:
         file = content["records"]["file"]
-        if not re.fullmatch(r"cases-[0-9a-f]+\.jsonl", file):
+        if not _RECORDS.fullmatch(file):
             raise InputError(
                 f"records file of store {folder} must be named cases-*.jsonl, got {file!r}; restore {path}"
             )
@@ -169,7 +169,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     """
     folder = Path(folder)
     digest, size_bytes = hashlib.sha256(), 0
-    unnamed = folder / ".cases.partial"  # its name follows from its content
+    unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
     with atomic_write(unnamed) as file:
         for case in manifest.cases:
             line = line_of(case)
@@ -181,7 +181,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     records = {"file": name, "bytes": size_bytes, "sha256": digest.hexdigest()}
     write_json(folder / "manifest.json", sealed({**to_json(manifest), "records": records}))
     for path in folder.glob("cases-*.jsonl"):
-        if path.name != name:
+        if path.name != name and _RECORDS.fullmatch(path.name):
             path.unlink()
 
 
@@ -192,6 +192,8 @@ def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
 
 
 # --- Private helpers ---
+
+_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:

@@ -26,7 +26,7 @@ from typing import Any, Dict, Iterator
 
 from rich.console import Console
 
-from cpu3d.atomic import write_json
+from cpu3d.atomic import PARTIAL, write_json
 from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.case import load_case
@@ -173,11 +173,11 @@ def _finished_folder(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    name = re.compile(rf"\.{re.escape(out.name)}\.\d+\.partial")
+    name = re.compile(rf"\.{re.escape(out.name)}\.\d+{re.escape(PARTIAL)}")
     for left in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
         with contextlib.suppress(InputError), locked(left, "unfinished export"):  # InputError: it is being written
             shutil.rmtree(left, ignore_errors=True)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial = out.parent / f".{out.name}.{os.getpid()}{PARTIAL}"
     partial.mkdir()
     try:
         with locked(partial, "unfinished export"):

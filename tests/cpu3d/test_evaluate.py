@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cpu3d import evaluate, exchange
+from cpu3d.__main__ import main
 from cpu3d.data.folds import with_fold
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
@@ -123,7 +124,7 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
     done, rename, bring_back = [], Path.rename, exchange._bring_back
 
     def cut_off(path, target):
-        if path.parent.name == ".new" or target.parent.name == ".old":
+        if exchange.NEW in path.parts or exchange.OLD in target.parts:
             done.append(path)
         if len(done) > position:
             if killed:  # nothing is put in order any more
@@ -146,6 +147,25 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
     assert content()["e.nii.gz"] != before["e.nii.gz"]
+
+
+@pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])
+def test_files_of_others_are_never_replaced(tiny_run, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: pytest.fail("must be refused before the work"))
+    mine = tmp_path / "out/evaluation" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text('{"schema": 3}')
+    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 2
+    assert "must not be replaced" in capsys.readouterr().err
+    assert mine.read_text() == '{"schema": 3}'
+
+
+def test_an_earlier_evaluation_is_replaced_in_any_folder(tiny_store, tiny_run, fake_predictor, tmp_path, monkeypatch):
+    evaluate_split(fake_predictor, tiny_store, "test", tmp_path / "out")
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: [fake_predictor])
+    before = scores_path(tmp_path / "out").stat().st_mtime_ns
+    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 0
+    assert scores_path(tmp_path / "out").stat().st_mtime_ns > before
 
 
 def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):

@@ -152,6 +152,16 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_w
         start(phantom_store, tmp_path, epochs=1)
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "checkpoints/best.npz", "checkpoints/step-00000120.npz"])
+def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(phantom_store, tmp_path, capsys, name):
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine\n")
+    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run"), "--force"]) == 2
+    assert f"must hold a config.json beside {name}, found none" in capsys.readouterr().err
+    assert mine.read_text() == "mine\n"
+
+
 @pytest.mark.parametrize("recipe", [None, "demo", "paper-flair"])
 def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store, tmp_path, recipe):
     fast = dataclasses.replace(read_host(), isa=("avx512_bf16",))

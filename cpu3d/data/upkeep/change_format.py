@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import writable_folder, write_json
+from cpu3d.atomic import is_untouched, writable_folder, write_json
 from cpu3d.data.case import facts_of, float16_image
 from cpu3d.data.files.arrays import voxels_sha256
 from cpu3d.data.files.reader import Reader
@@ -23,7 +23,7 @@ from cpu3d.data.records import (
     remake,
     to_json,
 )
-from cpu3d.data.resume import identity, is_untouched, kept, left_out, own_record, settings_of, sweep
+from cpu3d.data.resume import identity, kept, left_out, own_record, settings_of, sweep
 from cpu3d.data.store import Store, on_grid, open_store, write_store
 from cpu3d.data.upkeep.verify import ADVICE, OF_ENTRY
 from cpu3d.data.words import count

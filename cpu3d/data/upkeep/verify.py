@@ -206,7 +206,9 @@ def _own_record_problems(job: Job) -> List[str]:
         own = case_from_json(read_json(path))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return [f"store file {path} must be readable: {error}"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"store file {path} must hold the case's record, got {error!r}; delete it"]
     return [] if own == job.record else [f"store file {path} must say what the store says, got another; delete it"]
 

@@ -135,9 +135,11 @@ def test_minutes_become_steps_once_and_for_all(no_page, stage, asked, tmp_path):
     assert [(course["steps"], course["step_s"]) for course in kept(out)["plan"]] == [(6, 2.0), (24, 0.5)]
     assert not (out / FOLDER).exists()
     (out / FOLDER / "whole-timed0").mkdir(parents=True)  # as a kill between keeping and removing leaves it
+    (out / "warm-up").mkdir()  # a user's own
     assert compare(*asked) == 0
     assert stage.calls() == []
     assert not (out / FOLDER).exists()
+    assert (out / "warm-up").is_dir()
 
 
 def test_other_settings_in_the_same_folder_are_refused_all_at_once(no_page, stage, asked):
@@ -179,8 +181,20 @@ def test_a_damaged_file_of_a_case_to_score_is_told_before_anything_is_trained(st
 def test_runs_whose_plan_is_gone_are_refused(no_page, stage, asked, tmp_path):
     compare(*asked, "--epochs", 2, "--seeds", 0)
     (tmp_path / "out" / "compare.json").unlink()
-    with pytest.raises(InputError, match=r"must hold a compare\.json beside its runs/, found none"):
+    with pytest.raises(InputError, match=r"must be empty or hold a compare\.json"):
         compare(*asked, "--epochs", 2, "--seeds", 0)
+
+
+@pytest.mark.parametrize("name", ["warm-up/notes.txt", "report.html"])
+def test_a_folder_of_other_files_is_refused_and_left_as_it_is(stage, asked, make_run, tmp_path, name):
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for words in ([*asked, "--minutes", 0.2], ["--runs", make_run("whole"), "--out", tmp_path / "out"]):
+        with pytest.raises(InputError, match=r"--out .*out must be empty or hold a compare\.json"):
+            compare(*words)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [mine]
+    assert mine.read_text() == "mine"
 
 
 def test_folders_that_are_there_are_compared_without_training(no_page, stage, make_run, tmp_path, capsys):

@@ -132,7 +132,7 @@ def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
     out = write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1)
     (out / "dataset.json").unlink()
     (out / "labelsTr/BRATS_001.nii.gz").unlink()
-    (out / "imagesTr/.BRATS_001.nii.gz.x.partial").write_bytes(b"")
+    (out / "imagesTr/.BRATS_001.nii.gz.x.cpu3d.partial").write_bytes(b"")
     drawn.clear()
     write_phantom(out, cases=3, shape=SMALL, workers=1)
     assert drawn == [0, 2]
@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_finished_cases_and_says_so(tmp_path, monkeypatch):
 
 def test_two_into_one_folder_at_a_time_are_refused_and_neither_sweeps_the_others_files(tmp_path):
     out = write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
-    others = out / "imagesTr/.BRATS_002.nii.gz.x.partial"
+    others = out / "imagesTr/.BRATS_002.nii.gz.x.cpu3d.partial"
     others.write_bytes(b"being written")
     with locked(out, "phantom folder"), pytest.raises(InputError, match="one process at a time"):
         write_phantom(out, cases=2, shape=SMALL, workers=1)

@@ -89,7 +89,7 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         for number, pair in enumerate(real(jobs, workers)):
             yield pair
             if number == 1:
-                (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.partial").write_bytes(b"left by a killed worker")
+                (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial").write_bytes(b"left by a killed worker")
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare_module, "outcomes", cut_after_two)
@@ -98,7 +98,7 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
     monkeypatch.undo()
-    (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.partial").write_bytes(b"left by a killed process")
+    (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.cpu3d.partial").write_bytes(b"left by a killed process")
     done = []
     monkeypatch.setattr(prepare_module, "outcomes", lambda jobs, n: done.extend(jobs) or real(jobs, n))
     prepare(dataset, tmp_path / "cut", **THIRDS)
@@ -494,7 +494,7 @@ def test_a_folder_with_half_written_files_of_another_program_is_refused_untouche
         prepare(dataset, store, **THIRDS)
     assert content_of(store) == {".film.mkv.partial": b"mine"}
     (store / ".film.mkv.partial").unlink()
-    (store / ".source.json.abc.partial").write_bytes(b"left by a killed process")
+    (store / ".source.json.abc.cpu3d.partial").write_bytes(b"left by a killed process")
     prepare(dataset, store, **THIRDS)
     assert not list(store.glob(".*"))
 

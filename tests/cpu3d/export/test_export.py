@@ -212,16 +212,16 @@ def test_weights_that_one_file_cannot_hold_lie_beside_it(call, monkeypatch, tmp_
 
 
 def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(call, tmp_path):
-    for name in (".out.7.partial", ".out.8.partial", ".out.mine.partial", ".output.7.partial"):
+    for name in (".out.7.cpu3d.partial", ".out.8.cpu3d.partial", ".out.mine.cpu3d.partial", ".output.7.cpu3d.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.onnx").touch()
-    with locked(tmp_path / ".out.8.partial", "export"):
+    with locked(tmp_path / ".out.8.cpu3d.partial", "export"):
         assert call()[0] == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         "out",
-        ".out.8.partial",
-        ".out.mine.partial",
-        ".output.7.partial",
+        ".out.8.cpu3d.partial",
+        ".out.mine.cpu3d.partial",
+        ".output.7.cpu3d.partial",
     }
 
 

@@ -78,7 +78,9 @@ def test_known_cases_may_come_in_another_folder_under_another_name(data, store):
     path = data / "elsewhere/dataset.json"
     content = json.loads(path.read_text().replace("imagesTr", "pictures"))
     path.write_text(json.dumps({**content, "name": "another"}))
+    (store / "cases-notes.jsonl").write_text("a user's own")
     assert append(store, data / "elsewhere", workers=1).new == ("BRATS_003", "BRATS_004", "BRATS_005")
+    assert (store / "cases-notes.jsonl").read_text() == "a user's own"
 
 
 def test_where_nothing_is_new_the_store_stays_as_it_is(data, store):

@@ -147,7 +147,7 @@ def test_what_was_cut_keeps_finished_cases_and_continues(tmp_path, store, counte
 
     def cut_at_the_third(new, record, *rest, **settings):
         if record.stem == "BRATS_002":
-            (new / "cases/.BRATS_002.x.npy.left.partial").write_bytes(b"half")
+            (new / "cases/.BRATS_002.x.npy.left.cpu3d.partial").write_bytes(b"half")
             raise error
         return real(new, record, *rest, **settings)
 
@@ -211,7 +211,7 @@ def test_a_folder_that_holds_anything_else_is_refused_and_left_as_it_is(tmp_path
 
 def test_a_process_killed_before_it_had_claimed_its_folder_leaves_one_that_can_be_used(tmp_path, store):
     (tmp_path / "new").mkdir()
-    (tmp_path / "new/.conversion.json.abc.partial").write_bytes(b"{")
+    (tmp_path / "new/.conversion.json.abc.cpu3d.partial").write_bytes(b"{")
     change_format(store, tmp_path / "new", workers=1)
     assert not list((tmp_path / "new").glob(".*"))
 
