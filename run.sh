@@ -7,6 +7,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 venv="$root/.venv"
 stamp="$venv/installed"   # written last: without it the environment is half-made; .partial says what it is to become
 log="$venv/install.log"
+lock="$venv.lock" # a folder, as mkdir lets one win on every file system, also between hosts
+beat=""           # the process that keeps our lock fresh, while we hold it
 
 help() {
   cat <<'HELP'
@@ -136,6 +138,36 @@ cost_of_latest() {
 
 # --- The environment ---
 
+# acquire: hold the lock, after whoever has it: another terminal, host or task of srun. Its holder writes into it every few
+# seconds; where nothing changes for a minute he is gone or stopped. Neither clocks nor process numbers are compared, as
+# hosts and containers have their own.
+acquire() {
+  local holder="" seen="" still=0
+  [ -z "$beat" ] || return 0
+  until mkdir "$lock" 2>/dev/null; do
+    [ -w "$root" ] || die "$root must be writable to set up .venv, got a folder that is not; let its owner set up, or use a copy of your own"
+    if read -r holder 2>/dev/null <"$lock/holder" && [ "$holder" != "$seen" ]; then
+      [ -n "$seen" ] || say "Waiting for another set-up of .venv: $holder"
+      seen="$holder"
+      still=0
+    fi
+    still=$((still + 1))
+    [ "$still" -le 60 ] || die "the set-up of .venv must show signs of life, got none for a minute of ${seen:-an unknown process};" \
+      "  let it go on, or end it; where there is none any more, remove its lock and run this again: rm -r '$lock'"
+    sleep 1
+  done
+  trap release EXIT
+  (while kill -0 "$$"; do echo "process $$ on $HOSTNAME ($SECONDS s so far)" >"$lock/holder"; sleep 5; done) </dev/null >/dev/null 2>&1 &
+  beat=$!
+}
+
+release() {
+  [ -n "$beat" ] || return 0
+  kill "$beat" 2>/dev/null && wait "$beat" 2>/dev/null || true
+  beat=""
+  rm -rf "$lock" 2>/dev/null || { sleep 1; rm -rf "$lock"; } # NFS keeps a file while one who waits reads it
+}
+
 # Of a requirements file and of the one that it includes, if any.
 checksum() {
   case "$1" in
@@ -147,17 +179,22 @@ checksum() {
 # What the stamp must say: made from this very file with this Python.
 expected_stamp() { say "$requirements $version $(checksum "$requirements")"; }
 
-# The environment as it is, whichever engine was chosen for it: whole, and its requirements file unchanged since. Where
-# it is not, requirements and version still say what was chosen, also by a set-up that was cut.
-is_ready() {
-  read -r requirements version _ 2>/dev/null <"$stamp" || read -r requirements version _ 2>/dev/null <"$stamp.partial" || return 1
+# Whether the environment is whole, of $requirements and $version, and its requirements file unchanged since.
+is_whole() {
   [ -f "$stamp" ] && "$venv/bin/python" -c "" 2>/dev/null || return 1
   [ -f "$root/$requirements" ] && [ "$(cat "$stamp")" = "$(expected_stamp)" ]
 }
 
+# The same, whichever engine was chosen for it. Where it is not, requirements and version still say what was chosen, also
+# by a set-up that was cut.
+is_ready() {
+  read -r requirements version _ 2>/dev/null <"$stamp" || read -r requirements version _ 2>/dev/null <"$stamp.partial" || return 1
+  is_whole
+}
+
 setup() {
   choose
-  if [ -f "$stamp" ] && "$venv/bin/python" -c "" 2>/dev/null && [ "$(cat "$stamp")" = "$(expected_stamp)" ]; then
+  if is_whole || { acquire; is_whole; }; then
     say "Ready: .venv has Python $version and $requirements."
     return
   fi
@@ -194,7 +231,8 @@ setup_horovod() {
     setup
   fi
   wanted="$(checksum requirements-horovod.txt) beside $(cat "$stamp")"
-  if [ "$(cat "$built" 2>/dev/null)" = "$wanted" ]; then
+  is_built() { [ "$(cat "$built" 2>/dev/null)" = "$wanted" ]; }
+  if is_built || { acquire; is_built; }; then
     say "Ready: .venv has Horovod."
     return
   fi
@@ -263,12 +301,16 @@ esac
 if ! is_ready; then
   # A laptop that only plans needs no TensorFlow.
   if [ "$command" = estimate ] && find_rich; then run_with "$python" memory_estimator "$@"; fi
-  case "${requirements:-}" in # as it was chosen before
-    requirements-latest.txt) engine=latest ;;
-    requirements-gpu.txt) engine=gpu ;;
-  esac
-  kept="${version:-}"
-  setup
+  acquire
+  if ! is_ready; then
+    case "${requirements:-}" in # as it was chosen before
+      requirements-latest.txt) engine=latest ;;
+      requirements-gpu.txt) engine=gpu ;;
+    esac
+    kept="${version:-}"
+    setup
+  fi
+  release # here, as no exit follows: another program takes this one's place
 fi
 case "$command" in
   test)

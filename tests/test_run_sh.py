@@ -25,7 +25,7 @@ case "$1 $2" in
   "-m pip")
     [ "$3" = install ] || exit 0
     echo "pip ${{@: -1}}" >>"$JOURNAL"
-    if [ -n "${{STUB_PIP_HANGS:-}}" ]; then sleep 30; fi
+    if [ -n "${{STUB_PIP_HANGS:-}}" ]; then sleep "$STUB_PIP_HANGS"; fi
     if [ -n "${{STUB_PIP_FAILS:-}}" ]; then echo "ERROR: no matching distribution"; exit 1; fi ;;
   *) echo "{name} $* [$PWD] [$PYTHONPATH]" >>"$JOURNAL"; exit "${{STUB_EXIT:-0}}" ;;
 esac
@@ -64,11 +64,11 @@ class Sandbox(NamedTuple):
         )
         return done.returncode, done.stdout
 
-    def cut(self, *arguments, **environment):
-        """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
+    def installing(self, *arguments, seconds=30, **environment):
+        """Start ./run.sh; the process, once pip installs, which takes it so many seconds."""
         process = subprocess.Popen(
             [str(self.root / "run.sh"), *arguments],
-            env=self.environment(STUB_PIP_HANGS="1", **environment),
+            env=self.environment(STUB_PIP_HANGS=str(seconds), **environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,6 +76,11 @@ class Sandbox(NamedTuple):
         )
         while not (self.journal.exists() and self.journal.read_text()):
             time.sleep(0.05)
+        return process
+
+    def cut(self, *arguments, **environment):
+        """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
+        process = self.installing(*arguments, **environment)
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=20)[1]
         self.calls()
@@ -458,6 +463,34 @@ def test_an_interrupted_installation_is_completed_by_the_next_run(sandbox):
     assert sandbox.run("setup")[0] == 0
     assert sandbox.installed() == "requirements.txt 3.11"
     assert (sandbox.root / ".venv/downloaded").exists()
+
+
+@pytest.mark.parametrize("words", [["setup"], ["train"]])
+def test_who_comes_while_another_sets_up_waits_and_finds_it_ready(sandbox, words):
+    sandbox.python("python3.11", "3.11")
+    first = sandbox.installing("setup", seconds=1)
+    code, said = sandbox.run(*words)
+    assert code == 0, said
+    assert f"process {first.pid} on {os.uname().nodename}" in said
+    first.communicate(timeout=20)
+    assert first.returncode == 0
+    calls = [line.split()[0] for line in sandbox.calls()]
+    assert calls == ["pip", "python3.11"][: 1 + (words == ["train"])]
+    assert [path.name for path in sandbox.root.glob(".venv*")] == [".venv"]
+
+
+def test_a_lock_whose_holder_shows_no_sign_of_life_is_named_with_the_way_out(sandbox):
+    sandbox.python("python3.11", "3.11")
+    (sandbox.bin / "sleep").unlink()
+    (sandbox.bin / "sleep").symlink_to("/bin/true")
+    lock = sandbox.root / ".venv.lock"
+    lock.mkdir()
+    (lock / "holder").write_text("process 7 on node-3 (40 s so far)\n")
+    code, said = sandbox.run("setup")
+    assert (code, "process 7 on node-3" in said, f"rm -r '{lock}'" in said) == (1, True, True), said
+    assert not (sandbox.root / ".venv").exists()
+    shutil.rmtree(lock)
+    assert sandbox.run("setup")[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["gpu", "latest"])
