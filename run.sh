@@ -157,7 +157,7 @@ acquire() {
     sleep 1
   done
   trap release EXIT
-  (while kill -0 "$$"; do echo "process $$ on $HOSTNAME ($SECONDS s so far)" >"$lock/holder"; sleep 5; done) </dev/null >/dev/null 2>&1 &
+  (while kill -0 "$$"; do echo "process $$ on $HOSTNAME ($SECONDS s so far)" >"$lock/holder" || true; sleep 5; done) </dev/null >/dev/null 2>&1 &
   beat=$!
 }
 

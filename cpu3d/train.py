@@ -97,7 +97,7 @@ def train(
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
         engine = engine_name(tf)
-        exchange = join(cluster, cluster.engine, say=_say)
+        exchange = join(cluster, say=_say)
         if cluster.workers > 1:
             plan = _agreed(plan, exchange, store, host, engine)
             if plan.saved is None and not cluster.is_chief:

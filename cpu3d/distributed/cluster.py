@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
@@ -12,6 +13,10 @@ from memory_estimator.files import parse_json
 
 CHIEF, WORKER = "chief", "worker"
 """The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
+
+MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
+ENGINES = (MEMORY, TENSORFLOW, HOROVOD)
+"""What sums over the workers; `strategy` tells of each."""
 
 PORTS = range(1, 65536)
 
@@ -24,11 +29,13 @@ class Cluster:
     """ "host:port" of each worker, by rank; an IPv6 host is in brackets. None of them for a process alone."""
     rank: int = 0
     """This process's, from 0. The chief's is 0: it alone writes to the run."""
-    engine: str = "tensorflow"
-    """What sums over the workers, one of `strategy.ENGINES`."""
+    engine: str = TENSORFLOW
+    """One of ENGINES."""
 
     def __post_init__(self):
         problems = [problem for address in self.addresses for problem in _wrong_with(address)]
+        if self.engine not in ENGINES:
+            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
         twice = [address for address, count in Counter(self.addresses).items() if count > 1]
         problems += [f"workers must each have an address, got {address} twice; change its port" for address in twice]
         if self.rank not in range(self.workers):
@@ -79,10 +86,14 @@ ALONE = Cluster(())
 def read_cluster(environ: Mapping[str, str]) -> Cluster:
     """The cluster that the environment tells of: by TF_CONFIG, else by the variables of `horovodrun`, else ALONE.
 
+    By TF_CONFIG the engine is MEMORY where all workers are on one host; it needs Linux.
+
     Raises InputError for a TF_CONFIG that is not whole, or of a parameter server or an evaluator.
     """
     if environ.get("TF_CONFIG", "").strip():
-        return from_tf_config(environ["TF_CONFIG"])
+        cluster = from_tf_config(environ["TF_CONFIG"])
+        share_memory = len(set(cluster.hosts)) == 1 and sys.platform == "linux"
+        return dataclasses.replace(cluster, engine=MEMORY) if share_memory else cluster
     return from_horovod(environ) if "HOROVOD_RANK" in environ else ALONE
 
 
@@ -134,7 +145,7 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster:
             for other in range(size)
         ),
         rank,
-        engine="horovod",
+        engine=HOROVOD,
     )
 
 

@@ -34,16 +34,13 @@ from cpu3d.child import ROOT, last_step
 from cpu3d.config import load_config
 from cpu3d.distributed import dry_run
 from cpu3d.distributed.beats import Beats
-from cpu3d.distributed.cluster import Cluster
+from cpu3d.distributed.cluster import HOROVOD, TENSORFLOW, Cluster
 from cpu3d.distributed.earlier import wait_for_earlier
 from cpu3d.distributed.follow import Follower, say
 from cpu3d.distributed.hosts import check_free, free_ports, own_index, read_hosts
 from cpu3d.distributed.patiently import Patiently
 from cpu3d.distributed.plan import (
-    ENGINES,
-    HOROVOD,
     PORT,
-    TENSORFLOW,
     Asked,
     Plan,
     ThisHost,
@@ -72,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, metavar="P",
         help="of the first worker on each host, the next has the next (default: free ones, or 29500 with --hosts)",
     )  # fmt: skip
-    parser.add_argument("--engine", choices=ENGINES, default=TENSORFLOW, help="what adds up gradients (tensorflow)")
+    parser.add_argument(
+        "--engine", choices=(TENSORFLOW, HOROVOD), default=TENSORFLOW,
+        help="what adds up gradients of several hosts (tensorflow); those of one host are added up in its memory",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="say what would be started, and start nothing")
     parser.add_argument("--on-host", metavar="NAME|FILE", help='with --dry-run: on another host; "list" tells of some')
     parser.add_argument("train", nargs=argparse.REMAINDER, metavar="train ...", help="train and its options")

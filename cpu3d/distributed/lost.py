@@ -8,11 +8,20 @@ from cpu3d.errors import InputError, WorkerLostError
 
 CONTINUE = "the same command continues from the last checkpoint"
 
+SILENCE_S = 20.0
+"""A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
+
+GONE = "no connection: its process has ended or its host is gone"
+SILENT = "no sign of life: it hangs or is cut off"
+
 
 def lost_worker(said: str, cluster: Cluster) -> WorkerLostError:
     """The error for the user, from what the engine has `said`: which worker is gone, as far as is known, and how."""
-    rank = lost_rank(said, cluster)
-    reason = _reason(said)
+    return lost(cluster, lost_rank(said, cluster), _reason(said))
+
+
+def lost(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
+    """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
     if rank == cluster.rank:
         problem = f"worker {_name(cluster, rank)}, this one, must reach the others, got {reason}; mend its network"
         return WorkerLostError(f"{problem}, {CONTINUE}")
@@ -48,10 +57,10 @@ def lost_rank(said: str, cluster: Cluster) -> Optional[int]:
 
 _REASONS = (
     (r"incarnation|restarted", "another process at its address"),
-    (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
+    (r"heartbeat|deadline.exceeded", SILENT),
     (
         r"failed to connect|connection (refused|reset|closed)|reset by peer|socket closed|broken pipe|stream removed",
-        "no connection: its process has ended or its host is gone",
+        GONE,
     ),
     (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),
 )

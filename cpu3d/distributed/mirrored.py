@@ -11,11 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.lost import not_started
-
-SILENCE_S = 20.0
-"""A worker of whom nothing has been heard for so long is lost. TensorFlow's heartbeat is a thread of its own: one that
-computes, loads or saves for hours is heard."""
+from cpu3d.distributed.lost import SILENCE_S, not_started
 
 REGISTER_S = 60.0
 """For the servers of workers that have just met to find each other. TensorFlow itself would wait an hour."""
@@ -65,7 +61,7 @@ def _strategy(cluster: Cluster) -> tf.distribute.MultiWorkerMirroredStrategy:
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
         cluster_register_timeout_in_ms=int(REGISTER_S * 1000),
-        heartbeat_timeout_in_ms=int(SILENCE_S * 1000),
+        heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
         coordinated_jobs=list(jobs),
     )
     return tf.distribute.MultiWorkerMirroredStrategy(

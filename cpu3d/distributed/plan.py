@@ -9,13 +9,10 @@ from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.child import PROGRAM
 from cpu3d.data.words import count as counted
-from cpu3d.distributed.cluster import Cluster, from_hosts, from_tf_config, host_and_port
+from cpu3d.distributed.cluster import HOROVOD, TENSORFLOW, Cluster, from_hosts, from_tf_config, host_and_port
 from cpu3d.distributed.hosts import LOOPBACK
 from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
 from cpu3d.errors import InputError
-
-TENSORFLOW, HOROVOD = "tensorflow", "horovod"
-ENGINES = (TENSORFLOW, HOROVOD)
 
 PORT = 29500
 """Of the first worker on each host where there are several hosts and nothing else is said: all have to know it."""
@@ -91,8 +88,8 @@ class Plan:
 
     @property
     def ports_here(self) -> Tuple[int, ...]:
-        """That must be free on this host."""
-        if self.engine == HOROVOD or self.cluster.workers == 1:
+        """That must be free on this host; workers of one host need none."""
+        if self.engine == HOROVOD or len(self.hosts) == 1:
             return ()
         return tuple(host_and_port(self.cluster.addresses[rank])[1] for rank in self.ranks)
 

@@ -5,20 +5,21 @@
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
 Each worker computes with plain variables and plain functions of its own, as it would alone, so that a run of several
-differs from one in nothing but this sum. Engines: "tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring
-over gRPC, "horovod" is Horovod's ring over Gloo (`./run.sh setup --horovod`). In both, one worker adds up each part of
-the vector and the others copy it: there is one order of addition, so the bits cannot differ between workers.
+differs from one in nothing but this sum. Engines (`cluster.ENGINES`): "memory" is for the workers of one host;
+"tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring over gRPC, "horovod" is Horovod's ring over Gloo
+(`./run.sh setup --horovod`). In all of them one worker adds up each part of the vector and the others copy it: there is
+one order of addition, so the bits cannot differ between workers.
 """
 
 import contextlib
 from typing import Any, Callable
 
-from cpu3d.distributed.cluster import Cluster
+import numpy as np
+
+from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
 from cpu3d.distributed.lost import lost_worker
 from cpu3d.distributed.meeting import meet
-from cpu3d.errors import InputError, WorkerLostError
-
-ENGINES = ("tensorflow", "horovod")
+from cpu3d.errors import WorkerLostError
 
 MEETING_S = 300.0
 """How long a worker waits for the others at the start: the hosts of a queue do not start together."""
@@ -38,7 +39,7 @@ class Exchange:
     def sum(self, vector: Any) -> Any:
         """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone.
 
-        It is noticed at once when its process has ended, within `mirrored.SILENCE_S` when it is stopped or cut off. For
+        It is noticed at once when its process has ended, within `lost.SILENCE_S` when it is stopped or cut off. For
         one that lives and does not come it waits for ever.
         """
         return vector
@@ -56,26 +57,35 @@ ALONE = Exchange()
 
 def join(
     cluster: Cluster,
-    engine: str = "tensorflow",
     *,
     meeting_s: float = MEETING_S,
     say: Callable[[str], None] = lambda line: None,
 ) -> Exchange:
     """Wait for the other workers and return the exchange with them. Alone, at once and at no cost.
 
-    Call it right after TensorFlow is imported: it must make its server before any operation. `say` gets a line when
-    the others take long. Raises InputError when this worker's port is taken or the engine is not installed,
-    WorkerLostError when a worker does not come within `meeting_s`.
+    Call it right after TensorFlow is imported: between hosts it must make its server before any operation. `say` gets a
+    line when the others take long, and a warning of that server. Raises InputError when this worker's port is taken or
+    the engine is not installed, WorkerLostError when a worker does not come within `meeting_s`.
     """
-    if engine not in ENGINES:
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     if cluster.workers == 1:
         return ALONE
-    if engine == "horovod":
-        from cpu3d.distributed.horovod import horovod_sum  # each imports TensorFlow
+    if cluster.engine == HOROVOD:
+        from cpu3d.distributed.horovod import horovod_sum  # imports TensorFlow, as mirrored does
 
         return _Joined(cluster, horovod_sum(cluster))
-    meet(cluster, meeting_s, say)
+    peers = meet(cluster, meeting_s, say)
+    if cluster.engine == MEMORY:
+        from cpu3d.distributed.shared_memory import shared_memory_sum
+
+        sum_of_arrays = shared_memory_sum(cluster, peers)
+        return _Joined(cluster, lambda vector: sum_of_arrays(np.asarray(vector)))
+    for peer in peers.values():
+        peer.close()
+    port = cluster.addresses[cluster.rank].rpartition(":")[2]
+    say(
+        f"warning: TensorFlow serves port {port} of this host on all its networks and asks for no password: whoever "
+        "reaches it can read and write files as you; train on a network that is yours alone (docs/workers.md)"
+    )
     from cpu3d.distributed.mirrored import mirrored_sum
 
     return _Joined(cluster, mirrored_sum(cluster))
@@ -96,7 +106,8 @@ class _Joined(Exchange):
     def sum(self, vector: Any) -> Any:
         errors = self._tf.errors
         try:
-            return self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
+            total = self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
+            return self._tf.convert_to_tensor(total)
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
             raise  # vectors of different lengths, or no memory: nobody is lost
         except errors.OpError as error:

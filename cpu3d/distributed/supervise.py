@@ -2,7 +2,7 @@
 
     supervise([Job("worker 0", "this host", command, environ, log), ...])
 
-The others of a run cannot go on without one: TensorFlow tells them within seconds, and they end with the code of
+The others of a run cannot go on without one: their exchange fails within seconds, and they end with the code of
 WorkerLostError. So that code is never the cause where a worker ended in another way.
 """
 

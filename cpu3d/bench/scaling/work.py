@@ -117,7 +117,7 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
     _, threads, tf = set_up(request["engine"])
     exchange: Exchange = ALONE
     if request["addresses"]:
-        exchange = Timed(tf, join(Cluster(tuple(request["addresses"]), rank)))
+        exchange = Timed(tf, join(Cluster(tuple(request["addresses"]), rank)))  # by TensorFlow, as between hosts
     elif request["in_parts"]:
         exchange = AsOfTwo(tf)
     from cpu3d.learner import Learner, parameter_count

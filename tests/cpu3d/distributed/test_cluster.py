@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index,
     cluster = read_cluster(tf_config(tasks, kind, index, environment="cloud"))
     assert (cluster.addresses, cluster.rank, cluster.is_chief) == (addresses, rank, rank == 0)
     assert read_cluster({"TF_CONFIG": cluster.as_tf_config()}) == cluster
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
+@pytest.mark.parametrize(
+    ("addresses", "engine"),
+    [(["127.0.0.1:1", "127.0.0.1:2"], "memory"), (["A:1", "a:2"], "memory"), (["a:1", "a:2", "b:1"], "tensorflow")],
+)
+def test_workers_of_one_host_share_memory(addresses, engine):
+    assert read_cluster(tf_config({"worker": addresses})).engine == engine
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Waiting for the others, with threads for workers."""
 
 import contextlib
+import dataclasses
 import json
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cpu3d.distributed import meeting
-from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.meeting import meet
+from cpu3d.distributed.cluster import MEMORY, TENSORFLOW, Cluster
 from cpu3d.errors import InputError, WorkerLostError
 
 
@@ -22,9 +23,18 @@ def addresses(count):
         return tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
 
 
-@pytest.fixture
-def three():
-    return Cluster(addresses(3))
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems share no memory")
+
+
+@pytest.fixture(params=[TENSORFLOW, pytest.param(MEMORY, marks=ON_LINUX)])
+def three(request):
+    return Cluster(addresses(3), engine=request.param)
+
+
+def meet(*arguments):
+    """The same, its connections closed."""
+    for connection in meeting.meet(*arguments).values():
+        connection.close()
 
 
 def meeting_of(clusters, limit_s=10):
@@ -40,12 +50,11 @@ def meeting_of(clusters, limit_s=10):
         return list(pool.map(one, clusters))
 
 
-def connected(cluster, rank=0):
-    """A connection to a worker's port, as soon as it listens."""
-    port = int(cluster.addresses[rank].rpartition(":")[2])
+def connected(cluster):
+    """A connection to a worker, as soon as it listens."""
     for _ in range(200):
         with contextlib.suppress(OSError):
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return meeting._connected(cluster, 5)
         time.sleep(0.02)
     raise AssertionError("nobody listens")
 
@@ -59,6 +68,29 @@ def test_all_come_and_their_ports_are_free_again(three):
         assert meeting_of([three.of_rank(rank) for rank in (2, 0, 1)]) == [None] * 3
     for address in three.addresses:
         socket.create_server(("", int(address.rpartition(":")[2]))).close()
+
+
+def test_it_listens_at_the_worker_s_own_address_alone_and_for_shared_memory_at_none():
+    own, others = (f"127.0.0.{host}:{port.rpartition(':')[2]}" for host, port in zip((2, 3), addresses(2)))
+    port = int(own.rpartition(":")[2])
+    for engine, reached in ((TENSORFLOW, ["127.0.0.2"]), (MEMORY, [])):
+        with ThreadPoolExecutor(1) as pool:
+            chief = pool.submit(meet, Cluster((own, others), engine=engine), 0.8)
+            time.sleep(0.3)
+            found = []
+            for host in ("127.0.0.1", "127.0.0.2", "::1"):
+                with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+                    found.append(host)
+            assert isinstance(chief.exception(), WorkerLostError)
+        assert found == reached
+
+
+@ON_LINUX
+def test_another_user_of_the_host_is_not_heard(monkeypatch):
+    three = Cluster(addresses(3), engine=MEMORY)
+    monkeypatch.setattr(meeting.os, "geteuid", lambda: 54321)
+    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=1):
+        assert isinstance(error, WorkerLostError)
 
 
 def test_those_who_came_say_who_did_not(three):
@@ -77,7 +109,9 @@ def test_without_a_chief_he_is_the_one_who_did_not_come(three):
 
 def test_a_port_that_is_taken_is_named_at_once(three):
     port = int(three.addresses[1].rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):
+    with contextlib.ExitStack() as stack:
+        for taken in meeting._own_port(three.of_rank(1)):
+            stack.enter_context(taken)
         with pytest.raises(
             InputError, match=f"port {port} of worker 1 .* must be free, got Address already in use"
         ) as it:
@@ -86,7 +120,7 @@ def test_a_port_that_is_taken_is_named_at_once(three):
 
 
 def test_workers_of_another_cluster_are_sent_away(three):
-    stranger = Cluster((three.addresses[0], *addresses(2)), 1)
+    stranger = dataclasses.replace(three, addresses=(three.addresses[0], *addresses(2)), rank=1)
     chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
     assert "worker 1 has others than worker 0" in str(sent_away)
     assert sent_away.exit_code == 2

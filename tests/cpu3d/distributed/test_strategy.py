@@ -21,7 +21,7 @@ from cpu3d.errors import InputError
 ROOT = Path(__file__).resolve().parents[3]
 
 WORKER = """
-import hashlib, os, sys
+import dataclasses, hashlib, os, sys
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.distributed.strategy import join
 from cpu3d.errors import InputError
@@ -29,8 +29,8 @@ from cpu3d.host.apply import import_tensorflow
 
 tf = import_tensorflow()
 try:
-    cluster = read_cluster(os.environ)
-    exchange = join(cluster, sys.argv[1], meeting_s=60)
+    cluster = dataclasses.replace(read_cluster(os.environ), engine=sys.argv[1])  # as between hosts
+    exchange = join(cluster, meeting_s=60)
     assert (exchange.rank, exchange.count, exchange.is_chief) == (cluster.rank, cluster.workers, cluster.rank == 0)
     whole = exchange.sum(tf.range(9_000_001, dtype=tf.float32) % 1000 + 1000 * (exchange.rank + 1))
     print("whole", whole.shape[0], *(float(whole[i]) for i in (0, 1, 4_194_305, 9_000_000)), flush=True)
@@ -133,14 +133,14 @@ def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(InputError, match="engine must be one of tensorflow, horovod, got mpi"):
-        join(Cluster(("h0:29500", "h1:29500")), "mpi")
+    with pytest.raises(InputError, match="engine must be one of memory, tensorflow, horovod, got mpi"):
+        Cluster(("h0:29500", "h1:29500"), engine="mpi")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is not None, reason="Horovod is installed")
 def test_without_horovod_its_set_up_is_named():
     with pytest.raises(InputError, match=r"horovod must be installed, .*run `./run.sh setup --horovod`"):
-        join(Cluster(("h0:29500", "h1:29500")), "horovod")
+        join(Cluster(("h0:29500", "h1:29500"), engine="horovod"))
 
 
 def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started):

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from cpu3d.checkpoint_history import newest
+from cpu3d.child import family
 from cpu3d.run_log import read_events
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,6 +41,15 @@ def train(store, run, *more):
     return ("train", "--store", store.folder, "--run", run, *OPTIONS, *more)
 
 
+def listening_while(launch, run):
+    """Addresses at which a launch and its workers listen once they train."""
+    while not any(event["event"] == "step" for event in read_events(run)) and launch.poll() is None:
+        time.sleep(0.02)
+    ours = family(launch.pid)
+    assert len(ours) >= 3
+    return [one.laddr for one in psutil.net_connections("inet") if one.status == "LISTEN" and one.pid in ours]
+
+
 def weights(run):
     return newest(run).arrays
 
@@ -50,8 +61,10 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
 def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phantom_store, tmp_path):
     words = ("--steps", 10, "--batch", 2)
     two = launched("--workers", 2, *train(phantom_store, tmp_path / "two", *words))
+    listening = listening_while(two, tmp_path / "two")
     said, _ = two.communicate(timeout=120)
     assert two.returncode == 0, said
+    assert listening == [], "nobody else is to reach the workers of one host"
     one = alone_on_one_core(*train(phantom_store, tmp_path / "one", *words))
     assert one.returncode == 0, one.stderr
     expected = weights(tmp_path / "one")

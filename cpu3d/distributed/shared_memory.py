@@ -1,0 +1,134 @@
+"""The sum between workers of one host, in memory that they share.
+
+TensorFlow's collectives need a server in every worker which listens on all interfaces and runs any graph for whoever
+reaches it. This sum has no server and no port. Each worker copies a piece of its vector to its part of the memory, adds
+up its share of all parts in the order of ranks, and copies the whole sum. Where one waits for the others, each tells
+the chief that it is ready, and the chief tells all.
+"""
+
+import contextlib
+import itertools
+import mmap
+import os
+import socket
+import struct
+import tempfile
+from typing import BinaryIO, Callable, Mapping
+
+import numpy as np
+
+from cpu3d.distributed.cluster import Cluster
+from cpu3d.distributed.lost import GONE, SILENCE_S, SILENT, lost
+from cpu3d.distributed.meeting import peer_of
+from cpu3d.errors import InputError, WorkerLostError
+from cpu3d.guard.heartbeat import is_suspended
+
+MEMORY_BYTES = 32 * 2**20
+"""Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""
+
+LOOK_S = 1.0
+"""While waiting for a worker: whether a signal has stopped it."""
+
+WORD = struct.Struct("<q")
+"""The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
+
+
+def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function that sums a float32 array (n,) over all workers.
+
+    `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
+    raises WorkerLostError when a worker is gone, or has been suspended for SILENCE_S, and ValueError on the chief for
+    vectors of different lengths.
+    """
+    memory = np.frombuffer(_shared(cluster, peers), np.float32)
+    length = memory.size // (2 * cluster.workers)
+    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
+    halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
+
+    def sum_over_workers(vector: np.ndarray) -> np.ndarray:
+        total = np.empty_like(vector)
+        for start in range(0, vector.size, length):
+            piece = vector[start : start + length]
+            parts = next(halves)[:, : piece.size]
+            parts[cluster.rank] = piece
+            _wait_for_all(cluster, peers, vector.size)
+            first, last = (piece.size * rank // cluster.workers for rank in (cluster.rank, cluster.rank + 1))
+            for part in parts[1:, first:last]:
+                parts[0, first:last] += part
+            _wait_for_all(cluster, peers, vector.size)
+            total[start : start + length] = parts[0]
+        return total
+
+    return sum_over_workers
+
+
+# --- Private helpers ---
+
+
+def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
+    """The chief makes the memory, a file without a name, and hands it to the others."""
+    if cluster.is_chief:
+        with _memory_file() as file:
+            for peer in peers.values():
+                with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
+                    socket.send_fds(peer, [b"memory"], [file.fileno()])
+            return mmap.mmap(file.fileno(), MEMORY_BYTES)
+    peers[0].settimeout(SILENCE_S)
+    try:
+        handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
+    except (OSError, IndexError):
+        raise lost(cluster, 0, GONE) from None
+    try:
+        return mmap.mmap(handle, MEMORY_BYTES)
+    finally:
+        os.close(handle)
+
+
+def _memory_file() -> BinaryIO:
+    for folder in ("/dev/shm", None):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            os.posix_fallocate(file.fileno(), 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+            stack.pop_all()
+            return file
+    raise InputError(f"/dev/shm or the folder of TMPDIR must have {MEMORY_BYTES >> 20} MiB free, got less; free some")
+
+
+def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
+    """Return when all workers are ready for the same."""
+    if not cluster.is_chief:
+        _tell(peers[0], size)
+        word = _hear(cluster, peers, 0)
+        if word < 0:
+            raise lost(cluster, -1 - word, "no answer to worker 0")
+        return
+    for rank in peers:
+        try:
+            heard = _hear(cluster, peers, rank)
+        except WorkerLostError:
+            for peer in peers.values():
+                _tell(peer, -1 - rank)
+            raise
+        if heard != size:
+            raise ValueError(f"vectors must have one length, got {heard} of worker {rank} and {size} of worker 0")
+    for peer in peers.values():
+        _tell(peer, size)
+
+
+def _tell(peer: socket.socket, word: int) -> None:
+    with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
+        peer.send(WORD.pack(word))
+
+
+def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> int:
+    """The word of a worker, however long it takes to come."""
+    peers[rank].settimeout(LOOK_S)
+    suspended_s = 0.0
+    while suspended_s < SILENCE_S:
+        try:
+            return WORD.unpack(peers[rank].recv(WORD.size))[0]
+        except socket.timeout:
+            suspended_s = suspended_s + LOOK_S if is_suspended(peer_of(peers[rank])[0]) else 0.0
+        except (OSError, struct.error):
+            raise lost(cluster, rank, GONE) from None
+    raise lost(cluster, rank, SILENT)
