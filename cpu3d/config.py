@@ -1,6 +1,7 @@
 """What a training run is, as frozen records that are saved with it. No TensorFlow."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
 FREE = (
-    *("store", "epochs", "steps", "patience", "validate_every", "validations", "read_mode"),
+    *("store", "epochs", "steps", "budget_minutes", "patience", "validate_every", "validations", "read_mode"),
     *("save_minutes", "keep", "stall_minutes", "deterministic", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. The last three are how a step
@@ -81,6 +82,8 @@ class RunConfig:
     """Passes over the training cases."""
     steps: int = 0
     """Optimizer steps in all; 0 is by epochs."""
+    budget_minutes: float = 0.0
+    """Wall time that the steps may take; 0 is no limit. While `steps` is 0 they are to be timed, which sets it."""
     optimizer: str = "adam"
     learning_rate: float = 2e-3
     """At the end of the warm-up. One real glioma was learnt alike with 1e-3 to 5e-3."""
@@ -117,6 +120,7 @@ class RunConfig:
             _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
         for name in ("steps", "validations", "patience", "warmup_steps", "save_minutes", "stall_minutes"):
             _require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        _require(0 <= self.budget_minutes < math.inf, "budget_minutes", "be a number from 0 on", self.budget_minutes)
         try:
             check_micro_batch(self.batch, self.micro_batch)
         except ValueError as error:

@@ -4,7 +4,9 @@ Of several workers each goes through it at the same pace, on its own share of ev
 """
 
 import contextlib
+import dataclasses
 import json
+import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,7 +35,7 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.learner import Learner, Outcome, allocator_peak_bytes, parameter_count
 from cpu3d.run_log import append_event, forget_after, read_events
-from cpu3d.schedule import learning_rate
+from cpu3d.schedule import learning_rate, steps_within
 from cpu3d.stop_signals import noted_signals
 from cpu3d.validation import validate
 from cpu3d.versions import versions
@@ -44,6 +46,9 @@ MEMORY = 1
 """A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
 
 STOPS = {MEMORY: "memory"}
+
+TIMED_STEPS = 3
+"""Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
 
 
 class Fit:
@@ -80,6 +85,30 @@ class Fit:
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self._owes_validation)
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
+        return bool(self.config.budget_minutes) and not self.config.steps
+
+    def fit_budget(self, guard: Unguarded = UNGUARDED) -> float:
+        """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds a step.
+
+        Of the minutes go what earlier attempts took and the timing itself, not what validations will take. The steps
+        until the first validation are kept in any case. The weights are left as they were.
+        """
+        self._guard = guard
+        begin, before = time.perf_counter(), self.learner.arrays()
+        parts = self.feeds.training(self.step, self.step + TIMED_STEPS, guard.phase)
+        step_s = statistics.median([self._compute(parts, 0.0)[1] for _ in range(TIMED_STEPS)][1:])
+        self.learner.restore(before)
+        left_s = 60 * self.config.budget_minutes - self.trained_s - (time.perf_counter() - begin)
+        first = 1 if self.config.validations else self.config.validate_every * self.steps_per_epoch
+        more = steps_within(left_s / 60, step_s) if left_s > 0 else 0
+        steps = min(max(self.step + more, first), self.steps)
+        self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
+        self.config = dataclasses.replace(self.config, steps=self.steps)
+        return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs, and what it was predicted to take."""
@@ -199,12 +228,10 @@ class Fit:
             warmup_steps=config.warmup_steps,
             schedule=config.schedule,
         )
-        self._guard.phase("computing", step=self.step)
-        begin, waited_before_s = time.perf_counter(), parts.waited_s
+        waited_before_s = parts.waited_s
         with self._saved_where_one_is_lost():  # nothing but this step is
-            outcome = self.learner.step(parts, rate, wish, lambda: self._guard.phase("exchanging", step=self.step))
-        self._guard.phase("computing", step=self.step)
-        step_s, waited_s = time.perf_counter() - begin, parts.waited_s - waited_before_s
+            outcome, step_s = self._compute(parts, rate, wish)
+        waited_s = parts.waited_s - waited_before_s
         self.waited_s += waited_s
         self.exchanged_s += outcome.exchange_s
         self.stepped_s += step_s
@@ -227,6 +254,14 @@ class Fit:
             rss_bytes=psutil.Process().memory_info().rss,
         )
         return int(max(outcome.notes))
+
+    def _compute(self, parts: Parts, rate: float, wish: Callable[[], int] = lambda: 0) -> Tuple[Outcome, float]:
+        """What the learner makes of the next parts, and the seconds that took."""
+        self._guard.phase("computing", step=self.step)
+        begin = time.perf_counter()
+        outcome = self.learner.step(parts, rate, wish, lambda: self._guard.phase("exchanging", step=self.step))
+        self._guard.phase("computing", step=self.step)
+        return outcome, time.perf_counter() - begin
 
     def _wish(self, noted: List[int]) -> int:
         """What this worker tells the others when its gradients are ready."""

@@ -63,4 +63,5 @@ def _resampling(fit: Fit) -> str:
 def _length(fit: Fit) -> str:
     if fit.config.steps:
         return f"{fit.steps} steps, {fit.steps_per_epoch} an epoch"
-    return f"{fit.config.epochs} epochs of {fit.steps_per_epoch} steps"
+    cut = f", cut to {fit.config.budget_minutes:g} minutes" if fit.config.budget_minutes else ""
+    return f"{fit.config.epochs} epochs of {fit.steps_per_epoch} steps{cut}"

@@ -46,6 +46,8 @@ def resolve(
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:
         config = with_settings(start, settings)
+        if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
+            config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
         config = _for_workers(config, settings, workers, scale=saved is None or recipe is not None)

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that a restart needs no schedule state."""
+"""How long a run is, and the learning rate of a step: pure functions, so that a restart needs no schedule state."""
 
 import math
 
@@ -6,6 +6,11 @@ SCHEDULES = ("cosine", "polynomial", "constant")
 
 POLYNOMIAL_POWER = 0.9
 """nnU-Net's exponent."""
+
+
+def steps_within(minutes: float, step_s: float) -> int:
+    """Steps of `step_s` seconds that fill so many minutes, to the nearest one, at least 1."""
+    return max(round(minutes * 60 / step_s), 1)
 
 
 def learning_rate(step: int, *, peak: float, steps: int, warmup_steps: int, schedule: str) -> float:

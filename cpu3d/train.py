@@ -122,7 +122,6 @@ def train(
                 guard.note_end(fit.reason)
                 _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
             else:
-                fit.log_start(host, engine, in_force(threads), plan.for_log())
                 guard.plan(
                     step=fit.step,
                     steps=fit.steps,
@@ -131,6 +130,14 @@ def train(
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
                 )
+                if fit.has_open_length:
+                    whole, step_s = fit.steps, fit.fit_budget(guard)
+                    config = fit.config
+                    if cluster.is_chief:
+                        save_config(config, run_folder)  # a restart keeps these steps
+                    guard.plan(steps=fit.steps)
+                    _say(_cut_line(config, whole, step_s))
+                fit.log_start(host, engine, in_force(threads), plan.for_log())
                 fit.run(guard)
             exchange.close()
     return config
@@ -272,6 +279,14 @@ def _foresee(
         return config, None
     _say(*memory_plan.describe(foreseen, host), *([f"plan: {why}"] if why else []))
     return config, foreseen
+
+
+def _cut_line(config: RunConfig, whole: int, step_s: float) -> str:
+    """What a budget of minutes leaves of the `whole` steps."""
+    line = f"budget: {config.steps} of {whole} steps at {step_s:.1f} s each for {config.budget_minutes:g} minutes"
+    if config.steps == whole:
+        return f"{line}: none is cut"
+    return f"{line}: the last {whole - config.steps} are cut, --epochs {config.epochs} takes all"
 
 
 def _smaller(config: RunConfig) -> str:

@@ -8,6 +8,7 @@ from cpu3d.config import MODES, RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.data.files.read_mode import READ_MODES
+from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES, overview
 from cpu3d.schedule import SCHEDULES
@@ -78,6 +79,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--steps", type=int, metavar="N", default=argparse.SUPPRESS, help="optimizer steps in all, instead of --epochs"
     )  # fmt: skip
+    training(
+        "--budget-minutes",
+        type=float,
+        metavar="M",
+        help="take only as many of the epochs' steps as fit in M minutes, by the time of the first ones, but at least "
+        "those up to the first validation; the decay spans them (default: 0, no limit)",
+    )
     many = training.group.add_mutually_exclusive_group()
     many.add_argument(
         "--batch", type=int, metavar="N", default=argparse.SUPPRESS,
@@ -147,7 +155,8 @@ def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
 def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
     """`config` with the chosen settings in their places, but for what is "auto", the size of a patch and what hangs on
     the number of workers, which are decided elsewhere. What is chosen in epochs takes the place of what `config` may
-    have in steps and numbers. Raises ValueError or InputError for values out of range.
+    have in steps and numbers, and either that of a budget of minutes, whose steps are not known yet. Raises ValueError
+    or InputError for values out of range.
     """
     settings = dict(settings)
     augment = NO_AUGMENT if settings.pop("no_augment", False) else config.augment
@@ -156,9 +165,16 @@ def with_settings(config: RunConfig, settings: Dict[str, Any]) -> RunConfig:
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in _among(settings, RUN_FIELDS - {"unet"}).items()}
     if own.get("device") == "auto":
         del own["device"]
-    for name, instead in (("epochs", "steps"), ("validate_every", "validations")):
-        if name in own:
-            own.setdefault(instead, 0)
+    if own.get("steps") and own.get("budget_minutes"):
+        raise InputError(f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out")
+    for name, undone in (
+        ("epochs", {"steps": 0, "budget_minutes": 0.0}),
+        ("steps", {"budget_minutes": 0.0}),
+        ("budget_minutes", {"steps": 0}),
+        ("validate_every", {"validations": 0}),
+    ):
+        if name in settings:
+            own = {**undone, **own}
     return dataclasses.replace(config, **own, unet=unet, augment=augment)
 
 

@@ -51,6 +51,12 @@ def test_every_step_of_the_demo_is_a_command_that_a_user_can_type():
         assert all(isinstance(word, str) for command in commands for word in command)
 
 
+def test_only_the_whole_demo_is_cut_to_its_minutes():
+    whole, smoke = (demo.commands(demo.Path("out"), smoke)[2] for smoke in (False, True))
+    assert whole[whole.index("--budget-minutes") + 1] == str(demo.BUDGET_MINUTES)
+    assert "--budget-minutes" not in smoke
+
+
 def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone():
     plain, lean = (demo.commands(demo.Path("out"), True, policy) for policy in (None, "lean"))
     of_plain, of_lean = ({word for each in one for word in each if word.startswith("out/")} for one in (plain, lean))

@@ -82,7 +82,7 @@ class Sandbox(NamedTuple):
         """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
         process = self.installing(*arguments, **environment)
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=20)[1]
+        said = process.communicate(timeout=120)[1]
         self.calls()
         return process.returncode, said
 

@@ -60,11 +60,6 @@ def steps_for(voxels: float, config: RunConfig) -> int:
     return max(round(voxels / step_voxels(config)), 1)
 
 
-def steps_within(minutes: float, step_s: float) -> int:
-    """Steps of `step_s` seconds that fill so many minutes, to the nearest one, at least 1."""
-    return max(round(minutes * 60 / step_s), 1)
-
-
 def warmup_within(warmup_steps: int, steps: int) -> int:
     """The warm-up's steps in a run of so many: no more than the share that a warm-up may have."""
     return min(warmup_steps, steps // WARMUP_SHARE)

@@ -25,7 +25,7 @@ from memory_estimator.host import Host
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
 """Settings that a run on whole volumes does not have: given for all variants, they are for those on patches."""
 
-NOT_COMMON = ("seed", "steps", "validate_every", "patience")
+NOT_COMMON = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 """Settings that the comparison decides for every run: an early stop would spend less than the budget."""
 
 NOT_OWN = (*NOT_COMMON, "epochs", "validations", "fold", "regions")
@@ -161,6 +161,7 @@ def _check(who: str, settings: Dict[str, Any], refused: Sequence[str]) -> None:
     instead = {
         "seed": "give --seeds to compare",
         "steps": "give compare a budget: --epochs, --voxels or --minutes",
+        "budget_minutes": "give compare a budget: --epochs, --voxels or --minutes",
         "epochs": "give compare a budget: --epochs, --voxels or --minutes",
         "validate_every": "give --validations to compare",
         "validations": "give it to compare, for all variants",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu3d.schedule import learning_rate
+from cpu3d.schedule import learning_rate, steps_within
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,11 @@ from cpu3d.schedule import learning_rate
 )
 def test_rate_of_a_twelve_step_run_with_four_to_warm_up(step, schedule, rate):
     assert learning_rate(step, peak=1.0, steps=12, warmup_steps=4, schedule=schedule) == pytest.approx(rate)
+
+
+def test_minutes_are_filled_with_steps():
+    assert steps_within(2, 0.5) == 240
+    assert steps_within(0.001, 100) == 1
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,82 @@ def test_a_run_learns_and_leaves_what_the_readme_says(phantom_store, tmp_path):
 
 def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(phantom_store, tmp_path, monkeypatch):
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=12)
+
+
+def budgeted(store, folder, monkeypatch, step_s, **settings):
+    """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten times as long."""
+    fit, now, taken = start(store, folder, **settings), [0.0], []
+    step = fit.learner.step
+
+    def timed(*given):
+        now[0] += step_s * (1 if taken else 10)
+        taken.append(1)
+        return step(*given)
+
+    monkeypatch.setattr(fit.learner, "step", timed)
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    return fit
+
+
+def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trace(phantom_store, tmp_path, monkeypatch):
+    fit = budgeted(phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60)
+    assert fit.has_open_length
+    assert fit.fit_budget() == pytest.approx(10)
+    assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
+    fit.run()
+    whole = start(phantom_store, tmp_path / "whole", steps=7)
+    whole.run()
+    for name, array in weights(tmp_path / "whole").items():
+        np.testing.assert_array_equal(weights(tmp_path / "budget")[name], array, err_msg=name)
+    rates, expected = (
+        [event["learning_rate"] for event in read_events(tmp_path / name) if event["event"] == "step"]
+        for name in ("budget", "whole")
+    )
+    assert rates == expected
+
+
+@pytest.mark.parametrize(
+    ("minutes", "settings", "steps"),
+    [
+        (1e6, {}, 12),
+        (1e-6, {}, 4),
+        (1e-6, {"validate_every": 2}, 8),
+        (1e-6, {"validations": 3}, 1),
+    ],
+)
+def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation(
+    phantom_store, tmp_path, monkeypatch, minutes, settings, steps
+):
+    fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
+    fit.fit_budget()
+    assert fit.steps == steps
+
+
+def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
+    def again(recipe=None, **settings):
+        config = resolve(phantom_store, tmp_path, read_host(), settings, recipe)
+        return config.budget_minutes, config.steps
+
+    first = resolve(phantom_store, tmp_path, read_host(), {"budget_minutes": 4.0, "depth": 3}, "demo")
+    save_config(dataclasses.replace(first, steps=7), tmp_path)
+    assert again() == again(budget_minutes=4.0) == again("demo", budget_minutes=4.0, depth=3) == (4.0, 7)
+    assert again(steps=9) == (0.0, 9)
+    assert again(epochs=8) == (0.0, 0)
+    assert again(budget_minutes=8.0) == (8.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget_minutes": -1.0}, "budget_minutes must be a number from 0 on, got -1.0"),
+        ({"budget_minutes": math.nan}, "budget_minutes must be a number from 0 on, got nan"),
+        ({"budget_minutes": math.inf}, "budget_minutes must be a number from 0 on, got inf"),
+        ({"budget_minutes": 4.0, "steps": 9}, "--budget-minutes must come without --steps, got --steps 9"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(phantom_store, tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        resolve(phantom_store, tmp_path, read_host(), settings, None)
 
 
 def test_an_incompatible_setting_is_refused_with_both_values(phantom_store, tmp_path):

@@ -60,7 +60,7 @@ def test_closing_ends_the_processes_at_once():
     with contextlib.closing(run_jobs(eval, ["1 + 1", SLEEP, SLEEP], 2)) as results:
         assert next(results) == ("1 + 1", 2)
     assert workers_left() == []
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55, "they would sleep for 60 s"
 
 
 def test_workers_leave_ctrl_c_to_their_parent():

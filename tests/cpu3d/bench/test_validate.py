@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_no_measuring_process_behind():
     begin = time.time()
     with pytest.raises(KeyboardInterrupt):
         step.last_json_line([sys.executable, "-c", "import time; time.sleep(60)"], "a sleeper", look=look)
-    assert time.time() - begin < 30
+    assert time.time() - begin < 55
     assert resident(seen[0]) is None
 
 
@@ -250,9 +250,9 @@ except KeyboardInterrupt:
 def test_a_signal_in_the_background_ends_it_and_the_process_that_measures(tmp_path, number):
     told = tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(path=str(told))], cwd=step.ROOT)
-    deadline = time.time() + 30
+    deadline = time.time() + 120
     while not (told.exists() and told.read_text().strip()) and time.time() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=55) == 130
     assert resident(int(told.read_text())) is None

@@ -638,7 +638,7 @@ def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
     del elements
     gc.collect()
     for thread in begun:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 

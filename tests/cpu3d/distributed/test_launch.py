@@ -36,7 +36,7 @@ if "waits" in ends:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: told.append(number))
     (run.parent / f"waits-{cluster.rank}").write_text(str(os.getpid()))
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not told and time.monotonic() < end:
         time.sleep(0.01)
     sys.exit(128 + told[0])
@@ -237,12 +237,12 @@ def test_a_launch_that_is_told_to_end_waits_for_its_workers_and_ends_as_they_do(
     words = [str(word) for word in ("launch", "--workers", 2, *train(tmp_path, "--batch", 2))]
     command = [sys.executable, "-c", MAIN, *plan.PROGRAM, *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not all((tmp_path / f"waits-{rank}").exists() for rank in (0, 1)):
         assert time.monotonic() < end
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == code
     assert "interrupted: all workers have ended; the same command continues" in told

@@ -99,7 +99,7 @@ def test_those_who_came_say_who_did_not(three):
         assert isinstance(error, WorkerLostError)
         assert f"worker 1 ({three.addresses[1]}) must come within 1 s" in str(error)
         assert three.addresses[2] not in str(error)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 60
 
 
 def test_without_a_chief_he_is_the_one_who_did_not_come(three):
@@ -150,16 +150,17 @@ def test_whoever_says_other_things_at_the_port_is_not_counted(three, said, monke
         assert chief.exception() is None
 
 
-def test_silent_strangers_hold_up_nobody(three):
-    """As many as a scan of ports opens, each of whom has 5 s to say who he is."""
+def test_silent_strangers_hold_up_nobody(three, monkeypatch):
+    """As many as a scan of ports opens, each of whom has a minute to say who he is."""
+    monkeypatch.setattr(meeting, "HELLO_S", 60.0)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
-        chief = pool.submit(meet, three, 10)
+        chief = pool.submit(meet, three, 60)
         for _ in range(4):
             strangers.enter_context(connected(three))
         began_s = time.monotonic()
         assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [None, None]
         assert chief.exception() is None
-        assert time.monotonic() - began_s < 4
+        assert time.monotonic() - began_s < 50
 
 
 def test_one_who_speaks_slowly_is_heard(three):
@@ -181,7 +182,7 @@ def test_one_who_has_gone_before_he_is_taken_holds_up_nobody(three, monkeypatch)
     ended = []
     chief = threading.Thread(target=lambda: ended.append(_quietly(three, lambda line: None, 0.5)), daemon=True)
     chief.start()
-    chief.join(5)
+    chief.join(60)
     assert ended == [None]
 
 

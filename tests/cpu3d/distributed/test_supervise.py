@@ -55,7 +55,7 @@ def job(tmp_path):
     return make
 
 
-def waited_for(path, words, most_s=10.0):
+def waited_for(path, words, most_s=60.0):
     end = time.monotonic() + most_s
     while not (path.exists() and words in path.read_text().split()):
         assert time.monotonic() < end, f"no {words!r} in {path}"
@@ -86,7 +86,7 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
     jobs = [job(0, SAVES), job(1, FAILS.format(after_s=0.3, code=2)), job(2, SAVES)]
     began_s = time.monotonic()
     error = failure(jobs)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 25, "they end by themselves after 30 s"
     assert error.exit_code == 2
     told = str(error)
     assert told.startswith("worker 1 on this host (process ")
@@ -199,7 +199,7 @@ def test_who_cannot_be_ended_is_named_and_left(job, monkeypatch):
     pid = int(jobs[0].log.read_text().splitlines()[1])
     os.kill(pid, signal.SIGKILL)
     children[0].wait()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 25
     assert caught.value.exit_code == 6
     assert str(caught.value).startswith("worker 0 on")
     assert f"SIGKILL does not end process {pid}: see whether the file systems" in str(caught.value)

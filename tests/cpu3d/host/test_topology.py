@@ -133,7 +133,8 @@ def test_outside_linux_there_is_one_socket(tmp_path):
 def test_this_host_adds_up():
     topology = read_topology()
     assert len(topology.cores) == topology.host.cores
-    assert sum(node.memory_bytes for node in topology.nodes) == pytest.approx(topology.host.memory_bytes, rel=0.05)
+    # Less than all of it where memory was added to a running virtual machine: no node counts that.
+    assert 0 < sum(node.memory_bytes for node in topology.nodes) <= 1.05 * topology.host.memory_bytes
 
 
 @pytest.mark.parametrize("name", EXAMPLE_HOSTS)

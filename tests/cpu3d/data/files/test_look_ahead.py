@@ -234,7 +234,7 @@ def test_the_thread_begins_with_the_first_position_and_ends_with_its_owner(store
     assert thread.daemon
     del ahead
     gc.collect()
-    thread.join(2)
+    thread.join(60)
     assert not thread.is_alive()
 
 
