@@ -21,7 +21,8 @@ def announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> 
     for line in describe_labels(dataset):
         print(f"  {line}")
     for old, new in sorted(settings.label_map.items()):
-        print(f"  {old} {names.get(old, 'of no name')} in the files is read as {new} {dataset.labels[new]}")
+        name = f" {names[old]}" if old in names else ""
+        print(f"  {old}{name} in the files is read as {new} {dataset.labels[new]}")
     print(f"Patients: {len({case.patient_id for case in dataset.cases})}")
     for line in describe_patients(Counter(dataset.patient_rules.values()), len(dataset.cases)):
         print(f"  {line}")
