@@ -18,10 +18,10 @@ _BRATS = {
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-"""Names in any layout -> where the patient stands in them; what follows, as a modality, is of no matter."""
+"""Names in any layout -> the patient in them, as group 1; what follows, such as a modality, is ignored."""
 
 _LAYOUTS = {"brats2023": {"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"}}
-"""Layout -> names of others' cases in it."""
+"""Layout -> names of other data sets' cases in it."""
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:

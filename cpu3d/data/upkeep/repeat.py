@@ -29,7 +29,8 @@ def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
         old = open_store(store_dir).manifest
         cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in _names(case.case_id, times)]
         split = {name: [new for one in ids for new in _names(one, times)] for name, ids in old.split.items()}
-        manifest = remake(old, cases=cases, split=split)
+        rules = {rule: times * number for rule, number in old.patient_rules.items()}
+        manifest = remake(old, cases=cases, split=split, patient_rules=rules)
         write_store(store_dir, manifest)
     return manifest
 
