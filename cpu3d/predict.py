@@ -248,8 +248,6 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = "auto") -> Codes:
     of, labels = (choice, LABEL_CODES.get(choice)) if choice != "auto" else label_codes_of(files) or (STORE, None)
     if labels is None:
         return Codes(STORE, predictor.labels, predictor.regions)
-    if labels.items() <= predictor.labels.items():  # the store's are the same, or the same and more
-        return Codes(of, predictor.labels, predictor.regions)
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
     problems = [
         f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
