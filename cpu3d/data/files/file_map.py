@@ -29,18 +29,13 @@ def map_file(handle: int, size_bytes: int, *, populate: bool = False) -> np.ndar
     return np.asarray(_Map(address, size_bytes, libc().munmap))
 
 
-def lock_pages(array: np.ndarray) -> bool:
-    """Keep a map's pages in memory while it lives. False where the limit (`ulimit -l`) does not permit it."""
-    return libc().mlock(array.ctypes.data, array.nbytes) == 0
-
-
 @functools.lru_cache(None)
 def libc() -> ctypes.CDLL:
     """The C library, with the calls on pages that Python has no names for."""
     library = ctypes.CDLL(None, use_errno=True)
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     library.mmap.argtypes, library.mmap.restype = (pointer, size, *[ctypes.c_int] * 3, ctypes.c_long), pointer
-    library.munmap.argtypes = library.mlock.argtypes = (pointer, size)
+    library.munmap.argtypes = (pointer, size)
     library.mincore.argtypes = (pointer, size, pointer)
     return library
 

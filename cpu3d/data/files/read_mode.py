@@ -4,8 +4,9 @@ mmap   Pages of the file are the array: no copy, nothing read that is not touche
        ends the process (SIGBUS), and so does a network that fails.
 pread  Reads into memory: one copy more, and whatever fails is an error that names the file. Boxes are read so in
        mode mmap too.
-ram    Every file is read once from front to back and stays mapped, locked where the limits permit: no read waits for a
-       disk again, and all workers of a host share the pages.
+ram    Every file is read once from front to back and stays mapped: while there is memory for it no read waits for a
+       disk again, and all workers of a host share the pages. The kernel may take them back like those of any file, so
+       no plan of a run's memory has to count them.
 """
 
 import os

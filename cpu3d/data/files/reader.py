@@ -18,7 +18,6 @@ import numpy as np
 from cpu3d.data.files import page_cache
 from cpu3d.data.files.array_file import ArrayFile, array_file
 from cpu3d.data.files.arrays import ALIGNMENT_BYTES, aligned_empty
-from cpu3d.data.files.file_map import lock_pages
 from cpu3d.data.files.page_plan import PagePlans
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
@@ -59,7 +58,6 @@ class Reader:
         self._seen: Dict[str, Tuple[int, int, int]] = {}
         self._held: Dict[str, np.ndarray] = {}
         self._whole: Set[str] = set()
-        self._may_lock = True
         self._arrays = self._zero_copy = self._bytes_read = 0
         self._lock = threading.Lock()
 
@@ -195,13 +193,12 @@ class Reader:
         return self._hold(file) if self.mode == "ram" else file.content()
 
     def _hold(self, file: ArrayFile) -> np.ndarray:
-        """A file's bytes as a map that stays, locked while the limit permits: one more would only be refused."""
+        """A file's bytes as a map that stays. It is not locked: where a step needs the memory, its pages have to go."""
         name = str(file.path)
         if name not in self._held:
             content = file.content(populate=True)
             with self._lock:
-                content = self._held.setdefault(name, content)
-                self._may_lock = self._may_lock and lock_pages(content)
+                self._held.setdefault(name, content)
         return self._held[name]
 
     def _count(self, array: np.ndarray, bytes_read: int, zero_copy: bool = False) -> np.ndarray:
