@@ -1,13 +1,17 @@
-"""A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle."""
+"""A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle.
+
+It is written and read one array at a time, so that neither takes more memory than its largest array.
+"""
 
 import contextlib
 import errno
 import io
 import json
+import math
 import os
 import zipfile
 from pathlib import Path
-from typing import IO, Any, Dict, Iterator, Tuple
+from typing import IO, Any, Dict, Iterator, Mapping, Tuple
 
 import numpy as np
 
@@ -23,10 +27,55 @@ class DamagedCheckpointError(InputError):
     """A file that is not what was once written."""
 
 
-def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, Any]) -> int:
+class SavedArrays(Mapping[str, np.ndarray]):
+    """The arrays of a checkpoint by name, each read when it is asked for and not kept.
+
+    All of the file has been checked by then. It stays open, so whoever removes or replaces it does no harm.
+    """
+
+    def __init__(self, path: Path):
+        """Raises what a damaged zip's reader trips over, and `_NotReadError`."""
+        self._path = path
+        content = _Reader(io.FileIO(str(path)))
+        size_bytes = os.fstat(content.fileno()).st_size
+        self._file = file = zipfile.ZipFile(content)
+        members = file.infolist()
+        if any(one.compress_type for one in members) or sum(one.compress_size for one in members) > size_bytes:
+            raise ValueError("a directory of another file")
+        bad = file.testzip()  # every byte against its CRC, a piece at a time
+        if bad:
+            raise ValueError(f"{bad} has another CRC than was written")
+        self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
+        """Name -> shape."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.shapes:
+            raise KeyError(name)
+        with _damage(self._path), self._file.open(f"{name}.npy") as member:
+            return np.lib.format.read_array(member, allow_pickle=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _shape_of(self, name: str) -> Tuple[int, ...]:
+        """What a member's header says, which must be as long as the member is: memory is taken by it."""
+        with self._file.open(name) as member:
+            version = np.lib.format.read_magic(member)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+            size_bytes = member.tell() + math.prod(shape) * dtype.itemsize
+        if version != (1, 0) or dtype.hasobject or size_bytes != self._file.getinfo(name).file_size:
+            raise ValueError(f"{name} is no array of {shape} {dtype}")
+        return shape
+
+
+def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
     """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
 
-    Returns the size in bytes. Raises OSError when the disk is full, with the old file untouched.
+    What of `arrays` is no array yet, as a tensor, becomes one when its turn comes. Returns the size in bytes. Raises
+    OSError when the disk is full, with the old file untouched.
     """
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
@@ -35,8 +84,8 @@ def save_checkpoint(path: Path, arrays: Dict[str, np.ndarray], state: Dict[str, 
     return Path(path).stat().st_size
 
 
-def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
-    """The arrays and the state of `save_checkpoint`. Every byte is checked against its CRC.
+def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
+    """The arrays and the state of `save_checkpoint`. Every byte is checked against its CRC before this returns.
 
     Raises InputError when the file is missing or of another version, DamagedCheckpointError when its content shows that
     it is damaged, and OSError or MemoryError when it could not be read, which says nothing of its content.
@@ -44,23 +93,13 @@ def load_checkpoint(path: Path) -> Tuple[Dict[str, np.ndarray], Dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
-    with _Reader(io.FileIO(str(path))) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        try:
-            arrays = _read_zip(file, size_bytes)
-            state = json.loads(arrays.pop(_STATE).tobytes())
-            schema, names = state.pop("schema"), state.pop("names")
-            if sorted(arrays) != names:
-                raise ValueError(f"{len(arrays)} arrays where {len(names)} were written")
-        except _NotReadError as error:
-            error.reason.filename = str(path)
-            raise error.reason from None
-        except MemoryError:
-            raise
-        except Exception as error:  # a damaged zip surfaces as whatever its reader trips over
-            raise DamagedCheckpointError(
-                f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it"
-            ) from None
+    with _damage(path):
+        arrays = SavedArrays(path)
+        state = json.loads(arrays[_STATE].tobytes())
+        del arrays.shapes[_STATE]
+        schema, names = state.pop("schema"), state.pop("names")
+        if sorted(arrays) != names:
+            raise ValueError(f"{len(arrays)} arrays where {len(names)} were written")
     if schema != SCHEMA:
         raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
     return arrays, state
@@ -98,20 +137,28 @@ def _told_apart() -> Iterator[None]:
         raise _NotReadError(error) from None
 
 
-def _read_zip(file: IO[bytes], size_bytes: int) -> Dict[str, np.ndarray]:
-    """The arrays of a file of that size, one at a time in memory beside those that are read."""
-    arrays = {}
-    with zipfile.ZipFile(file) as content:
-        members = content.infolist()
-        if any(one.compress_type for one in members) or sum(one.compress_size for one in members) > size_bytes:
-            raise ValueError("a directory of another file")
-        for one in members:
-            member = io.BytesIO(content.read(one))  # to its end before it is parsed: only then is its CRC compared
-            arrays[one.filename[: -len(".npy")]] = np.lib.format.read_array(member, allow_pickle=False)
-    return arrays
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn what a damaged file's reader trips over, which may be anything, into DamagedCheckpointError.
+
+    A disk that fails and memory that runs out prove nothing of what the file holds.
+    """
+    try:
+        yield
+    except _NotReadError as error:
+        error.reason.filename = str(path)
+        raise error.reason from None
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise DamagedCheckpointError(
+            f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it"
+        ) from None
 
 
-def _write_zip(file: IO[bytes], arrays: Dict[str, np.ndarray]) -> None:
+def _write_zip(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
     """What `np.savez` writes. That, where the disk is full, leaves a zip behind which is ended when it is collected."""
     content = zipfile.ZipFile(file, "w")
     try:

@@ -13,11 +13,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-import numpy as np
-
-from cpu3d.checkpoint import DamagedCheckpointError, load_checkpoint, save_checkpoint
+from cpu3d.checkpoint import DamagedCheckpointError, SavedArrays, load_checkpoint, save_checkpoint
 from cpu3d.errors import InputError
 from cpu3d.run_log import flush_log
 
@@ -32,7 +30,7 @@ class Found:
     """A checkpoint that is whole."""
 
     path: Path
-    arrays: Dict[str, np.ndarray]
+    arrays: SavedArrays
     state: Dict[str, Any]
     passed_over: Tuple[str, ...]
     """What is wrong with newer ones, a line each."""
@@ -40,7 +38,7 @@ class Found:
     """Those newer ones."""
 
 
-def write_next(run: Path, step: int, arrays: Dict[str, np.ndarray], state: Dict[str, Any], *, keep: int) -> int:
+def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
     """Add the checkpoint of `step` and remove all but the last `keep`; returns its size in bytes.
 
     The log is on the disk before it: after a power cut no checkpoint is there whose steps the log does not have. Raises
@@ -54,7 +52,7 @@ def write_next(run: Path, step: int, arrays: Dict[str, np.ndarray], state: Dict[
     return size
 
 
-def write_best(run: Path, weights: Dict[str, np.ndarray], state: Dict[str, Any]) -> None:
+def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> None:
     """Keep the network's weights alone as the best so far."""
     save_checkpoint(_folder(run) / BEST, weights, state)
 

@@ -344,7 +344,8 @@ class Fit:
         self._saved_at = time.monotonic()
         self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
         arrays = self.learner.arrays()
-        if not all(np.isfinite(array).all() for array in arrays.values()):
+        # A smallest and a largest value are of no size; a mask would be. Both are NaN where one value is.
+        if not all(np.isfinite(extreme(array)) for array in arrays.values() for extreme in (np.min, np.max)):
             # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
             raise DivergedError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
         if not self._exchange.is_chief:
@@ -355,7 +356,7 @@ class Fit:
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
         except OSError as error:
             raise OSError(f"step {self.step} could not be saved: {error}; {self._still_there()}") from error
-        self._guard.saved(self.step, size)
+        self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     @contextlib.contextmanager
@@ -405,7 +406,7 @@ class Fit:
             return []
         if self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
-                variable.assign(array_from_chief(self._exchange, variable.numpy()))
+                variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
         state = json.loads(told)
         self.step, self.best = state["step"], state["best"]
         self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]

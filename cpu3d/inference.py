@@ -137,6 +137,6 @@ def load_weights(config: RunConfig, path: Path) -> List[np.ndarray]:
     arrays, _ = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
-    if any(name not in arrays or arrays[name].shape != tuple(w.shape) for name, w in zip(names, expected)):
+    if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
         raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
     return [arrays[name] for name in names]

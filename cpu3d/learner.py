@@ -10,7 +10,7 @@ step, and each updates its own weights from that: the same on all, to the bit.
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -119,37 +119,41 @@ class Learner:
         """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
         return self._predict(image)
 
-    def arrays(self) -> Dict[str, np.ndarray]:
-        """Every variable by a stable name: the network's, the optimizer's, the averaged ones."""
-        return {name: variable.numpy() for name, variable in self.named_variables().items()}
+    def arrays(self) -> Dict[str, tf.Tensor]:
+        """Every variable by a stable name: the network's, the optimizer's, the averaged ones.
+
+        As tensors that lie where the variables lie: a step that changes one while its tensor is held copies it.
+        """
+        return {name: variable.read_value() for name, variable in self.named_variables().items()}
 
     @property
-    def size_bytes(self) -> int:
-        """Of what `arrays()` holds."""
-        return sum(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
+    def largest_bytes(self) -> int:
+        """Of the largest of `arrays()`, which is what saving takes at most: they are written one after another."""
+        return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
 
-    def restore(self, arrays: Dict[str, np.ndarray]) -> None:
-        """The way back from `arrays()`. Raises InputError when names or shapes are another network's."""
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""
         variables = self.named_variables()
-        if set(arrays) != set(variables):
-            odd = sorted(set(arrays) ^ set(variables))
+        odd = sorted(set(arrays) ^ set(variables))
+        if odd:
             raise InputError(
                 f"checkpoint must hold this run's {len(variables)} variables, got others at {', '.join(odd[:3])}; "
                 "it belongs to another run"
             )
         for name, variable in variables.items():
-            if arrays[name].shape != tuple(variable.shape):
+            array = arrays[name]
+            if tuple(array.shape) != tuple(variable.shape):
                 raise InputError(
-                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {arrays[name].shape}; "
+                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {tuple(array.shape)}; "
                     "it belongs to another run"
                 )
-            variable.assign(arrays[name])
+            variable.assign(array)
 
-    def weights(self) -> Dict[str, np.ndarray]:
-        """The network's weights alone, averaged where the run averages: what prediction needs."""
+    def weights(self) -> Dict[str, tf.Tensor]:
+        """The network's weights alone, averaged where the run averages: what prediction needs. As `arrays()`."""
         averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
         names = weight_names(self.model.weights)
-        return {name: averaged.get(id(v), v).numpy() for name, v in zip(names, self.model.weights)}
+        return {name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)}
 
     def swap_average(self) -> None:
         """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""

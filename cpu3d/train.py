@@ -126,7 +126,7 @@ def train(
                     step=fit.step,
                     steps=fit.steps,
                     bound_bytes=plan.foreseen.upper_bound_bytes if plan.foreseen else None,  # on a card nothing is
-                    save_bytes=2 * fit.learner.size_bytes,
+                    save_bytes=fit.learner.largest_bytes,
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
                 )

@@ -7,6 +7,9 @@ import numpy as np
 
 from cpu3d.distributed.strategy import Exchange
 
+PIECE = 2**22
+"""Values summed at a time: what travels is then no larger than 16 MiB, however large the array."""
+
 
 def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
     """The chief's array. The others give one of the same shape and dtype, whose values do not count."""
@@ -16,8 +19,9 @@ def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
     halves = np.zeros(-(-raw.size // 2), np.uint16)
     if exchange.rank == 0:
         halves.view(np.uint8)[: raw.size] = raw
-    total = np.asarray(exchange.sum(halves.astype(np.float32))).astype(np.uint16)
-    return total.view(np.uint8)[: raw.size].view(array.dtype).reshape(array.shape)
+    for piece in np.split(halves, range(PIECE, halves.size, PIECE)):
+        piece[:] = np.asarray(exchange.sum(piece.astype(np.float32)))
+    return halves.view(np.uint8)[: raw.size].view(array.dtype).reshape(array.shape)
 
 
 def text_from_chief(exchange: Exchange, text: str = "") -> str:

@@ -53,7 +53,7 @@ class Unguarded:
     def phase(self, name: str, step: Optional[int] = None) -> None:
         pass
 
-    def saved(self, step: int, size_bytes: int = 0) -> None:
+    def saved(self, step: int) -> None:
         pass
 
     def plan(
@@ -93,7 +93,7 @@ class Guard(Unguarded):
         stall_minutes: float = 15.0,
         end: Callable[[int], None] = os._exit,
     ):
-        """`save_bytes` is what saving takes for a moment; it grows to twice the largest checkpoint that `saved` tells.
+        """`save_bytes` is what saving takes for a moment.
 
         `here` workers of the run are on this host, each with a plan of `bound_bytes`. `end` ends the process. 0
         `stall_minutes` never find a stall. What is not known yet may be told later, see `plan`.
@@ -179,10 +179,9 @@ class Guard(Unguarded):
             self._clock.limit_s = 60 * stall_minutes
         self._changed.set()
 
-    def saved(self, step: int, size_bytes: int = 0) -> None:
+    def saved(self, step: int) -> None:
         """Note a checkpoint that is on the disk."""
         self._checkpoint_step, self._checkpoint_time = step, time.time()
-        self._save_bytes = max(self._save_bytes, 2 * size_bytes)
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
         """Note how the run ends. Without it that is told by the exception which leaves the block, if any."""

@@ -1,12 +1,14 @@
 """A checkpoint comes back as it was, or not at all."""
 
 import errno
+import io
+import zipfile
 
 import numpy as np
 import pytest
 
 from cpu3d import atomic
-from cpu3d.checkpoint import load_checkpoint, save_checkpoint
+from cpu3d.checkpoint import DamagedCheckpointError, load_checkpoint, save_checkpoint
 from cpu3d.errors import InputError
 
 ARRAYS = {"model/000": np.arange(6, dtype="f4").reshape(2, 3), "updates": np.array(7)}
@@ -54,6 +56,25 @@ def test_another_version_is_refused(tmp_path):
     save_checkpoint(tmp_path / "last.npz", ARRAYS, {"schema": 99})
     with pytest.raises(InputError, match="must have schema 1, got 99"):
         load_checkpoint(tmp_path / "last.npz")
+
+
+def test_a_header_that_lies_is_damage_and_takes_no_memory(tmp_path):
+    path, lie = tmp_path / "last.npz", io.BytesIO()
+    save_checkpoint(path, {}, {"schema": 1, "names": ["model/000"]})
+    np.lib.format.write_array_header_1_0(lie, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)})
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("model/000.npy", lie.getvalue())
+    with pytest.raises(DamagedCheckpointError, match="must be whole"):
+        load_checkpoint(path)
+
+
+def test_arrays_are_those_that_were_checked_whatever_happens_to_the_file(tmp_path):
+    save_checkpoint(tmp_path / "last.npz", ARRAYS, {"step": 3})
+    arrays, _ = load_checkpoint(tmp_path / "last.npz")
+    save_checkpoint(tmp_path / "last.npz", {name: 0 * array for name, array in ARRAYS.items()}, {"step": 4})
+    (tmp_path / "last.npz").unlink()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], array)
 
 
 def test_a_missing_one_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import tracemalloc
 import weakref
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.config import RunConfig
 from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count, take_region
 from memory_estimator.host import read_host
@@ -170,6 +172,39 @@ def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradien
     held_at_once, peak_at_once, _ = held_and_peak(4, 4)
     assert held_at_once == held
     assert peak_at_once > 3 * peak
+
+
+def test_saving_and_restoring_copy_no_more_than_a_few_arrays_at_a_time(tmp_path):
+    one = learner(1, 1, unet=dataclasses.replace(UNET, filters=32, depth=4), ema=0.9)
+    sizes = [array.nbytes for array in map(np.asarray, one.arrays().values())]
+
+    def peak_bytes(work):
+        """Of arrays and of what is read: TensorFlow's own memory is not counted."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    path, limit = tmp_path / "last.npz", 3 * max(sizes) + 2**20
+    assert sum(sizes) > 3 * limit
+    assert peak_bytes(lambda: save_checkpoint(path, one.arrays(), {})) < limit
+    assert peak_bytes(lambda: one.restore(load_checkpoint(path)[0])) < limit
+
+
+def test_arrays_stay_as_they_were_while_training_goes_on():
+    one = learner(1, ema=0.9)
+    held = one.arrays()
+    copied = {name: np.array(array) for name, array in held.items()}
+    one.step(parts(volumes(), 1), 1e-2)
+    assert any((one.arrays()[name].numpy() != array).any() for name, array in copied.items())
+    for name, array in copied.items():
+        np.testing.assert_array_equal(held[name], array, err_msg=name)
+    one.restore(held)
+    for name, array in one.arrays().items():
+        np.testing.assert_array_equal(array, copied[name], err_msg=name)
 
 
 # --- The region ---

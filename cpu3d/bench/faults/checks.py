@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import numpy as np
 
@@ -131,10 +131,12 @@ def _first_difference(wanted: List[Dict[str, Any]], got: List[Dict[str, Any]]) -
 
 
 def _differences(
-    name: str, wanted: Tuple[Dict[str, np.ndarray], Dict[str, Any]], got: Tuple[Dict[str, np.ndarray], Dict[str, Any]]
+    name: str,
+    wanted: Tuple[Mapping[str, np.ndarray], Dict[str, Any]],
+    got: Tuple[Mapping[str, np.ndarray], Dict[str, Any]],
 ) -> List[str]:
     (arrays, state), (other_arrays, other_state) = wanted, got
-    odd = [key for key in {**arrays, **other_arrays} if not _same_bits(arrays.get(key), other_arrays.get(key))]
+    odd = [key for key in sorted({*arrays, *other_arrays}) if not _same_bits(arrays.get(key), other_arrays.get(key))]
     found = []
     if odd:
         found.append(f"{name}: {len(odd)} of {len(arrays)} arrays differ, the first {odd[0]}")

@@ -1,5 +1,7 @@
 """What the chief knows reaches all workers to the bit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,18 @@ def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
         3, lambda exchange: array_from_chief(exchange, array if exchange.is_chief else np.zeros_like(array))
     ):
         assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_a_large_array_travels_in_small_pieces():
+    array, sent = np.arange(5 * 2**20, dtype=np.float32), []
+
+    def travels(vector):
+        sent.append(vector.nbytes)
+        return vector
+
+    chief = SimpleNamespace(count=2, rank=0, sum=travels)
+    np.testing.assert_array_equal(array_from_chief(chief, array), array)
+    assert max(sent) <= 16 * 2**20
 
 
 @pytest.mark.parametrize("text", ["", '{"name": "Müller"}', "x" * 100001])

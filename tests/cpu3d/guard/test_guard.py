@@ -92,12 +92,11 @@ def test_memory_that_runs_low_asks_for_a_stop_once(guard, stage):
     assert stage.ended == []
 
 
-def test_a_checkpoint_tells_what_a_save_needs(guard, stage):
+def test_what_a_save_needs_is_told_with_the_plan(guard, stage):
+    guard.plan(save_bytes=600 * MIB)
     stage.step(guard, 0, 5)
-    stage.fall_to(guard, 600 * MIB)
     assert guard.stop is None
-    guard.saved(1, 300 * MIB)
-    stage.live(guard, 1)
+    stage.fall_to(guard, 600 * MIB)
     assert "must keep 664 MiB free" in guard.why
 
 
@@ -297,7 +296,7 @@ def test_a_run_that_has_not_begun_has_nothing_to_save(guard, stage):
 
 def test_unguarded_is_nothing():
     UNGUARDED.phase("computing", step=1)
-    UNGUARDED.saved(1, 2)
+    UNGUARDED.saved(1)
     UNGUARDED.plan(step=1)
     UNGUARDED.note_end("finished")
     assert (UNGUARDED.stop, UNGUARDED.why) == (None, "")
