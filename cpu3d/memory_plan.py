@@ -30,8 +30,9 @@ from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.scaling.memory import of_one
 from memory_estimator.units import format_bytes, format_seconds
 
-LOSS_MAPS = 8
-"""float32 maps as large as the logits that a validation holds at a time: counted in the loss's code, not measured."""
+LOGITS_MAPS = 2
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
+or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Volumes:
     def bytes(self, job: Job) -> int:
         """What they take beside what `job` tells of its steps: counted, not measured.
 
-        Patches: a validation alone reads whole volumes; its logits and their weights, and the loss's maps, come with
-        them. At a lower resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are
-        rotated before they are averaged down, and that is done in float32, along one axis after another.
+        Patches: a validation alone reads whole volumes; its logits and their weights come with them. At a lower
+        resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before they
+        are averaged down, and that is done in float32, along one axis after another.
         """
         unet, volumes, shrinking = job.unet, 3, 0.0
         if self.resolution < 1:
@@ -56,7 +57,7 @@ class Volumes:
             shrinking = job.micro * 4 * unet.channels * (1 + self.resolution)
             shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
         volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
-        validation = 4 + LOSS_MAPS * 4 * unet.outputs
+        validation = 4 + LOGITS_MAPS * 4 * unet.outputs
         return round(math.prod(self.shape) * (volumes * volume + validation + shrinking))
 
 

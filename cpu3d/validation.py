@@ -9,7 +9,7 @@ import tensorflow as tf
 from cpu3d.distributed.strategy import ALONE, Exchange
 from cpu3d.feeds import Feeds
 from cpu3d.learner import Learner
-from cpu3d.losses import dice_cross_entropy, hard_dice_counts
+from cpu3d.losses import SLABS, dice_cross_entropy, hard_dice_counts
 from cpu3d.sliding_window import sliding_window
 
 
@@ -73,9 +73,20 @@ def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], ima
     return logits_of(image)
 
 
-@tf.function
 def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
-    return dice_cross_entropy(target, logits)[0], hard_dice_counts(target, logits)
+    """Loss and counts (1, R, 3), slab by slab of X: with many regions each map of a whole volume is a large one."""
+    logits = tf.convert_to_tensor(logits)
+    size = -(-logits.shape[1] // SLABS)
+    slabs = [slice(first, first + size) for first in range(0, logits.shape[1], size)]
+    return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
+
+
+@tf.function
+def _loss(target, logits) -> tf.Tensor:
+    return dice_cross_entropy(target, logits, by_slabs=True)[0]
+
+
+_counts = tf.function(hard_dice_counts)
 
 
 def _dice(counts: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ of all requests since the process began; this module plays them through.
 """
 
 import bisect
+import itertools
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
@@ -41,6 +42,8 @@ class Use:
     """Resident tensors too small for it: they lie with malloc."""
     reserved_bytes: int
     """All regions together: address space, of which `resident_bytes` are touched."""
+    validated_bytes: int = 0
+    """`resident_bytes` once a validation and a step have followed: no less, as nothing is given back to the system."""
 
 
 class NoRegionError(MemoryError):
@@ -49,15 +52,20 @@ class NoRegionError(MemoryError):
 
 
 def use(program: Program) -> Use:
-    """Play a program from the process's start through three steps; the third is like all that follow."""
+    """Play a program from the process's start through three steps, of which the third is like all that follow, and
+    through what comes between two of them, with the next one."""
     allocator = Allocator()
-    third = sum(1 for _ in requests(program, 2))
-    for index, request in enumerate(requests(program, 3)):
+    third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
+    calls = requests(program, 3, after=True)
+    for index, request in enumerate(itertools.islice(calls, end)):
         if index == third:
             allocator.forget_peak()
         allocator.call(request)
+    peak, resident = allocator.peak_bytes, allocator.resident_bytes
+    for request in calls:
+        allocator.call(request)
     small = sum(tensor.bytes for tensor in program.resident if tensor.bytes < SMALL_BYTES)
-    return Use(allocator.peak_bytes, allocator.resident_bytes, small, allocator.reserved_bytes)
+    return Use(peak, resident, small, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
 
 
 def fits_regions(program: Program, limit_bytes: int) -> bool:
@@ -68,7 +76,7 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
     """
     allocator = Allocator(limit_bytes)
     try:
-        for request in requests(program, 3):
+        for request in requests(program, 3, after=True):
             allocator.call(request)
     except NoRegionError:
         return False

@@ -14,7 +14,7 @@ from memory_estimator.liveness import Timeline, rounded, timeline
 from memory_estimator.program import Program, Tensor
 from memory_estimator.region import region_bytes
 from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import training_step
+from memory_estimator.training_step import training_step, validation_pass
 
 STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
 """To be said with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In
@@ -114,17 +114,19 @@ def estimate(
 
     `host_bytes` is the memory that the host has, free or not: TensorFlow's allocator takes it for its limit. None is
     without end. Raises ValueError where the constants know nothing of the job's engine or dtype.
-    Not counted: validation, which keeps no maps and stays below a step's peak, and a checkpoint's copy of the weights.
+    Of a job that a store feeds the upper bound is that of its validations too, of volumes as its steps see them.
+    Checkpoints are written and read variable by variable, which takes no more than the next step's gradients.
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
-    program = _with_next_batch(_on_host(training_step(job), job, host_bytes), job)
+    program = _with_store(_on_host(training_step(job), job, host_bytes), job)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
     hidden = max(moment.hidden_bytes for moment in line.moments)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
-    upper_bound = accuracy.upper_bound(process_peak) + _preparation_bytes(job) + _around_bytes(job, process_peak)
+    validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
+    upper_bound = accuracy.upper_bound(validated) + _preparation_bytes(job) + _around_bytes(job, process_peak)
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
@@ -165,17 +167,17 @@ def _on_host(program: Program, job: Job, host_bytes: Optional[int]) -> Program:
     return dataclasses.replace(program, region_bytes=region_bytes(job.unet, job.shape, job.micro, host_bytes))
 
 
-def _with_next_batch(program: Program, job: Job) -> Program:
-    """A store's pipeline holds the micro-batch that comes next ready while one is computed."""
+def _with_store(program: Program, job: Job) -> Program:
+    """A store's pipeline holds the micro-batch that comes next ready while one is computed. Its run is validated."""
     if not job.from_store:
         return program
     image = Tensor("next_image", job.voxels * job.unet.channels * DTYPE_BYTES[job.unet.dtype], NEXT_BATCH)
     target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
-    return dataclasses.replace(program, resident=(*program.resident, image, target))
+    return dataclasses.replace(program, resident=(*program.resident, image, target), after=validation_pass(job))
 
 
 def _around_bytes(job: Job, process_peak: int) -> int:
-    """What a run has beside its steps and nobody has modelled: validation, checkpoints, mapped pages of the store."""
+    """What a run has beside its steps and validations and nobody has modelled: mapped pages of the store, its log."""
     return int(AROUND_SHARE * process_peak) if job.from_store else 0
 
 

@@ -79,8 +79,11 @@ def timeline(program: Program) -> Timeline:
     return Timeline(tuple(moments), peak, peak_tensors)
 
 
-def requests(program: Program, steps: int) -> Iterator[Request]:
-    """The allocator's calls in order: the region, what ran before, then the first `steps` steps."""
+def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
+    """The allocator's calls in order: the region, what ran before, then the first `steps` steps.
+
+    With `after`, what follows them and one step more, which meets what that has kept.
+    """
     if program.region_bytes:
         yield Request("region", program.region_bytes, touched=((0, 0),))
         yield Request("region", -program.region_bytes)
@@ -89,7 +92,8 @@ def requests(program: Program, steps: int) -> Iterator[Request]:
     sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
     yield from (Request(name, size) for name, size in sizes.items())
     holder: Dict[str, str] = {}
-    for ops, first in [(program.before, True)] + [(program.ops, step == 0) for step in range(steps)]:
+    passes = [(program.before, True)] + [(program.ops, step == 0) for step in range(steps)]
+    for ops, first in passes + ([(program.after, True), (program.ops, False)] if after and program.after else []):
         for op, taken, given in _walk(ops, stays):
             if op.takes_over:
                 holder[op.writes[0].name] = holder.pop(op.takes_over, op.takes_over)

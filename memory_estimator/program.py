@@ -84,3 +84,5 @@ class Program:
     order matters to the allocator alone, whose regions it shapes."""
     region_bytes: int = 0
     """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""
+    after: Tuple[StepOp, ...] = ()
+    """What runs between two steps now and then: a validation. Its `keeps` are other tensors than those of `ops`."""

@@ -4,17 +4,20 @@ Whatever the network, the step is the same five parts: targets cast, forward, lo
 `models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind, by
 the rules in closed_form/. Where memory is saved, blocks take the place of their layers. Of a batch that is computed in
 micro-batches the program is one of them, and the update that follows the last.
+
+A validation is the forward part alone, without policy, and its scores.
 """
 
+from dataclasses import replace
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from memory_estimator.before_step import inputs_made
 from memory_estimator.closed_form import convolutions, lean, maps, norms
-from memory_estimator.closed_form.loss import cast_target, cut_target, loss
+from memory_estimator.closed_form.loss import SLABS, cast_target, cut_target, loss
 from memory_estimator.closed_form.weights import add_to_sums, make_weights, update
 from memory_estimator.closed_form.writer import Writer
 from memory_estimator.job import Job
-from memory_estimator.program import Program
+from memory_estimator.program import Program, StepOp
 
 Rule = Callable[[Writer, Any], None]
 """Writes down what a layer, or a block, does in one direction."""
@@ -60,6 +63,34 @@ def training_step(job: Job) -> Program:
         add_to_sums(writer)
     update(writer)
     return writer.program()
+
+
+SCORE_MAPS = 5
+"""float32 maps of a slab of the regions that `cpu3d.validation` scores at a time: logits, target, and three of the
+loss's; hard Dice's masks and their float32 copies are no more."""
+
+
+def validation_pass(job: Job) -> Tuple[StepOp, ...]:
+    """What `cpu3d.validation` does with a volume, or a window of one: the layers one after the other, and the scores.
+
+    Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready.
+    """
+    unet = replace(job.unet, policy="speed", deep_supervision=False)
+    writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
+    make_weights(writer)
+    _make_inputs(writer)
+    ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
+    writer.run("validation/next", "pointwise", [], ready)
+    for op in writer.plan[1:]:
+        _rules(op)[0](writer, op)
+    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // SLABS
+    reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
+    writer.run("validation/score", "reduce", reads, scratch=[maps])
+    # The compiled pass is another graph than the step's, and keeps its own copies of the weights.
+    return tuple(
+        replace(op, keeps=tuple(replace(kept, name=f"validation/{kept.name}") for kept in op.keeps))
+        for op in writer.program().ops
+    )
 
 
 # --- Private helpers ---

@@ -198,12 +198,12 @@ WHOLE = Volumes((240, 240, 155))
 
 def test_what_whole_volumes_take_is_counted_by_hand():
     voxels, job = 240 * 240 * 155, job_of(PATCHES, threads=2, cases=8)
-    # Three volumes of 4 float32 channels and 3 masks, weights, 8 float32 maps of 3 regions.
-    assert WHOLE.bytes(job) == voxels * (3 * (4 * 4 + 3) + 4 + 8 * 4 * 3)
+    # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
+    assert WHOLE.bytes(job) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
     # At half the resolution of two at a time: five volumes, two float32 copies and their half, what is rotated.
     job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
     shrinking = 2 * 4 * 4 * 1.5 + 13 * 4
-    assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 8 * 4 * 3 + shrinking)
+    assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + shrinking)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_averaged_weights_are_one_copy_more():
     assert weights["averaged weights"] == pytest.approx(weights["optimizer slots"] / 2, rel=0.01)
 
 
-def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation():
+def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation(monkeypatch):
+    monkeypatch.setattr(estimate_module, "validation_pass", lambda job: ())
     fed, from_store = of(), of(from_store=True)
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
@@ -79,6 +80,15 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation():
     bound = lambda peak: of().accuracy.upper_bound(peak) + int(0.1 * peak)
     beyond = lambda found: found.upper_bound_bytes - bound(found.process_peak_bytes)
     assert beyond(both) - beyond(one) == 2 * 96**3 * (4 * 2 + 3)
+
+
+def test_the_bound_holds_the_step_that_follows_a_validation_and_the_weights_that_one_has_kept():
+    wide = dataclasses.replace(with_unet(filters=64, dtype="float32"), shape=(16, 16, 16))
+    found, alone = of(wide, from_store=True), of(wide)
+    assert found.process_peak_bytes - alone.process_peak_bytes < 2**20, "the next batch of small volumes"
+    kept = {line.name: line.bytes for line in found.components}["weights, reordered"]
+    beyond = found.upper_bound_bytes - found.accuracy.upper_bound(found.process_peak_bytes)
+    assert beyond > int(0.1 * found.process_peak_bytes) + 0.4 * kept  # those of the forward pass
 
 
 def test_an_epoch_is_whole_batches_and_unknown_without_cases():
