@@ -126,6 +126,9 @@ class _Reader(io.BufferedReader):
         with _told_apart():
             return super().seek(*where)
 
+    def __del__(self):
+        self.close()  # with the arrays that read from it, which nobody closes
+
 
 @contextlib.contextmanager
 def _told_apart() -> Iterator[None]:
