@@ -29,7 +29,8 @@ def show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]]
     for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
         _line(console, f"note: {setting} is set here, and wins")
     if len(plan.hosts) == 1 and plan.cluster.workers > 1:
-        _line(console, "Ports of one host are chosen when it starts, unless --port is given.")
+        shared = not plan.ports_here and plan.engine != HOROVOD
+        _line(console, "They share memory, no port is opened." if shared else "Their ports are chosen at the start.")
     if plan.note:
         _line(console, f"note: {plan.note}")
     for rank, command in commands.items():
