@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from cpu3d.atomic import write_json
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.extent import EXTENTS
 from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.data.folds import parse_fold
 from cpu3d.errors import InputError
-from cpu3d.schedule import SCHEDULES
+from cpu3d.training.schedule import SCHEDULES
+from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
 from models.config import UNetConfig

@@ -11,7 +11,7 @@ from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES, overview
-from cpu3d.schedule import SCHEDULES
+from cpu3d.training.schedule import SCHEDULES
 from memory_estimator.job import OPTIMIZERS
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 

@@ -1,6 +1,6 @@
 """Files: written whole or not at all, and read only where they are regular files.
 
-The estimator stands alone, so `write_whole` is its own small `cpu3d.atomic`.
+The estimator stands alone, so `write_whole` is its own small `cpu3d.util.atomic`.
 """
 
 import contextlib

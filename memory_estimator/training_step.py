@@ -1,4 +1,4 @@
-"""The closed form: the training step of `cpu3d.learner`, written down from the layer plan with its tensors' lifetimes.
+"""The closed form: the training step of `cpu3d.training.learner`, written down from the layer plan with lifetimes.
 
 Whatever the network, the step is the same five parts: targets cast, forward, loss, backward in reverse, update.
 `models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind, by
@@ -66,12 +66,12 @@ def training_step(job: Job) -> Program:
 
 
 SCORE_MAPS = 5
-"""float32 maps of a slab of the regions that `cpu3d.validation` scores at a time: logits, target, and three of the
+"""float32 maps of a slab of the regions that `cpu3d.training.validation` scores at a time: logits, target, three of the
 loss's; hard Dice's masks and their float32 copies are no more."""
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
-    """What `cpu3d.validation` does with a volume, or a window of one: the layers one after the other, and the scores.
+    """What `cpu3d.training.validation` does with a volume or a window: the layers one after the other, and the scores.
 
     Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready.
     """

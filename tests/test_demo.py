@@ -82,7 +82,7 @@ def test_bad_input_exits_with_2_and_says_why(arguments, message, capsys, tmp_pat
 
 
 def test_an_interrupt_exits_with_130_and_says_what_to_do(monkeypatch, capsys):
-    from cpu3d import report
+    from cpu3d.report import report
 
     def interrupted(args):
         raise KeyboardInterrupt

@@ -24,12 +24,12 @@ from typing import Any, Dict, Iterator, List, Tuple
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import writable_folder, write_json
 from cpu3d.bench.campaign import describe
 from cpu3d.bench.fit_costs import fit_costs, straight_line
 from cpu3d.bench.step import last_json_line
 from cpu3d.host.apply import ENGINES, installed
-from cpu3d.progress import bar
+from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.progress import bar
 from memory_estimator.calibration import GROUPS, OWN, HostConstants, load_constants, shipped_constants, to_json
 from memory_estimator.estimate import estimate
 from memory_estimator.files import read_json

@@ -15,11 +15,11 @@ from typing import Any, Dict, List, Optional
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import atomic_write
 from cpu3d.bench.record import append_record
 from cpu3d.bench.step import add_step_options, measure_in_fresh_process, step_request
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
+from cpu3d.util.atomic import atomic_write
+from cpu3d.util.progress import bar
 from models.config import DTYPES
 
 ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}

@@ -15,7 +15,7 @@ from cpu3d.bench.allocations import record_allocations
 from cpu3d.config import RunConfig
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.versions import versions
+from cpu3d.util.versions import versions
 from models.config import UNetConfig
 from models.layer_plan import training_flops
 
@@ -43,7 +43,7 @@ def measure(request: Dict[str, Any]) -> Dict[str, Any]:
     """
     host, threads, tf = set_up(request["engine"])
     from cpu3d.bench.plain import PlainLearner
-    from cpu3d.learner import Learner, allocator_peak_bytes, parameter_count
+    from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
 
     unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
     config = RunConfig(

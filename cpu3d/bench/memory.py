@@ -24,7 +24,6 @@ from typing import Any, Dict, List, Optional, Tuple
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.policies import add_policies_options, check_policies_options, compare_policies, policies_table
 from cpu3d.bench.policies_picture import draw_policies
 from cpu3d.bench.process_memory import draw_process, write_trace
@@ -33,6 +32,7 @@ from cpu3d.bench.step import add_count_options, counts_from, measure_in_fresh_pr
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
+from cpu3d.util.atomic import atomic_write, writable_folder
 from memory_estimator.allocator import counted_by_op
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import Estimate, estimate

@@ -21,7 +21,7 @@ from cpu3d.bench.measure import WARM_UP_STEPS, made_up
 from cpu3d.config import RunConfig
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.versions import versions
+from cpu3d.util.versions import versions
 from memory_estimator.allocator import use
 from memory_estimator.calibration import runtime_ops
 from memory_estimator.job import Job
@@ -167,7 +167,7 @@ def _measure_network(
     tf: Any, job: Job, program: Program, steps: int, left_s: float, cache_bytes: int, with_peaks: bool
 ) -> Dict[str, Any]:
     """One network's entry of the result, of at most so many steps and not many more seconds; and its "peaks"."""
-    from cpu3d.learner import Learner
+    from cpu3d.training.learner import Learner
 
     begin = time.perf_counter()
     live_before = _live_bytes(tf)
@@ -210,7 +210,7 @@ def _live_bytes(tf: Any) -> int:
 
 def _peaks(tf: Any, step: Any, live_before: int) -> Dict[str, Optional[int]]:
     """Both peaks after one more step, the allocator's without what was live before the network was built."""
-    from cpu3d.learner import allocator_peak_bytes
+    from cpu3d.training.learner import allocator_peak_bytes
 
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")

@@ -10,15 +10,15 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.learner import optimizer_of
-from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
+from cpu3d.training.learner import optimizer_of
+from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from models.config import EPSILON, UNetConfig
 from models.layers import precision
 from models.norm import MOMENTUM
 
 
 class PlainLearner:
-    """A stand-in for `cpu3d.learner.Learner`: gradients, then the update, nothing told to wait, no averaged weights.
+    """A stand-in for `training.learner.Learner`: gradients, then the update, in no fixed order, no averaged weights.
 
     The batch is computed as a whole; raises ValueError for a run that computes it in parts.
     """

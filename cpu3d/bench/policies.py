@@ -19,7 +19,7 @@ from rich.table import Table
 
 from cpu3d.bench.step import ProcessFailedError, check_peers, measure_in_fresh_process, run_peer
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.units import GIB, format_bytes
 from models.config import POLICIES

@@ -6,8 +6,8 @@ The trace is the text format of the memory-profiler package: `mprof plot FILE` a
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
-from cpu3d.atomic import atomic_write
 from cpu3d.host.memory import Resident
+from cpu3d.util.atomic import atomic_write
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 
 MIB, GIB = 2**20, 2**30

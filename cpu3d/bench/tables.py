@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from cpu3d.atomic import atomic_write
 from cpu3d.bench.data import markdown
 from cpu3d.bench.engines import ENGINE_NAMES
 from cpu3d.bench.faults.markdown import faults_lines
@@ -29,6 +28,7 @@ from cpu3d.bench.windows_markdown import windows_lines
 from cpu3d.compare import markdown as compare_markdown
 from cpu3d.compare.study.markdown import study_lines
 from cpu3d.errors import InputError
+from cpu3d.util.atomic import atomic_write
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate

@@ -18,7 +18,6 @@ from typing import Any, Dict, List, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import writable_folder
 from cpu3d.bench.campaign import configurations, describe
 from cpu3d.bench.memory import measure_memory
 from cpu3d.bench.record import append_record
@@ -26,7 +25,8 @@ from cpu3d.bench.step import ProcessFailedError
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.progress import bar
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.progress import bar
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, read_host

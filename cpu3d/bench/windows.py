@@ -22,28 +22,28 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 from rich.console import Console
 
-from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.record import append_record
 from cpu3d.bench.step import ProcessFailedError
 from cpu3d.bench.tile_borders import border_distance, by_distance, figures
 from cpu3d.bench.windows_table import ONE_PASS, title_of, windows_table
 from cpu3d.bench.windows_work import in_fresh_process
-from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
+from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.records import SPLITS
 from cpu3d.data.region import Region, Shape3, crop, whole
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import UNTOUCHED, check_finite
 from cpu3d.host.gpu import CPU, HostGpus, pick_device
-from cpu3d.inference_options import Inference
-from cpu3d.labels import label_from_regions, region_mask
+from cpu3d.inference.evaluate import UNTOUCHED, check_finite
+from cpu3d.inference.options import Inference
+from cpu3d.inference.predictors import store_of_run
+from cpu3d.inference.scores import dice_coefficient
 from cpu3d.patch_plan import usual_patch
-from cpu3d.predictors import store_of_run
-from cpu3d.progress import bar
-from cpu3d.scores import dice_coefficient
+from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.progress import bar
 
 OVERLAPS = (0.0, OVERLAP)
 """Tiles side by side, whose seams show, and what is usual."""

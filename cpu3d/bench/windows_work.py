@@ -16,9 +16,9 @@ from cpu3d.data.store import open_store
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference_options import Inference
-from cpu3d.predictors import trained_predictor
-from cpu3d.versions import versions
+from cpu3d.inference.options import Inference
+from cpu3d.inference.predictors import trained_predictor
+from cpu3d.util.versions import versions
 
 
 def in_fresh_process(request: Dict[str, Any]) -> Dict[str, Any]:
@@ -54,7 +54,7 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
         if request["answers"]:
             np.save(Path(request["answers"]) / f"{case_id}.npy", answers)
         del answers  # else it would lie beside the next one
-    from cpu3d.learner import allocator_peak_bytes  # imports TensorFlow, so not before
+    from cpu3d.training.learner import allocator_peak_bytes  # imports TensorFlow, so not before
 
     return {
         "cases": cases,

@@ -24,7 +24,6 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from rich.console import Console
 
-from cpu3d.atomic import writable_folder
 from cpu3d.compare import tables, timing
 from cpu3d.compare.budget import Budget, budget_of
 from cpu3d.compare.comparison import compare
@@ -40,12 +39,13 @@ from cpu3d.config import load_config
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import UNTOUCHED, warning
 from cpu3d.host.gpu import HostGpus
-from cpu3d.lock import locked
-from cpu3d.predictors import store_of_run
-from cpu3d.scores import TOLERANCE_MM
+from cpu3d.inference.evaluate import UNTOUCHED, warning
+from cpu3d.inference.predictors import store_of_run
+from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.training_options import add_training_options, chosen_settings
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
 
 VALIDATIONS = 4

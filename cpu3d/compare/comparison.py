@@ -10,7 +10,7 @@ from cpu3d.compare.gather import RunResult
 from cpu3d.compare.planned import Failed
 from cpu3d.compare.statistics import LARGER_IS_BETTER, Difference, mean_and_sd_over_seeds, paired_difference
 from cpu3d.errors import InputError
-from cpu3d.evaluate import METRICS
+from cpu3d.inference.evaluate import METRICS
 
 COSTS: Dict[str, Callable] = {
     "steps": statistics.median, "voxels": statistics.median, "train_s": statistics.median,

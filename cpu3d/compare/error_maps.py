@@ -8,12 +8,12 @@ import numpy as np
 from cpu3d.compare.comparison import Comparison
 from cpu3d.compare.gather import MEAN, RunResult
 from cpu3d.config import RunConfig
+from cpu3d.data.labels import code_meanings, label_from_regions, region_mask
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.region import bounding_box
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.labels import code_meanings, label_from_regions, region_mask
-from cpu3d.pictures import grey_window, plane_of, plane_spacing
+from cpu3d.report.pictures import grey_window, plane_of, plane_spacing
 from memory_estimator.figure import PALETTE, new_figure, png
 
 MOST = 6

@@ -11,9 +11,9 @@ from cpu3d.compare.comparison import unpaired
 from cpu3d.compare.planned import end_of
 from cpu3d.config import RunConfig, load_config
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
-from cpu3d.page import flat
-from cpu3d.run_log import FINISHED, read_events
+from cpu3d.report.page import flat
+from cpu3d.training.run_log import FINISHED, read_events
+from cpu3d.util.lock import locked
 
 SHARED = ("split_hash", "fold", "regions")
 """Settings that all runs must have alike: else they were trained, or are scored, on other cases."""

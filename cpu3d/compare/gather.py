@@ -12,8 +12,8 @@ from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import METRICS, UNTOUCHED, scores_path
-from cpu3d.run_log import read_events
+from cpu3d.inference.evaluate import METRICS, UNTOUCHED, scores_path
+from cpu3d.training.run_log import read_events
 from memory_estimator.files import read_json
 
 MEAN = "mean"

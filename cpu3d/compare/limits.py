@@ -5,7 +5,7 @@ from typing import List, Mapping, Sequence
 from cpu3d.compare.statistics import RESAMPLES
 from cpu3d.config import RunConfig
 from cpu3d.data.words import count
-from cpu3d.words import listed
+from cpu3d.util.words import listed
 
 FEW_SEEDS, FEW_CASES = 5, 10
 """Below these an interval is told to be a narrow one."""

@@ -7,7 +7,7 @@ from cpu3d.compare.statistics import difference_from_json
 from cpu3d.compare.tables import COSTS, DIFFERENCES, cases, in_words, scores_caption, spread
 from cpu3d.compare.verdict import NAMES
 from cpu3d.data.words import by
-from cpu3d.words import listed, markdown_table, number
+from cpu3d.util.words import listed, markdown_table, number
 from memory_estimator.units import GIB
 
 MARK = "<!-- from here on made by `bench tables` -->"

@@ -17,7 +17,7 @@ from cpu3d.compare.page import cautions, reading, write_page
 from cpu3d.compare.plan import Kept
 from cpu3d.compare.planned import Evaluation
 from cpu3d.data.store import Store
-from cpu3d.versions import versions
+from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 
 

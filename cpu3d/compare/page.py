@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from cpu3d.atomic import atomic_write
 from cpu3d.compare import pictures, tables
 from cpu3d.compare.comparison import COSTS, Comparison
 from cpu3d.compare.error_maps import BOTH, FIRST, SECOND, error_maps, label_colours
@@ -14,10 +13,11 @@ from cpu3d.compare.runner import Evaluation
 from cpu3d.compare.statistics import mean_and_sd_over_seeds
 from cpu3d.compare.verdict import NAMES, cost_words, verdict
 from cpu3d.data.store import Store
-from cpu3d.evaluate import UNTOUCHED, warning
-from cpu3d.page import flat, render_page
-from cpu3d.versions import versions
-from cpu3d.words import number
+from cpu3d.inference.evaluate import UNTOUCHED, warning
+from cpu3d.report.page import flat, render_page
+from cpu3d.util.atomic import atomic_write
+from cpu3d.util.versions import versions
+from cpu3d.util.words import number
 from memory_estimator.units import GIB
 
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")

@@ -9,7 +9,7 @@ from cpu3d.compare.gather import MEAN, Point
 from cpu3d.compare.limits import unlike_devices
 from cpu3d.compare.statistics import LARGER_IS_BETTER
 from cpu3d.compare.verdict import NAMES
-from cpu3d.pictures import strips
+from cpu3d.report.pictures import strips
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.units import GIB
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from cpu3d.atomic import is_untouched, write_json
 from cpu3d.compare.budget import Budget, steps_for, voxels_of_epochs, warmup_within
 from cpu3d.compare.planned import Evaluation, PlannedRun
 from cpu3d.compare.variants import Resolved, Variant
 from cpu3d.errors import InputError
-from cpu3d.page import flat
-from cpu3d.schedule import steps_within
+from cpu3d.report.page import flat
+from cpu3d.training.schedule import steps_within
 from cpu3d.training_options import as_options
+from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.files import read_json
 
 SCHEMA = 1

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.atomic import write_json
-from cpu3d.checkpoint_history import checkpoints
 from cpu3d.compare.process import RunDivergedError
 from cpu3d.config import RunConfig, load_config
 from cpu3d.errors import DivergedError, InputError
-from cpu3d.evaluate import UNTOUCHED, scores_path
-from cpu3d.inference_options import Inference
-from cpu3d.page import flat
+from cpu3d.inference.evaluate import UNTOUCHED, scores_path
+from cpu3d.inference.options import Inference
+from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
-from cpu3d.run_log import read_events
-from cpu3d.scores import TOLERANCE_MM
+from cpu3d.report.page import flat
+from cpu3d.training.checkpoint_history import checkpoints
+from cpu3d.training.run_log import read_events
 from cpu3d.training_options import (
     AUGMENT_FIELDS,
     UNET_FIELDS,
@@ -25,6 +24,7 @@ from cpu3d.training_options import (
     chosen_settings,
     with_settings,
 )
+from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json
 
 VERDICT = "diverged.json"

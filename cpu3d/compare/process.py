@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
-from cpu3d.child import PROGRAM, ROOT, how_ended, last_step, last_words, start, told_of_signals
 from cpu3d.distributed.plan import of_nobody
 from cpu3d.errors import DivergedError, InputError
-from cpu3d.progress import bar
+from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_step, last_words, start, told_of_signals
+from cpu3d.util.progress import bar
 
 POLL_S = 1.0
 

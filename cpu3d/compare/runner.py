@@ -12,7 +12,6 @@ from typing import List, Optional, Sequence
 
 from rich.console import Console
 
-from cpu3d.atomic import writable_folder
 from cpu3d.compare import process
 from cpu3d.compare.planned import (
     Evaluation,
@@ -24,6 +23,7 @@ from cpu3d.compare.planned import (
     verdict_of,
 )
 from cpu3d.compare.process import RunDivergedError, RunFailedError
+from cpu3d.util.atomic import writable_folder
 
 
 def carry_out(

@@ -11,8 +11,8 @@ from cpu3d.compare.gather import RunResult
 from cpu3d.compare.statistics import Difference, mean_and_sd_over_seeds
 from cpu3d.compare.verdict import NAMES
 from cpu3d.data.words import by, count
-from cpu3d.page import duration, gib
-from cpu3d.words import plus_minus, seconds
+from cpu3d.report.page import duration, gib
+from cpu3d.util.words import plus_minus, seconds
 from memory_estimator.units import GIB
 
 DIGITS = {"dice": 3, "hd95_mm": 2, "surface_dice": 3}

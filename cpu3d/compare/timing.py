@@ -5,13 +5,13 @@ import statistics
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
-from cpu3d.atomic import PARTIAL
 from cpu3d.compare.budget import TIMED_STEPS
 from cpu3d.compare.plan import Json, run_options
 from cpu3d.compare.planned import PlannedRun, is_trained
 from cpu3d.compare.runner import carry_out
 from cpu3d.errors import InputError
-from cpu3d.run_log import read_events
+from cpu3d.training.run_log import read_events
+from cpu3d.util.atomic import PARTIAL
 
 FOLDER = f".warm-up{PARTIAL}"
 """In the comparison's folder, until the steps are kept."""

@@ -4,7 +4,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.compare.gather import MEAN
 from cpu3d.compare.statistics import LARGER_IS_BETTER, Difference
-from cpu3d.words import listed
+from cpu3d.util.words import listed
 
 NAMES = {"dice": "Dice", "hd95_mm": "HD95", "surface_dice": "surface Dice"}
 

@@ -16,9 +16,9 @@ import nibabel
 import numpy as np
 from nibabel import orientations
 
-from cpu3d.atomic import atomic_write
 from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError
+from cpu3d.util.atomic import atomic_write
 from memory_estimator.files import read_regular
 
 EXTENSIONS = (".nii.gz", ".nii")

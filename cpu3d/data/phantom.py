@@ -21,7 +21,6 @@ from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, blind_patch, drawn_scene
 from cpu3d.data.phantom_head import Head, head_box, soft, tissues
@@ -31,9 +30,10 @@ from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
-from cpu3d.progress import bar
-from cpu3d.workers import KILLED, run_jobs, worker_count
+from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+from cpu3d.util.workers import KILLED, run_jobs, worker_count
 from memory_estimator.files import read_json
 
 VERSION = 1

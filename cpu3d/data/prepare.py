@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
-from cpu3d.atomic import atomic_write
 from cpu3d.data.label_map import parse_label_map, with_label_map
 from cpu3d.data.layouts import Dataset, Problem, labels_in_use, read_dataset, regions_of
 from cpu3d.data.records import CaseRecord, Manifest, make_manifest, remake
@@ -25,9 +24,10 @@ from cpu3d.data.summary import announce, split_sizes, summarise, tell_quarantine
 from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, USUAL, Job, Settings, outcomes
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
-from cpu3d.versions import versions
-from cpu3d.workers import worker_count
+from cpu3d.util.atomic import atomic_write
+from cpu3d.util.progress import bar
+from cpu3d.util.versions import versions
+from cpu3d.util.workers import worker_count
 
 Fractions = Tuple[float, float, float]
 

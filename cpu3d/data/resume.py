@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
 
-from cpu3d.atomic import is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.data.case import source_name
 from cpu3d.data.files.arrays import FORMATS, file_sha256
 from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use
@@ -14,7 +13,8 @@ from cpu3d.data.store import open_store
 from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
+from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.lock import locked
 from memory_estimator.files import parse_json, read_json
 
 

@@ -16,7 +16,6 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Union
 
 import numpy as np
 
-from cpu3d.atomic import PARTIAL, atomic_write, write_json
 from cpu3d.data.case_index import CaseIndex, Selection, line_of, split_entries
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
@@ -31,6 +30,7 @@ from cpu3d.data.records import (
 )
 from cpu3d.data.region import paste, whole
 from cpu3d.errors import InputError
+from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.files import read_json
 
 TRIES = 5

@@ -10,7 +10,6 @@ from typing import Dict, Iterator, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import atomic_write, write_json
 from cpu3d.data.case import load_case
 from cpu3d.data.files import page_cache
 from cpu3d.data.files.arrays import FORMATS, Bytes, content_sha256, decode_b2nd, encode, file_sha256
@@ -18,7 +17,8 @@ from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import CaseRecord, array_path, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.errors import InputError
-from cpu3d.workers import KILLED, run_jobs
+from cpu3d.util.atomic import atomic_write, write_json
+from cpu3d.util.workers import KILLED, run_jobs
 
 FORMAT_CHOICES = {
     "npy": {"format": "npy", "scores": False},

@@ -4,9 +4,9 @@ import functools
 from pathlib import Path
 from typing import Dict, Tuple
 
-from cpu3d.child import family
 from cpu3d.distributed.patiently import Patiently
-from cpu3d.guard.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
+from cpu3d.training.guard.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
+from cpu3d.util.child import family
 
 
 class Beats:

@@ -6,10 +6,10 @@ from typing import Any, Optional
 from rich.console import Console
 from rich.progress import Progress
 
-from cpu3d.child import last_step
 from cpu3d.distributed.patiently import Patiently
-from cpu3d.progress import columns
-from cpu3d.run_log import recent_events
+from cpu3d.training.run_log import recent_events
+from cpu3d.util.child import last_step
+from cpu3d.util.progress import columns
 
 
 class Follower:

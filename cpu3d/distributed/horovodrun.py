@@ -14,8 +14,8 @@ from typing import Dict, Tuple
 
 import psutil
 
-from cpu3d.child import how_ended
 from cpu3d.errors import WorkerLostError
+from cpu3d.util.child import how_ended
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "ITEX_CPP_MIN_LOG_LEVEL": "3"}
 """Horovod's launcher imports TensorFlow, which has nothing to say there; for the workers it is what they set anyway."""

@@ -29,8 +29,6 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.atomic import writable_folder
-from cpu3d.child import ROOT, last_step
 from cpu3d.config import load_config
 from cpu3d.distributed import dry_run
 from cpu3d.distributed.beats import Beats
@@ -58,6 +56,8 @@ from cpu3d.host.thread_plan import default_workers, thread_plans
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.recipes import RECIPES
 from cpu3d.training_options import chosen_settings
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.child import ROOT, last_step
 from memory_estimator.units import format_seconds
 
 
@@ -105,7 +105,7 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     if not options or options[0] != "train":
         got = options[0] if options else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
-    from cpu3d import train
+    from cpu3d.training import train
 
     parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
     train.add_arguments(parser)

@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.child import PROGRAM
 from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import HOROVOD, TENSORFLOW, Cluster, from_hosts, from_tf_config, host_and_port
 from cpu3d.distributed.hosts import LOOPBACK
 from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
 from cpu3d.errors import InputError
+from cpu3d.util.child import PROGRAM
 
 PORT = 29500
 """Of the first worker on each host where there are several hosts and nothing else is said: all have to know it."""

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Mapping, Optional, Sequence, Tuple
 
-from cpu3d.child import family, how_ended, start
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, MemoryRunsOutError, WorkerLostError
+from cpu3d.util.child import family, how_ended, start
 
 WORDS = {
     1: "it failed",

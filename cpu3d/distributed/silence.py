@@ -1,6 +1,6 @@
 """Which worker processes of this host are silent: their heartbeats do not change any more, though they live.
 
-A worker tells of its own stalls (`cpu3d.guard`); one that was suspended, or holds Python's lock for ever, cannot.
+A worker reports its own stalls (`cpu3d.training.guard`); one that was suspended, or holds Python's lock, cannot.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, Sequence, Tuple
 
-from cpu3d.child import family
 from cpu3d.distributed.beats import is_here
-from cpu3d.guard.heartbeat import Heartbeat, is_suspended, read_heartbeats
+from cpu3d.training.guard.heartbeat import Heartbeat, is_suspended, read_heartbeats
+from cpu3d.util.child import family
 
 SUSPENDED_S = 60.0
 """A worker that a signal has stopped, and that nobody lets go on for so long, holds up all others."""

@@ -1,4 +1,4 @@
-"""Soft Dice and cross-entropy as `cpu3d.losses` computes them: float32 maps of the regions, forward and back."""
+"""Soft Dice and cross-entropy as `cpu3d.training.losses` computes them: float32 maps of regions, forward and back."""
 
 from typing import List, Optional
 
@@ -7,7 +7,7 @@ from memory_estimator.closed_form.writer import Writer
 from models.layer_plan import LayerOp
 
 SLABS = 8
-"""`cpu3d.losses.SLABS`, which a test holds equal: pieces of X that a sample's loss is computed in to save memory."""
+"""`cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in."""
 
 
 def cut_target(writer: Writer, head: LayerOp) -> None:

@@ -16,7 +16,7 @@ CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")
 
 
 def make_weights(writer: Writer) -> None:
-    """Kernels, slots as zeros, averages as copies: in the order that `cpu3d.learner.Learner` makes them."""
+    """Kernels, slots as zeros, averages as copies: in the order that `cpu3d.training.learner.Learner` makes them."""
     kernels = _with_kernel(writer)
     for op in kernels:
         kernel = writer.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cpu3d.checkpoint import load_checkpoint
-from cpu3d.checkpoint_history import weights_file
 from cpu3d.config import save_config
-from cpu3d.fit import Fit
 from cpu3d.resolve import resolve
-from cpu3d.run_log import read_events
+from cpu3d.training.checkpoint import load_checkpoint
+from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.fit import Fit
+from cpu3d.training.run_log import read_events
 from memory_estimator.host import read_host
 
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}

@@ -188,7 +188,7 @@ def small_model():
 def both(unet, micro, parts=1, side=32):
     """(closed form, replay) of the trainer's own step; in several parts, of the one that takes more."""
     from cpu3d.config import RunConfig
-    from cpu3d.learner import Learner
+    from cpu3d.training.learner import Learner
 
     shape, batch = (side, side, side), micro * parts
     learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=micro))
@@ -233,7 +233,7 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
 
 
 def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
-    from cpu3d import losses
+    from cpu3d.training import losses
     from memory_estimator.closed_form import loss
 
     assert loss.SLABS == losses.SLABS

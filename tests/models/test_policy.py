@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.learner import Learner
-from cpu3d.losses import deep_supervision_loss, dice_cross_entropy
+from cpu3d.training.learner import Learner
+from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from models.config import NORMS, POLICIES, UNetConfig
 from models.unet3d import build_unet3d
 

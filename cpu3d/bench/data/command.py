@@ -21,7 +21,6 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.atomic import atomic_write
 from cpu3d.bench.data.files import Files
 from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import Outcome
@@ -31,7 +30,8 @@ from cpu3d.bench.record import append_record, read_records
 from cpu3d.bench.step import ProcessFailedError
 from cpu3d.data.files.read_mode import file_system
 from cpu3d.errors import InputError
-from cpu3d.versions import versions
+from cpu3d.util.atomic import atomic_write
+from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 
 ROWS = {

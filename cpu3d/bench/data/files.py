@@ -17,7 +17,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.atomic import atomic_write, writable_folder, write_json
 from cpu3d.bench.data.ct_phantom import ct_case
 from cpu3d.bench.data.scale import Scale
 from cpu3d.data.files.arrays import encode
@@ -29,8 +28,9 @@ from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
-from cpu3d.workers import run_jobs, worker_count
+from cpu3d.util.atomic import atomic_write, writable_folder, write_json
+from cpu3d.util.progress import bar
+from cpu3d.util.workers import run_jobs, worker_count
 
 MARKER = "bench-data.json"
 """Says that a folder is the benchmark's own, and so may be cleaned."""

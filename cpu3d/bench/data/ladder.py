@@ -16,7 +16,7 @@ from cpu3d.bench.data.measuring import drop_pages
 from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import COLD, Line, Outcome, find, ratio, times_slower
 from cpu3d.bench.data.worker import in_fresh_process
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 
 UNCAPPED = f"{COLD}, disk as it is"
 

@@ -14,7 +14,7 @@ from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.patch_feeds import FEEDS, GZ, HELD, MMAP, OF_DISK, batches, files_read
 from cpu3d.bench.data.results import COLD, WARM, Line, Outcome, find, times_slower
 from cpu3d.bench.data.worker import in_fresh_process
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 from memory_estimator.units import format_bytes
 
 

@@ -17,7 +17,7 @@ from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import WARM, Line, Outcome
 from cpu3d.bench.data.worker import in_fresh_process
 from cpu3d.bench.step import last_json_line
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 from memory_estimator.units import format_bytes
 
 KINDS = {"plain": "MONAI Dataset, .nii.gz", "cache": "MONAI CacheDataset", "persistent": "MONAI PersistentDataset"}

@@ -39,7 +39,7 @@ def learner(
     step, and the step is to be short.
     """
     from cpu3d.config import RunConfig
-    from cpu3d.learner import Learner
+    from cpu3d.training.learner import Learner
     from models.config import UNetConfig
 
     unet = UNetConfig(channels=channels, outputs=outputs, filters=filters, depth=depth, norm=norm, dtype=best_dtype())

@@ -14,7 +14,7 @@ from cpu3d.bench.data.measuring import drop_pages, read_through, resident_bytes
 from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import COLD, WARM, Line, Outcome, Target
 from cpu3d.bench.data.worker import in_fresh_process
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 from memory_estimator.units import format_bytes
 
 MIB = 2**20

@@ -8,11 +8,11 @@ from typing import Any, Dict, List, Mapping, Tuple
 import numpy as np
 
 from cpu3d.bench.faults.watch import partials
-from cpu3d.checkpoint import load_checkpoint
-from cpu3d.checkpoint_history import BEST, checkpoints, newest
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
-from cpu3d.run_log import read_events
+from cpu3d.training.checkpoint import load_checkpoint
+from cpu3d.training.checkpoint_history import BEST, checkpoints, newest
+from cpu3d.training.run_log import read_events
 
 EXACT = {
     "step": ("step", "epoch", "case_id", "loss", "dice", "learning_rate"),

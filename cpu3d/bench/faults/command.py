@@ -24,7 +24,6 @@ from typing import Any, Deque, Dict, List, Optional, Tuple
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.atomic import writable_folder
 from cpu3d.bench.faults.aims import LIFE_KILLS, NORMS, PREPARING, STARTING, Aim, Life, lives
 from cpu3d.bench.faults.checks import left_of_run, left_of_store, run_differences, store_differences
 from cpu3d.bench.faults.markdown import HEADINGS, rows_of, summary_line
@@ -32,11 +31,12 @@ from cpu3d.bench.faults.processes import Ended, attempt
 from cpu3d.bench.faults.undisturbed import CASES, KEEP, RUN, SHAPE, STEPS, Bench, undisturbed
 from cpu3d.bench.faults.watch import LogTail, phase_hit, wait_for
 from cpu3d.bench.record import append_record
-from cpu3d.child import how_ended
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
-from cpu3d.run_log import read_events
-from cpu3d.versions import versions
+from cpu3d.training.run_log import read_events
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.child import how_ended
+from cpu3d.util.progress import bar
+from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 
 BARREN_LIVES = 10

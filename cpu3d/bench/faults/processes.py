@@ -13,8 +13,8 @@ from typing import Callable, List, Optional, Sequence
 
 import psutil
 
-from cpu3d.child import PROGRAM, ROOT, start
 from cpu3d.errors import InputError
+from cpu3d.util.child import PROGRAM, ROOT, start
 
 END_S = 60.0
 """Within which all processes of a command must have ended when one of them was killed."""

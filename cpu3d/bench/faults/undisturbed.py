@@ -18,9 +18,9 @@ from cpu3d.bench.faults.aims import (
 )
 from cpu3d.bench.faults.processes import CommandFailedError, Ended, attempt
 from cpu3d.bench.faults.watch import LogTail, Usual
-from cpu3d.child import how_ended, last_words
 from cpu3d.data.phantom import write_phantom
-from cpu3d.run_log import read_events
+from cpu3d.training.run_log import read_events
+from cpu3d.util.child import how_ended, last_words
 
 CASES, SHAPE = 16, (32, 40, 32)
 

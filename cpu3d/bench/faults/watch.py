@@ -17,7 +17,7 @@ from cpu3d.bench.faults.aims import (
     VALIDATING,
     Aim,
 )
-from cpu3d.checkpoint_history import checkpoints, step_of
+from cpu3d.training.checkpoint_history import checkpoints, step_of
 
 POLL_S = 0.0005
 """Between two looks: phases of a small run last milliseconds."""

@@ -19,7 +19,6 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.record import append_record
 from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
 from cpu3d.bench.scaling.processes import measure_together
@@ -28,7 +27,8 @@ from cpu3d.bench.step import add_engine_options, add_step_options, step_request
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Cpu, Topology, read_topology
-from cpu3d.progress import bar
+from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.progress import bar
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE
 
 GRADIENT_BYTES = 4

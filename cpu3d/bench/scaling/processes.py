@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
 from cpu3d.bench.step import ROOT, ProcessFailedError
-from cpu3d.child import start, told_of_signals
 from cpu3d.distributed.hosts import LOOPBACK, free_ports
+from cpu3d.util.child import start, told_of_signals
 
 LOOK_EVERY_S = 0.1
 

@@ -18,7 +18,7 @@ from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.strategy import ALONE, Exchange, join
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.versions import versions
+from cpu3d.util.versions import versions
 from models.config import UNetConfig
 
 SUMS = 20
@@ -120,7 +120,7 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
         exchange = Timed(tf, join(Cluster(tuple(request["addresses"]), rank)))  # by TensorFlow, as between hosts
     elif request["in_parts"]:
         exchange = AsOfTwo(tf)
-    from cpu3d.learner import Learner, parameter_count
+    from cpu3d.training.learner import Learner, parameter_count
 
     unet, grid, micro = UNetConfig(**request["unet"]), tuple(request["shape"]), request["micro_batch"]
     config = RunConfig(

@@ -17,7 +17,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.atomic import atomic_write, writable_folder
 from cpu3d.bench.record import append_record
 from cpu3d.compare.plan import Kept, check_same, load
 from cpu3d.compare.planned import Evaluation
@@ -30,12 +29,13 @@ from cpu3d.compare.variants import common_settings
 from cpu3d.config import RunConfig
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.evaluate import UNTOUCHED, warning
 from cpu3d.host.gpu import HostGpus
-from cpu3d.lock import locked
+from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.recipes import RECIPES
 from cpu3d.training_options import with_settings
-from cpu3d.versions import versions
+from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.lock import locked
+from cpu3d.util.versions import versions
 from memory_estimator.host import Host, read_host
 
 RECORD = "resolutions"

@@ -6,7 +6,7 @@ from cpu3d.compare.study.result import from_json
 from cpu3d.compare.study.tables import COSTS, SCORES, best_rows, cost_table, score_table
 from cpu3d.compare.study.verdict import limits, sentences
 from cpu3d.data.words import count
-from cpu3d.words import markdown_table
+from cpu3d.util.words import markdown_table
 
 
 def study_lines(record: Dict[str, Any]) -> List[str]:

@@ -6,7 +6,7 @@ from cpu3d.compare.study.picture import draw_regions, draw_scores, draw_search
 from cpu3d.compare.study.result import Study
 from cpu3d.compare.study.tables import COSTS, SCORES, best_rows, cost_table, score_table, search_rows
 from cpu3d.compare.study.verdict import limits, sentences
-from cpu3d.page import render_page
+from cpu3d.report.page import render_page
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 

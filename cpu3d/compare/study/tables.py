@@ -12,8 +12,8 @@ from cpu3d.compare.study.result import Arm, Study
 from cpu3d.compare.study.runs import Plan, PlannedArm
 from cpu3d.compare.study.verdict import sentences
 from cpu3d.data.words import by, count
-from cpu3d.page import duration, gib
-from cpu3d.words import number, plus_minus, seconds
+from cpu3d.report.page import duration, gib
+from cpu3d.util.words import number, plus_minus, seconds
 
 SCORES = (
     "Mean over cases, then mean \u00b1 standard deviation over seeds; HD95 in mm. Rate: the learning rate of the full "

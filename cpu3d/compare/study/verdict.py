@@ -13,8 +13,8 @@ from cpu3d.compare.limits import caveats
 from cpu3d.compare.statistics import Difference, mean_and_sd, paired_difference
 from cpu3d.compare.study.learning_rates import is_at_an_end, winner
 from cpu3d.compare.study.result import Arm, Study
-from cpu3d.evaluate import UNTOUCHED
-from cpu3d.words import listed
+from cpu3d.inference.evaluate import UNTOUCHED
+from cpu3d.util.words import listed
 from memory_estimator.units import GIB
 
 

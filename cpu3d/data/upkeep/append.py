@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 
-from cpu3d.atomic import writable_folder
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.label_map import with_label_map
 from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use, read_dataset, regions_of
@@ -18,10 +17,11 @@ from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.words import count
 from cpu3d.data.write_cases import Job
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
-from cpu3d.progress import bar
-from cpu3d.versions import versions
-from cpu3d.workers import worker_count
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+from cpu3d.util.versions import versions
+from cpu3d.util.workers import worker_count
 
 Split = Mapping[str, Sequence[str]]
 

@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.atomic import is_untouched, writable_folder, write_json
 from cpu3d.data.case import facts_of, float16_image
 from cpu3d.data.files.arrays import voxels_sha256
 from cpu3d.data.files.reader import Reader
@@ -29,10 +28,11 @@ from cpu3d.data.upkeep.verify import ADVICE, OF_ENTRY
 from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings, write_arrays
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
-from cpu3d.progress import bar
-from cpu3d.versions import versions
-from cpu3d.workers import KILLED, run_jobs, worker_count
+from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+from cpu3d.util.versions import versions
+from cpu3d.util.workers import KILLED, run_jobs, worker_count
 from memory_estimator.files import read_json
 
 

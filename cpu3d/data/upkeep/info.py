@@ -12,7 +12,7 @@ from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.data.words import by, count
 from cpu3d.errors import InputError
-from cpu3d.progress import bar
+from cpu3d.util.progress import bar
 
 MULTIPLE = 16
 """Of the grid, as `volume_dataset` rounds by default: four halvings."""

@@ -12,7 +12,7 @@ from typing import Union
 from cpu3d.data.records import Manifest, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
+from cpu3d.util.lock import locked
 
 
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:

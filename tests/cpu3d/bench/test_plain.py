@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cpu3d.bench.plain import PlainLearner, build_plain
 from cpu3d.config import RunConfig
-from cpu3d.learner import Learner
+from cpu3d.training.learner import Learner
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
 

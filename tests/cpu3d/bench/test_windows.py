@@ -18,9 +18,9 @@ from cpu3d.bench.windows import Way, compare_ways
 from cpu3d.bench.windows_markdown import newest, windows_lines
 from cpu3d.bench.windows_picture import draw_windows
 from cpu3d.bench.windows_table import ONE_PASS, cells_of, title_of, windows_table
-from cpu3d.checkpoint import save_checkpoint
 from cpu3d.config import load_config, save_config
-from cpu3d.inference_options import Inference
+from cpu3d.inference.options import Inference
+from cpu3d.training.checkpoint import save_checkpoint
 from models.config import UNetConfig
 
 HOST = {"engine_name": "TensorFlow 2.15.1", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}

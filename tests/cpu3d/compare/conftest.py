@@ -13,7 +13,7 @@ import pytest
 
 from cpu3d.compare import process
 from cpu3d.config import load_config, save_config
-from cpu3d.evaluate import evaluate_split
+from cpu3d.inference.evaluate import evaluate_split
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from cpu3d.compare.markdown import page_lines, summary_lines
 from cpu3d.compare.timing import FOLDER
 from cpu3d.config import load_config
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
+from cpu3d.util.lock import locked
 
 SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]
 VARIANTS = ["--variant", "whole", "--mode whole", "--variant", "patch", "--mode patch --patch 8 8 8"]

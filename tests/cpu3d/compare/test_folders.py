@@ -2,7 +2,7 @@ import pytest
 
 from cpu3d.compare.folders import grouped
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
+from cpu3d.util.lock import locked
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_variant(make_run):

@@ -7,7 +7,7 @@ from cpu3d.compare.gather import MEAN, Point, read_run
 from cpu3d.compare.planned import Failed
 from cpu3d.data.extent import grid_size
 from cpu3d.errors import InputError
-from cpu3d.evaluate import scores_path
+from cpu3d.inference.evaluate import scores_path
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8, "batch": 2}
 

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from cpu3d.child import ROOT
 from cpu3d.compare.planned import PlannedRun, is_trained
 from cpu3d.compare.runner import Evaluation, RunDivergedError, RunFailedError, carry_out, carry_out_all
 from cpu3d.config import load_config
 from cpu3d.errors import InputError
-from cpu3d.run_log import read_events
+from cpu3d.training.run_log import read_events
+from cpu3d.util.child import ROOT
 
 OPTIONS = ("--steps", "4", "--seed", "0")
 

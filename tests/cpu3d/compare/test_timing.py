@@ -1,5 +1,5 @@
-from cpu3d.checkpoint_history import checkpoints
 from cpu3d.compare.timing import FOLDER, computing_seconds, forget, step_seconds
+from cpu3d.training.checkpoint_history import checkpoints
 
 PLAN = [
     {"name": "whole", "options": ["--filters", "2"], "steps": None, "warmup_steps": 10},

@@ -8,7 +8,7 @@ from cpu3d.compare.plan import courses, planned_runs, run_options, with_minutes
 from cpu3d.compare.variants import Variant, common_settings, half, parse_variant, resolved, usual_variants
 from cpu3d.errors import InputError
 from cpu3d.resolve import resolve
-from cpu3d.train import add_arguments
+from cpu3d.training.train import add_arguments
 from cpu3d.training_options import add_training_options, as_options, chosen_settings
 from memory_estimator.host import read_host
 

@@ -11,18 +11,18 @@ import time
 
 import pytest
 
-from cpu3d.child import ROOT
 from cpu3d.distributed import earlier, launch, plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
-from cpu3d.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS
+from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
+from cpu3d.util.child import ROOT
 
 STAND_IN = """
 import json, os, signal, sys, time
 from pathlib import Path
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.run_log import append_event
+from cpu3d.training.run_log import append_event
 cluster = read_cluster(os.environ)
 run = Path(sys.argv[sys.argv.index("--run") + 1])
 ends = json.loads((run.parent / "ends").read_text()) if (run.parent / "ends").exists() else {}
@@ -224,7 +224,7 @@ MAIN = """
 import sys
 from cpu3d.__main__ import main
 from cpu3d.distributed import earlier, launch, plan
-from cpu3d.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
+from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS
 plan.PROGRAM, launch.read_topology = tuple(sys.argv[1:3]), lambda: EXAMPLE_HOSTS["xeon-2x28"][1]
 sys.exit(main(sys.argv[3:]))

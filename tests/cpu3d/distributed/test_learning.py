@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cpu3d.config import RunConfig
 from cpu3d.errors import WorkerLostError, WorkersDifferError
-from cpu3d.learner import Learner, _fingerprint
+from cpu3d.training.learner import Learner, _fingerprint
 from models.config import UNetConfig
 from tests.cpu3d.distributed.threads import ThreadExchange, together
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from cpu3d.child import family
 from cpu3d.distributed.beats import Beats
 from cpu3d.distributed.silence import Silence, SilenceBelow
-from cpu3d.guard.heartbeat import Heartbeat, heartbeat_path, process_start, this_place, write_heartbeat
+from cpu3d.training.guard.heartbeat import Heartbeat, heartbeat_path, process_start, this_place, write_heartbeat
+from cpu3d.util.child import family
 
 
 @pytest.fixture

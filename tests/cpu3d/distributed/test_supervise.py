@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from cpu3d.child import ROOT
 from cpu3d.distributed import running
 from cpu3d.distributed import supervise as module
 from cpu3d.distributed.patience import Patience
 from cpu3d.distributed.running import Job
 from cpu3d.distributed.supervise import WorkerFailedError, supervise
 from cpu3d.errors import Interrupted
-from tests.cpu3d.guard.beats import beat
+from cpu3d.util.child import ROOT
+from tests.cpu3d.training.guard.beats import beat
 
 QUICK = Patience(poll_s=0.02, look_s=0.1, settle_s=0.6, hears_s=0.6, grace_s=5.0)
 

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from cpu3d.checkpoint_history import newest
-from cpu3d.child import family
-from cpu3d.run_log import read_events
+from cpu3d.training.checkpoint_history import newest
+from cpu3d.training.run_log import read_events
+from cpu3d.util.child import family
 
 ROOT = Path(__file__).resolve().parents[3]
 

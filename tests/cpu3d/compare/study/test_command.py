@@ -16,8 +16,8 @@ from cpu3d.compare.study import page as study_page
 from cpu3d.compare.study import runs as study_runs
 from cpu3d.compare.study.markdown import study_lines
 from cpu3d.errors import InputError
-from cpu3d.lock import locked
 from cpu3d.training_options import add_training_options
+from cpu3d.util.lock import locked
 
 BEST_RATE = {0.5: 0.004, 1.0: 0.002}
 """By resolution, of the made-up network."""

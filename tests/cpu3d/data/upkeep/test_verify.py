@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-from cpu3d.atomic import write_json
 from cpu3d.data.files.arrays import encode, voxels_sha256
 from cpu3d.data.prepare import prepare
 from cpu3d.data.store import open_store, sealed
@@ -15,7 +14,8 @@ from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.upkeep.verify import verify
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
-from cpu3d.workers import KILLED
+from cpu3d.util.atomic import write_json
+from cpu3d.util.workers import KILLED
 
 
 @pytest.fixture

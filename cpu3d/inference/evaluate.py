@@ -1,0 +1,334 @@
+"""Score a trained network on cases it has never seen, on their full original grid.
+
+    ./run.sh evaluate --run runs/first
+    ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
+    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
+    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds --split val
+
+Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
+"train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they can never be
+taken for the others. What is there is replaced when all is done and not before. --out names another folder than the
+run's, and has to where several runs are scored together.
+
+Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
+each case by the one run that has not trained on it.
+
+Scored is what is written: the painted label map, turned back into regions. The store's grid is the original one with
+axes turned, so scores on it are scores on the original grid.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cpu3d.data.folds import with_fold, with_folds
+from cpu3d.data.labels import code_meanings, label_from_regions
+from cpu3d.data.nifti import write_label
+from cpu3d.data.records import SPLITS, CaseRecord
+from cpu3d.data.store import Store
+from cpu3d.errors import DivergedError, InputError
+from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.inference.ensemble import HeldOut, add_run_options, describe, joined, load_configs
+from cpu3d.inference.options import add_inference_options, inference_from
+from cpu3d.inference.predictors import store_of_run, trained_predictors
+from cpu3d.inference.scores import TOLERANCE_MM, CaseScores, score_case
+from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.exchange import OLD, exchanged
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+
+SCHEMA = 1
+"""Version of scores.json."""
+
+FILES = ("predictions", "scores.json")
+"""What an evaluation consists of; the scores say whether it is complete."""
+
+METRICS = ("dice", "hd95_mm", "surface_dice")
+
+UNTOUCHED = "test"
+"""The one split that neither training nor the choice of the best checkpoint has seen."""
+
+WORST = 5
+"""How many of the worst cases the summary names."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_options(parser)
+    parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
+    parser.add_argument("--store", type=Path, metavar="DIR", help="store folder, if it is no longer where it was")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="folder for evaluation/ (default: the run's); `report` makes a page of a run's own folder alone, not of "
+        "what several runs score together",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
+        help=f"tolerance of the surface Dice in mm (default: {TOLERANCE_MM})",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print scores.json instead of a table")
+    add_inference_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (np.isfinite(args.tolerance) and args.tolerance >= 0):
+        raise InputError(f"--tolerance must be a number of mm from 0 on, got {args.tolerance}; 1 is usual for BraTS")
+    inference = inference_from(args)
+    runs = [run_dir.resolve() for run_dir in args.run]
+    configs = load_configs(runs, some_folds=args.some_folds)
+    out = _out_folder(args, runs)
+    store = store_of_run(configs[0], args.store)
+    folds = [config.fold for config in configs]
+    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds]
+    crossed = len(runs) > 1 and any(folds) and args.split == "val"
+    if len(runs) > 1 and any(folds) and args.split == "train":
+        raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
+    folder = writable_folder(scores_path(out, args.split).parent, "evaluation")
+    if out not in runs:
+        _refuse_others(folder)
+    predictors = trained_predictors(runs, args.weights, inference)
+    messages = Console(stderr=True)
+    if args.split != UNTOUCHED:
+        messages.print(f"[bold yellow]{warning(args.split)}")
+    told = [describe(*one) for one in zip(runs, configs, predictors)]
+    if crossed:
+        told = [{**one, "held_out": list(case_ids)} for one, case_ids in zip(told, held_out)]
+    predictor = HeldOut(predictors, held_out) if crossed else joined(predictors)
+    view = with_folds(store, folds) if crossed else with_fold(store, folds[0])
+    about = told[0] if len(runs) == 1 else {"runs": told}
+    with locked(folder, "evaluation"):
+        scores = evaluate_split(
+            predictor, view, args.split, out, weights=args.weights, tolerance_mm=args.tolerance, about=about
+        )
+    if args.json:
+        json.dump(scores, sys.stdout, indent=1)
+        print()
+    else:
+        print_scores(scores, Console())
+        messages.print(f"written: {scores_path(out, args.split)}", soft_wrap=True)
+    return 0
+
+
+def evaluate_split(
+    predictor: Any,
+    store: Store,
+    split: str,
+    run_dir: Path,
+    *,
+    weights: str = "best",
+    tolerance_mm: float = TOLERANCE_MM,
+    about: Optional[Mapping[str, Any]] = None,
+) -> Dict[str, Any]:
+    """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
+
+    `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
+    Of a run of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is.
+    Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+
+    Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
+    or labels are not the run's, and when the network's answer is not finite.
+    """
+    records = _cases_to_score(predictor, store, split)
+    cases: List[Dict[str, Any]] = []
+    scored: List[CaseScores] = []
+    with exchanged(scores_path(run_dir, split).parent, FILES) as folder:
+        (folder / "predictions").mkdir()
+        with bar(f"evaluate {split}", total=len(records)) as advance:
+            for record in records:
+                begin = time.monotonic()
+                label = predicted_label(predictor, store.image(record.case_id), record)
+                predicted = time.monotonic()
+                truth = np.asarray(store.label(record.case_id))
+                scores = score_case(record.case_id, truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
+                write_label(folder / "predictions" / f"{record.case_id}.nii.gz", label, record.geometry)
+                scored.append(scores)
+                cases.append(_case_content(scores, predicted - begin, time.monotonic() - predicted))
+                advance()
+        content = {
+            "schema": SCHEMA,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "run": str(run_dir),
+            **(about or {}),
+            "weights": weights,
+            "store": str(store.folder),
+            "name": store.manifest.name,
+            "split": split,
+            "untouched": split == UNTOUCHED,
+            "split_hash": store.manifest.split_hash,
+            "tolerance_mm": tolerance_mm,
+            "regions": {name: list(codes) for name, codes in predictor.regions.items()},
+            "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
+            "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
+            "peak_rss_bytes": peak_rss_bytes(),
+            "summary": summarise(scored),
+            "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+            "cases": cases,
+        }
+        write_json(folder / "scores.json", content)
+    return content
+
+
+def predicted_label(predictor: Any, image: np.ndarray, record: CaseRecord) -> np.ndarray:
+    """The painted label `(X, Y, Z)` uint8 of one image `(X, Y, Z, C)`, on its full grid.
+
+    Raises InputError when the network's answer is not finite: such weights know nothing, and an empty prediction would
+    hide it.
+    """
+    answers = predictor.probabilities(image, record)
+    check_finite(answers, record.case_id)
+    return label_from_regions(answers, predictor.regions)
+
+
+def check_finite(answers: np.ndarray, case_id: str) -> None:
+    """Raise DivergedError unless all probabilities are finite."""
+    if not np.isfinite(answers).all():
+        raise DivergedError(
+            f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged, "
+            "train again with a lower learning rate or in float32"
+        )
+
+
+def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
+    """Where the scores of `split` are kept; "predictions" lies beside."""
+    folder = Path(run_dir) / "evaluation"
+    return (folder if split == UNTOUCHED else folder / split) / "scores.json"
+
+
+def warning(split: str) -> str:
+    """What to say, loudly, beside scores of a split that is not untouched."""
+    seen = "was trained on these cases" if split == "train" else "was chosen by its scores on these cases"
+    return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
+
+
+def summarise(scored: Sequence[CaseScores]) -> Dict[str, Dict[str, Any]]:
+    """Per region and metric the mean, median, standard deviation (of these cases, n in the denominator), min and max.
+
+    Empty cases are in all of them by the rule of `scores`; "empty" counts how many there were of each kind.
+    """
+    summary = {}
+    for region in scored[0].regions:
+        column = [scores.regions[region] for scores in scored]
+        summary[region] = {metric: _statistics([getattr(s, metric) for s in column]) for metric in METRICS}
+        summary[region]["empty"] = {
+            kind: sum(s.empty == kind for s in column) for kind in ("both", "truth", "prediction")
+        }
+    return summary
+
+
+def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
+    """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by case id."""
+    return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
+
+
+def print_scores(scores: Dict[str, Any], console: Console) -> None:
+    """The summary and the worst cases as tables."""
+    count = len(scores["cases"])
+    kind = "untouched" if scores["untouched"] else "NOT untouched"
+    table = Table(
+        title=f'{count} {kind} case{"s" * (count != 1)} of {scores["name"]}, split "{scores["split"]}"',
+        caption=f"mean \u00b1 sd; HD95 in mm; surface Dice at {scores['tolerance_mm']:g} mm",
+    )
+    table.add_column("region")
+    for heading in ("Dice", "median", "min", "HD95", "median", "surface"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for region, values in scores["summary"].items():
+        dice, hd95, surface = (values[metric] for metric in METRICS)
+        table.add_row(
+            region, f"{dice['mean']:.3f} \u00b1 {dice['std']:.3f}", f"{dice['median']:.3f}", f"{dice['min']:.3f}",
+            f"{hd95['mean']:.2f}", f"{hd95['median']:.2f}", f"{surface['mean']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    if count > 1:
+        worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
+        console.print(f"worst by mean Dice: {worst}")
+    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+    by_fold = [
+        f"{one['fold']} {np.mean([dice[case_id] for case_id in one['held_out']]):.3f}"
+        for one in scores.get("runs", [])
+        if "held_out" in one
+    ]
+    if by_fold:
+        console.print(f"mean Dice of each fold on the cases it held out: {', '.join(by_fold)}")
+
+
+# --- Private helpers ---
+
+
+def _out_folder(args: argparse.Namespace, runs: Sequence[Path]) -> Path:
+    """Where evaluation/ shall lie."""
+    if len(runs) > 1 and not args.out:
+        raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
+    return args.out.resolve() if args.out else runs[0]
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise InputError where files that an evaluation would replace were not written by one."""
+    there = [folder / name for name in FILES if (folder / name).exists()]
+    if not there or (folder / OLD).is_dir():  # one that was cut off while it replaced its own
+        return
+    try:
+        ours = {"schema", "split_hash", "cases"} <= set(json.loads((folder / FILES[-1]).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        ours = False
+    if not ours:
+        raise InputError(
+            f"{there[0]} must not be replaced, it was not written by evaluate; move it away, or choose another --out"
+        )
+
+
+def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
+    manifest = store.manifest
+    problems = []
+    if tuple(manifest.channels) != tuple(predictor.channels):
+        problems.append(
+            f"channels of store {store.folder} must be the run's {tuple(predictor.channels)}, got "
+            f"{manifest.channels}; name the run's own store"
+        )
+    if dict(manifest.labels) != dict(predictor.labels):
+        problems.append(
+            f"labels of store {store.folder} must be the run's {dict(predictor.labels)}, got {manifest.labels}; "
+            "name the run's own store"
+        )
+    records = store.cases(split)
+    if not records:
+        filled = [name for name in SPLITS if manifest.split[name]]
+        problems.append(
+            f'split "{split}" of store {store.folder} must hold cases, got none; choose --split {" or ".join(filled)} '
+            "or run `prepare` with other fractions"
+        )
+    problems += [
+        f"case {record.case_id} must have a label to be scored, the store has none; predict does without"
+        for record in records
+        if not record.has_label
+    ]
+    if problems:
+        raise InputError(*problems)
+    return records
+
+
+def _case_content(scores: CaseScores, predict_s: float, score_s: float) -> Dict[str, Any]:
+    return {
+        "case_id": scores.case_id,
+        "mean_dice": scores.mean_dice,
+        "predict_s": round(predict_s, 3),
+        "score_s": round(score_s, 3),
+        "regions": {name: dataclasses.asdict(region) for name, region in scores.regions.items()},
+    }
+
+
+def _statistics(values: Sequence[float]) -> Dict[str, float]:
+    return {
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "std": float(np.std(values)),
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+    }

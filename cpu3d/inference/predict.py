@@ -1,0 +1,383 @@
+"""Segment new images: NIfTI in, a label map on the image's own grid, orientation, affine and label codes out.
+
+    ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
+    ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
+
+An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
+done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read. A run that
+was trained on some of its store's channels takes images of those alone, too, such as one 3D FLAIR file.
+
+3D files named after their modality (x_flair, x_t1, ...) are sorted into cases and channels by that. Others must be
+given in the order of the channels, those of one case; for a run of one channel each of them is a case.
+
+Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as in, or of
+the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
+chooses others.
+
+Several runs answer together, with the mean of their probabilities; folds have to be all there.
+
+Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
+"""
+
+import argparse
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import nibabel
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cpu3d.data.case import load_case
+from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_codes, region_mask
+from cpu3d.data.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
+from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.data.words import count
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.inference.ensemble import add_run_options, describe, joined, load_configs
+from cpu3d.inference.evaluate import check_finite
+from cpu3d.inference.options import add_inference_options, inference_from
+from cpu3d.inference.predictors import trained_predictors, zeroes_nan
+from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.progress import bar
+from memory_estimator.files import read_json
+
+SCHEMA = 1
+"""Version of the sidecar."""
+
+WRITER = "cpu3d predict"
+"""How a sidecar says that the label beside it was made here and may be replaced."""
+
+STORE = "the run's store"
+"""Whose label codes they are where a case says nothing of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The label codes that a case is written in."""
+
+    of: str
+    """Whose they are: STORE, a layout, or the path of a dataset.json."""
+    labels: Mapping[int, str]
+    """Code -> name."""
+    regions: Mapping[str, Tuple[int, ...]]
+    """The run's regions, in its order, in these codes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_options(parser)
+    parser.add_argument(
+        "--image", type=Path, required=True, nargs="+", metavar="PATH",
+        help="case folders, 4D files, or a 3D file per channel: named after its modality, or in the store's or the "
+        "run's order; for a run of one channel 3D files of other names are a case each",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictions")
+    parser.add_argument(
+        "--probabilities", action="store_true",
+        help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--codes", choices=("auto", "store", *LABEL_CODES), default="auto",
+        help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
+        "store (auto, default); those of the store; or those of a layout",
+    )  # fmt: skip
+    add_zero_nan(parser)
+    add_inference_options(parser)
+
+
+def add_zero_nan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--zero-nan", action="store_true",
+        help="make NaN and infinite voxels background (default: as the run's store was made, if it is there)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    missing = [f"--image {path} must exist, found none; check the path" for path in args.image if not path.exists()]
+    if missing:
+        raise InputError(*missing)
+    inference = inference_from(args)
+    configs = load_configs(args.run, some_folds=args.some_folds)
+    writable_folder(args.out, "--out")
+    predictors = trained_predictors(args.run, args.weights, inference)
+    predictor = joined(predictors)
+    told = [describe(*one) for one in zip(args.run, configs, predictors)]
+    about = {**(told[0] if len(told) == 1 else {"runs": told}), "weights": args.weights}
+    cases, problems = find_cases(args.image, predictor.channels, predictor.inputs)
+    check_out(args.out, args.image, cases)
+    zero_nan = args.zero_nan or zeroes_nan(configs)
+    written_in, wrong = _with_codes(predictor, cases, args.codes)
+    problems += wrong
+    console = Console()
+    for line in (*_unread(args.image, cases), *_mapping(predictor, written_in)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    done, kind = [], InputError
+    with bar("predict", total=len(written_in)) as advance:
+        for files, codes in written_in:
+            try:
+                done.append(
+                    predict_case(
+                        predictor, files, args.out, codes=codes, probabilities=args.probabilities, zero_nan=zero_nan,
+                        about=about,
+                    )
+                )  # fmt: skip
+            except InputError as error:
+                problems.extend(error.problems)
+                kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
+            advance()
+    if done:
+        console.print(_table(done, predictor.regions))
+    for content in done:
+        if content["zeroed_voxels"]:
+            console.print(f"{content['case_id']}: {content['zeroed_voxels']} NaN or infinite voxels made background")
+    if problems:
+        raise kind(*problems)
+    return 0
+
+
+def predict_case(
+    predictor: Any,
+    files: CaseFiles,
+    out: Path,
+    *,
+    codes: Optional[Codes] = None,
+    probabilities: bool = False,
+    zero_nan: bool = False,
+    about: Optional[Mapping[str, Any]] = None,
+) -> Dict[str, Any]:
+    """Segment one case into `out`; returns the content of its sidecar.
+
+    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. The image has
+    the channels of its store or just its own inputs; which, is told by their number. A label among `files` is not read.
+    `codes` are what `codes_for` gives. Files that are there are replaced only when their sidecar says that they were
+    written here.
+
+    Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
+    overwritten that was not written here.
+    """
+    begin = time.monotonic()
+    out, codes = Path(out), codes or codes_for(predictor, files)
+    names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
+    label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
+    _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
+    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
+    channels = channels_of(files, predictor.channels, predictor.inputs)
+    case = load_case(
+        files, channels=channels, labels=None, dataset_folder=Path(files.images[0]).parent, zero_nan=zero_nan
+    )
+    geometry = case.record.geometry
+    answers = predictor.probabilities(case.image, case.record, channels)
+    check_finite(answers, files.case_id)
+    label = label_from_regions(answers, codes.regions)
+    voxel_ml = float(np.prod(case.record.spacing_mm)) / 1000.0
+    content = {
+        "schema": SCHEMA,
+        "written_by": WRITER,
+        "complete": False,
+        "case_id": files.case_id,
+        "label": label_name,
+        "codes_of": codes.of,
+        "label_codes": {str(code): name for code, name in code_meanings(codes.regions, codes.labels).items()},
+        "regions": {name: list(of_region) for name, of_region in codes.regions.items()},
+        "volumes_ml": {
+            name: round(int(np.count_nonzero(region_mask(label, of_region))) * voxel_ml, 4)
+            for name, of_region in codes.regions.items()
+        },
+        "threshold": THRESHOLD,
+        "probabilities": names,
+        "axes": geometry.axes,
+        "spacing_mm": list(case.record.spacing_mm),
+        "zeroed_voxels": case.record.zeroed_voxels,
+        "sources": [dataclasses.asdict(source) for source in case.record.sources],
+        **(about or {}),
+    }
+    write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
+    for position, name in enumerate(names):
+        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
+        write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
+    write_label(out / label_name, label, geometry)
+    content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
+    write_json(sidecar, content)
+    return content
+
+
+def find_cases(
+    paths: Sequence[Path], channels: Sequence[str], inputs: Sequence[str]
+) -> Tuple[List[CaseFiles], List[str]]:
+    """The cases that `paths` name, and what is wrong with those that cannot be one.
+
+    A folder is a case, a 4D file is a case, 3D files are put together as `grouped_by_case` says. A case has a file for
+    each of `channels`, the store's, or else for each of `inputs`, the run's own.
+    """
+    alone, together, groups, cases, problems = [], [], [], [], []
+    for path in paths:
+        try:
+            (alone if path.is_dir() or _channel_count(path) > 1 else together).append(path)
+        except InputError as error:
+            problems.extend(error.problems)
+    damaged = bool(problems)
+    try:
+        groups = grouped_by_case(together, inputs)
+    except InputError as error:
+        problems.extend(error.problems)
+    for group in [*([path] for path in alone), *groups]:
+        try:
+            cases.append(_case(group, channels, inputs))
+        except InputError as error:
+            if len(group) == 1 or not damaged:  # a damaged file is the reason why the others make no case
+                problems.extend(error.problems)
+    return cases, problems
+
+
+def channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
+    """The channels of a case that `find_cases` found."""
+    count = len(files.images) if len(files.images) > 1 else _channel_count(files.images[0])
+    return _fitting(count, channels, inputs)
+
+
+def codes_for(predictor: Any, files: CaseFiles, choice: str = "auto") -> Codes:
+    """The label codes that a case is written in; `choice` is what --codes takes.
+
+    Raises InputError where they have none for a region of the run.
+    """
+    of, labels = (choice, LABEL_CODES.get(choice)) if choice != "auto" else label_codes_of(files) or (STORE, None)
+    if labels is None:
+        return Codes(STORE, predictor.labels, predictor.regions)
+    regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
+    problems = [
+        f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
+        f" written, got {', '.join(f'{code} {label}' for code, label in labels.items())}; choose other --codes"
+        for name in predictor.regions
+        if name not in regions
+    ]
+    if problems:
+        raise InputError(*problems)
+    return Codes(of, labels, {name: regions[name] for name in predictor.regions})
+
+
+def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> None:
+    """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
+    problems = [
+        f"--out {out} must not be a folder that is predicted on, got {path}; choose another folder"
+        for path in inputs
+        if path.is_dir() and path.resolve() == out.resolve()
+    ]
+    by_id: Dict[str, List[CaseFiles]] = {}
+    for files in cases:
+        by_id.setdefault(files.case_id, []).append(files)
+    for case_id, same in by_id.items():
+        if len(same) > 1:
+            where = ", ".join(str(files.images[0]) for files in same)
+            problems.append(f"case ids must differ, got {case_id} for each of {where}; predict them into folders apart")
+    if problems:
+        raise InputError(*problems)
+
+
+# --- Private helpers ---
+
+
+def _with_codes(
+    predictor: Any, cases: Sequence[CaseFiles], choice: str
+) -> Tuple[List[Tuple[CaseFiles, Codes]], List[str]]:
+    """The cases with the codes to write each in, and what is wrong with those that have none for a region."""
+    chosen, problems = [], []
+    for files in cases:
+        try:
+            chosen.append((files, codes_for(predictor, files, choice)))
+        except InputError as error:
+            problems.extend(error.problems)
+    return chosen, problems
+
+
+def _unread(given: Sequence[Path], cases: Sequence[CaseFiles]) -> List[str]:
+    """A line for each file that is in no case: a segmentation, a modality that the run does not take, a bad file."""
+    read = {path for files in cases for path in files.images}
+    return [f"not read: {path}" for path in given if path.is_file() and path not in read]
+
+
+def _mapping(predictor: Any, cases: Sequence[Tuple[CaseFiles, Codes]]) -> List[str]:
+    """The codes that are written, as lines; cases in codes of their own are told apart."""
+    by_owner: Dict[str, List[Tuple[CaseFiles, Codes]]] = {}
+    for case in cases:
+        by_owner.setdefault(case[1].of, []).append(case)
+    lines, in_store = [], own_codes(predictor.regions)
+    for of, same in by_owner.items():
+        (files, codes), own = same[0], own_codes(same[0][1].regions)
+        more = f" and {count(len(same) - 1, 'more case')}" if len(same) > 1 else ""
+        advice = "; --codes chooses others" if of == STORE else ""
+        lines.append(f"{files.case_id}{more}: label codes of {of}{advice}")
+        was = {own[name][0]: in_store[name][0] for name in own if own[name] and in_store[name]}
+        lines += [
+            f"  code {code}: {meaning}" + (f" ({was[code]} in {STORE})" if was.get(code, code) != code else "")
+            for code, meaning in code_meanings(codes.regions, codes.labels).items()
+        ]
+    return lines
+
+
+def _case(paths: List[Path], channels: Sequence[str], inputs: Sequence[str]) -> CaseFiles:
+    """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
+    if len(paths) == 1 and paths[0].is_file():
+        return case_files(paths, _fitting(_channel_count(paths[0]), channels, inputs))
+    try:
+        return case_files(paths, channels)
+    except InputError:
+        return case_files(paths, inputs)
+
+
+def _fitting(count: int, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
+    """The run's own channels for as many as those, else the store's."""
+    return tuple(inputs if count == len(inputs) != len(channels) else channels)
+
+
+def _channel_count(path: Path) -> int:
+    """Channels that the header of a file tells. Raises InputError, saying what is wrong, where it tells nothing."""
+    try:
+        shape = nibabel.load(path).shape
+    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
+        shape = ()
+    if len(shape) not in (3, 4):
+        shape = read_volume(path)[0].shape
+    return shape[3] if len(shape) == 4 else 1
+
+
+def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
+    """Region -> file name. Regions may be named after labels, and those may hold blanks or slashes."""
+    slugs = [re.sub(r"[^\w.-]+", "-", name) for name in regions]
+    if len(set(slugs)) < len(slugs):
+        slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
+    return {name: f"{case_id}_{slug}_probability.nii.gz" for name, slug in zip(regions, slugs)}
+
+
+def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
+    """Raise InputError when an output is a source, or is there and no sidecar says that it was written here."""
+    sources = {Path(path).resolve() for path in (*files.images, *([files.label] if files.label else []))}
+    try:
+        found = read_json(sidecar)
+        ours = isinstance(found, dict) and found.get("written_by") == WRITER
+    except (OSError, ValueError):
+        ours = not sidecar.exists() and not any(path.exists() for path in outputs)
+    problems = []
+    for path in (sidecar, *outputs):
+        if path.resolve() in sources:
+            problems.append(f"{path} must not be overwritten, it is a source image; choose another --out")
+        elif path.exists() and not ours:
+            problems.append(f"{path} must not be overwritten, it was not written by predict; choose another --out")
+    if problems:
+        raise InputError(*problems)
+
+
+def _table(done: Sequence[Dict[str, Any]], regions: Sequence[str]) -> Table:
+    table = Table(title="predictions")
+    table.add_column("file")
+    for name in regions:
+        table.add_column(f"{name} ml", justify="right")
+    table.add_column("seconds", justify="right")
+    for content in done:
+        volumes = [f"{content['volumes_ml'][name]:.2f}" for name in regions]
+        table.add_row(content["label"], *volumes, f"{content['seconds']:.1f}")
+    return table

@@ -1,0 +1,142 @@
+"""A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
+
+import itertools
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from cpu3d.config import RunConfig, load_config
+from cpu3d.data.extent import case_region
+from cpu3d.data.loader import normalise
+from cpu3d.data.records import CaseRecord
+from cpu3d.data.region import Region, Shape3, paste, round_up
+from cpu3d.data.resolution import Resizing, resizing_for
+from cpu3d.errors import InputError
+from cpu3d.host.gpu import fits_memory
+from cpu3d.inference.options import Inference, check_inference, window_of
+from cpu3d.inference.sliding_window import sliding_window
+from cpu3d.training.checkpoint import load_checkpoint
+from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.learner import finest, weight_names
+from models.unet3d import build_unet3d
+
+
+class Predictor:
+    """The best weights of a run, ready for any case with the same channels."""
+
+    def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Optional[Inference] = None):
+        """Raises InputError where the network cannot be applied as `inference` says."""
+        self.config = config
+        self.inference = inference or Inference()
+        check_inference(config, self.inference)
+        self.channels: Tuple[str, ...] = config.store_channels
+        """Of the store the run was trained on."""
+        self.inputs: Tuple[str, ...] = config.channels
+        """The run's own among them: what an image must have."""
+        self.labels: Dict[int, str] = config.label_names
+        self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
+        self.window = window_of(config, self.inference)
+        """Voxels X, Y, Z of the window that slides; None is one pass."""
+        self.weights = weights
+        """Arrays in the order of Keras."""
+        self._model = self._size = None
+
+    def probabilities(
+        self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
+    ) -> np.ndarray:
+        """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
+
+        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
+        In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
+        brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
+        probability is 0. Raises DoesNotFitError where memory runs out.
+        """
+        region, resizing = self.region(record), self._resizing(record)
+        there = tuple(self.channels if channels is None else channels)
+        picked = [there.index(name) for name in self.inputs]
+        logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
+        with fits_memory(f"the prediction of case {record.case_id}", self._smaller()):
+            part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
+            logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
+            return paste(tf.sigmoid(logits).numpy(), region, record.shape)
+
+    def region(self, record: CaseRecord) -> Region:
+        """What of a case is predicted, in the voxels of its image, padding included."""
+        config, needed = self.config, self._needed(record)
+        resizing = self._resizing(record)
+        if resizing:
+            size = resizing.field
+        elif self.window:
+            size = tuple(max(pair) for pair in zip(self.window, needed))
+        elif config.is_patch:
+            size = round_up(needed, config.unet.divisor)
+        else:
+            size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
+        return case_region(record, size, config.extent)
+
+    def _smaller(self) -> str:
+        """What to do where memory has run out."""
+        on_cpu = "--device cpu if a card ran out"
+        if self.window:
+            return f"take a --window smaller than {' '.join(map(str, self.window))}, or {on_cpu}"
+        return f"take {on_cpu}" if self.config.resolution < 1 else f"slide a --window X Y Z, or take {on_cpu}"
+
+    def _needed(self, record: CaseRecord) -> Shape3:
+        return record.box.size if self.config.extent == "brain" else record.shape
+
+    def _resizing(self, record: CaseRecord) -> Optional[Resizing]:
+        """Between the region and what the network sees of it; None where that is the same."""
+        config = self.config
+        if config.resolution == 1:
+            return None
+        return resizing_for(self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid)
+
+    def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
+        """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
+        if self.window:
+            return sliding_window(self._network(self.window), image, self.window, self.inference.overlap)
+        if resizing:
+            return resizing.grow(self._network(resizing.seen)(resizing.shrink(image))).numpy()[0]
+        return self._network(tuple(image.shape[1:4]))(image).numpy()[0]
+
+    def _network(self, size: Shape3):
+        """The compiled network for one grid; kept, since most cases share the training grid."""
+        if size != self._size:
+            model = build_unet3d(self.config.unet, size, batch_size=1)
+            model.set_weights(self.weights)
+            self._model = tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32))
+            self._size = size
+        return self._model
+
+
+def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
+    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
+    mean = None
+    images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
+    for axes in images:
+        mirrored = tf.reverse(image, [axis + 1 for axis in axes]) if axes else image
+        answer = np.flip(logits_of(mirrored), axes) / np.float32(len(images))
+        mean = answer if mean is None else mean + answer
+    return mean
+
+
+def load_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Predictor:
+    """The predictor of the run in `run`, with its "best" or "last" weights.
+
+    Raises InputError when the run or its weights are missing, damaged, or do not fit together, and for a window that
+    the network cannot take.
+    """
+    config = load_config(run)
+    return Predictor(config, load_weights(config, weights_file(run, weights)), inference)
+
+
+def load_weights(config: RunConfig, path: Path) -> List[np.ndarray]:
+    """A run's weights from one of its checkpoints, in Keras' order. Raises InputError as `load_predictor`."""
+    arrays, _ = load_checkpoint(path)
+    expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
+    names = weight_names(expected)
+    if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
+        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
+    return [arrays[name] for name in names]

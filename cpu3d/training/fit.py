@@ -1,0 +1,462 @@
+"""The training loop: steps, validations and checkpoints of one run, in the order they happen.
+
+Of several workers each goes through it at the same pace, on its own share of every batch. Only the chief writes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import numpy as np
+import psutil
+
+from cpu3d.config import RunConfig
+from cpu3d.data.sharding import Share
+from cpu3d.data.store import Store
+from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
+from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.errors import (
+    DivergedError,
+    InputError,
+    Interrupted,
+    MemoryRunsOutError,
+    WorkerLostError,
+    WorkersDifferError,
+)
+from cpu3d.host.gpu import memory_device
+from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.training.checkpoint_history import checkpoints, newest, set_aside, step_of, write_best, write_next
+from cpu3d.training.feeds import Feeds, Parts
+from cpu3d.training.guard.guard import UNGUARDED, Unguarded
+from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes, parameter_count
+from cpu3d.training.run_log import append_event, forget_after, read_events
+from cpu3d.training.schedule import learning_rate, steps_within
+from cpu3d.training.stop_signals import noted_signals
+from cpu3d.training.validation import validate
+from cpu3d.training.watch import TensorBoard, TrainingBar
+from cpu3d.util.versions import versions
+from memory_estimator.host import Host
+
+MEMORY = 1
+"""A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
+
+STOPS = {MEMORY: "memory"}
+
+TIMED_STEPS = 3
+"""Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
+
+
+class Fit:
+    """One run in its folder, from its last checkpoint, or from the start where it has none."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        config: RunConfig,
+        exchange: Exchange = ALONE,
+        here: Sequence[int] = (0,),
+    ):
+        """`here` are the workers of this host, this one among them."""
+        self.store, self.folder, self.config = store, Path(folder), config
+        self.val_cases = store.cases("val")
+        self.feeds = Feeds(store, config, Share(exchange.rank, exchange.count, config.batch, tuple(here)))
+        self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
+        self.steps = config.steps or config.epochs * self.steps_per_epoch
+        self.learner = Learner(config, exchange)
+        self.workers = exchange.count
+        self._exchange, self._guard = exchange, UNGUARDED
+        self.step = 0
+        self.best: Optional[float] = None
+        self.stale_validations = 0
+        self._owes_validation = False
+        """Whether the run was stopped before it could validate the step it has reached."""
+        self.trained_s = 0.0
+        """Wall time of earlier attempts and of this one, up to the last checkpoint."""
+        self.waited_s = self.exchanged_s = self.stepped_s = 0.0
+        self._watchers: Tuple[Callable[[Dict[str, Any]], None], ...] = ()
+        """Given every event as it is logged."""
+        self.warnings = self._restore()
+        """What was wrong with checkpoints, a line each."""
+        if exchange.is_chief:
+            forget_after(self.folder, self.step, owes_validation=self._owes_validation)
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
+        return bool(self.config.budget_minutes) and not self.config.steps
+
+    def fit_budget(self, guard: Unguarded = UNGUARDED) -> float:
+        """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds a step.
+
+        Of the minutes go what earlier attempts took and the timing itself, not what validations will take. The steps
+        until the first validation are kept in any case. The weights are left as they were.
+        """
+        self._guard = guard
+        begin, before = time.perf_counter(), self.learner.arrays()
+        parts = self.feeds.training(self.step, self.step + TIMED_STEPS, guard.phase)
+        step_s = statistics.median([self._compute(parts, 0.0)[1] for _ in range(TIMED_STEPS)][1:])
+        self.learner.restore(before)
+        left_s = 60 * self.config.budget_minutes - self.trained_s - (time.perf_counter() - begin)
+        first = 1 if self.config.validations else self.config.validate_every * self.steps_per_epoch
+        more = steps_within(left_s / 60, step_s) if left_s > 0 else 0
+        steps = min(max(self.step + more, first), self.steps)
+        self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
+        self.config = dataclasses.replace(self.config, steps=self.steps)
+        return step_s
+
+    def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
+        """Log where and with what this attempt runs, and what it was predicted to take."""
+        self._log(
+            "start",
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            host=host.summary(),
+            versions=versions(),
+            engine=engine,
+            threads=threads,
+            store=str(self.store.folder),
+            split_hash=self.config.split_hash,
+            grid=list(self.config.grid),
+            parameters=parameter_count(self.learner.model),
+            mode=self.config.mode,
+            device=self.config.device,
+            precision=self.config.unet.dtype,
+            policy=self.config.unet.policy,
+            read_mode=self.feeds.reading.plan.mode,
+            micro_batch=self.config.micro,
+            workers=self._exchange.count,
+            steps=self.steps,
+            predicted=predicted,
+        )
+
+    def run(self, guard: Unguarded = UNGUARDED) -> None:
+        """Train to the last epoch, an early stop, or a stop that one of the workers asks for, and save in each case.
+
+        Raises Interrupted after a signal and MemoryRunsOutError after the guard's word, once that is saved;
+        DivergedError and WorkerLostError for what they say.
+        """
+        self._guard = guard
+        self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
+        self._saved_at = self._resumed_at
+        parts = self.feeds.training(self.step, self.steps, self._guard.phase)
+        with noted_signals() as noted, self._watched():
+            stop = 0
+            while not (stop or self.is_over):
+                if not self._owes_validation:
+                    stop = self._train_step(parts, lambda: self._wish(noted))
+                    self._owes_validation = self._validation_is_due()
+                validated = self._owes_validation and not stop  # who asks us to stop may not wait for it
+                if validated:
+                    stop = self._validate(lambda: self._wish(noted))
+                late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
+                if validated or late or stop or self.is_over:
+                    self._save()
+            reads = self.feeds.reading.reader.reads
+            reason = self.reason if self.is_over else STOPS.get(stop, "interrupted")
+            self._log(
+                "end",
+                reason=reason,
+                seconds=self.trained_s,
+                peak_rss_bytes=peak_rss_bytes(),
+                allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
+                wait_share=self.wait_share,
+                exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
+                bytes_read=reads.bytes_read,
+                zero_copy_ratio=reads.zero_copy_ratio,
+            )
+        self._wait_for_the_chief()
+        if self.is_over:
+            guard.note_end(reason)
+        if reason == "interrupted":
+            raise Interrupted(f"saved after step {self.step}; the same command continues", stop)
+        if reason == "memory":
+            raise MemoryRunsOutError(
+                f"{self._guard.why or 'the memory of another worker runs out'}; stopped and saved after step "
+                f"{self.step}, the same command continues"
+            )
+
+    def _wait_for_the_chief(self) -> None:
+        """Leave only when the chief has written all there is to write; it leaves without the others."""
+        if self._exchange.count == 1:
+            return
+        self._guard.phase("waiting for the last checkpoint", step=self.step)
+        try:
+            self._exchange.sum(np.zeros(1, np.float32))
+        except WorkerLostError:
+            if not self._exchange.is_chief:
+                raise
+
+    def note_end(self) -> None:
+        """Log the end of a run that was killed between its last checkpoint and that line."""
+        events = read_events(self.folder)
+        if not events or events[-1]["event"] == "end":
+            return
+        steps = [event for event in events if event["event"] == "step"]
+        self._log(
+            "end",
+            reason=self.reason,
+            seconds=self.trained_s,
+            peak_rss_bytes=max((event["rss_bytes"] for event in steps), default=None),
+            allocator_peak_bytes=None,
+            wait_share=sum(event["wait_s"] for event in steps) / max(sum(event["step_s"] for event in steps), 1e-9),
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why a run that is over is over."""
+        return "finished" if self.step >= self.steps else "early stop"
+
+    @property
+    def wait_share(self) -> float:
+        """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
+        return self.waited_s / self.stepped_s if self.stepped_s else 0.0
+
+    # --- Steps ---
+
+    def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
+        """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
+        config = self.config
+        rate = learning_rate(
+            self.step,
+            peak=config.learning_rate,
+            steps=self.steps,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+        )
+        waited_before_s = parts.waited_s
+        with self._saved_where_one_is_lost():  # nothing but this step is
+            outcome, step_s = self._compute(parts, rate, wish)
+        waited_s = parts.waited_s - waited_before_s
+        self.waited_s += waited_s
+        self.exchanged_s += outcome.exchange_s
+        self.stepped_s += step_s
+        names = self.feeds.case_ids(self.step)
+        if not np.isfinite(outcome.loss):
+            self._diverged(outcome, names)
+        epoch = self.step // self.steps_per_epoch
+        self.step += 1
+        exchanged = {"exchange_s": outcome.exchange_s} if self._exchange.count > 1 else {}
+        self._log(
+            "step",
+            epoch=epoch,
+            case_id=" ".join(names),
+            loss=outcome.loss,
+            dice=dict(zip(config.regions, map(float, outcome.dice.mean(0)))),
+            learning_rate=rate,
+            step_s=step_s,
+            wait_s=waited_s,
+            **exchanged,
+            rss_bytes=psutil.Process().memory_info().rss,
+        )
+        return int(max(outcome.notes))
+
+    def _compute(self, parts: Parts, rate: float, wish: Callable[[], int] = lambda: 0) -> Tuple[Outcome, float]:
+        """What the learner makes of the next parts, and the seconds that took."""
+        self._guard.phase("computing", step=self.step)
+        begin = time.perf_counter()
+        outcome = self.learner.step(parts, rate, wish, lambda: self._guard.phase("exchanging", step=self.step))
+        self._guard.phase("computing", step=self.step)
+        return outcome, time.perf_counter() - begin
+
+    def _wish(self, noted: List[int]) -> int:
+        """What this worker tells the others when its gradients are ready."""
+        return max(noted, default=MEMORY if self._guard.stop else 0)
+
+    def _diverged(self, outcome: Outcome, names: List[str]) -> None:
+        """Raise DivergedError with the cases whose loss is not finite, and the weights that still are."""
+        odd = [names[part * self.config.micro : (part + 1) * self.config.micro] for part in _not_finite(outcome.losses)]
+        cases = ", ".join(name for part in odd for name in part)
+        with contextlib.suppress(OSError):  # what is raised says the same
+            self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
+        raise DivergedError(
+            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; "
+            f"{self._way_back()}"
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last epoch is done or patience has run out: nothing is left to do."""
+        return not self._owes_validation and self._is_trained
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
+
+    @property
+    def longer(self) -> str:
+        """The option that lets a run go on which is over."""
+        if self.step < self.steps:
+            return "--patience"
+        return "--steps" if self.config.steps else "--epochs"
+
+    def _validation_is_due(self) -> bool:
+        count = self.config.validations
+        if count:  # the i-th of them as soon as that share of the steps is done
+            due = self.step * count // self.steps > (self.step - 1) * count // self.steps
+        else:
+            due = self.step % (self.steps_per_epoch * self.config.validate_every) == 0
+        return bool(self.val_cases) and (due or self.step == self.steps)
+
+    def _validate(self, wish: Callable[[], int]) -> int:
+        """Score the held-out volumes; keeps the weights when their mean Dice is the best so far.
+
+        Returns what stops the run after it, 0 for nothing: the same on all workers.
+        """
+        begin = time.perf_counter()
+
+        def phase(name: str) -> None:
+            self._guard.phase(name, step=self.step)
+
+        with self._saved_where_one_is_lost():
+            found, stop = validate(self.feeds, self.learner, self._exchange, phase, wish)
+        if found is None:
+            return stop
+        mean_dice = float(found.dice.mean())
+        better = self.best is None or mean_dice > self.best
+        self.stale_validations = 0 if better else self.stale_validations + 1
+        self._owes_validation = False
+        if better:
+            self.best = mean_dice
+            self._save_best()
+        self._log(
+            "validation",
+            epoch=self.step // self.steps_per_epoch,
+            loss=found.loss,
+            dice=dict(zip(self.config.regions, map(float, found.dice))),
+            mean_dice=mean_dice,
+            seconds=time.perf_counter() - begin,
+            best=bool(better),
+            cases=found.cases,
+        )
+        return stop
+
+    # --- Checkpoints ---
+
+    def _save(self) -> None:
+        """Write a checkpoint. Raises OSError where it cannot, with what is there still; the chief's work alone."""
+        self._guard.phase("saving", step=self.step)
+        begin = time.perf_counter()
+        self._saved_at = time.monotonic()
+        self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
+        arrays = self.learner.arrays()
+        # A smallest and a largest value are of no size; a mask would be. Both are NaN where one value is.
+        if not all(np.isfinite(extreme(array)) for array in arrays.values() for extreme in (np.min, np.max)):
+            # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
+            raise DivergedError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
+        if not self._exchange.is_chief:
+            return
+        if not self.val_cases:
+            self._save_best()
+        try:
+            size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
+        except OSError as error:
+            raise OSError(f"step {self.step} could not be saved: {error}; {self._still_there()}") from error
+        self._guard.saved(self.step)
+        self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+
+    @contextlib.contextmanager
+    def _saved_where_one_is_lost(self) -> Iterator[None]:
+        """Let the chief save what all have done before WorkerLostError goes on."""
+        try:
+            yield
+        except WorkersDifferError:
+            raise
+        except WorkerLostError as error:
+            if not self._exchange.is_chief:
+                raise
+            try:
+                self._save()
+                told = f"saved after step {self.step}"
+            except (OSError, InputError) as also:
+                told = str(also)
+            raise WorkerLostError(f"{error}; {told}") from error
+
+    def _save_best(self) -> None:
+        if not self._exchange.is_chief:
+            return
+        self._guard.phase("saving", step=self.step)
+        try:
+            write_best(self.folder, self.learner.weights(), self._state())
+        except OSError as error:
+            raise OSError(f"the best weights could not be saved: {error}; {self._still_there()}") from error
+
+    def _state(self) -> Dict[str, Any]:
+        return {
+            "step": self.step,
+            "best": self.best,
+            "stale_validations": self.stale_validations,
+            "owes_validation": self._owes_validation,
+            "trained_s": self.trained_s,
+            "split_hash": self.config.split_hash,
+            "seed": self.config.seed,
+        }
+
+    def _restore(self) -> List[str]:
+        """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
+        found = newest(self.folder) if self._exchange.is_chief else None
+        if found:
+            self.learner.restore(found.arrays)
+        told = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
+        if not told:
+            return []
+        if self._exchange.count > 1:
+            for variable in self.learner.named_variables().values():
+                variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
+        state = json.loads(told)
+        self.step, self.best = state["step"], state["best"]
+        self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
+        self._owes_validation = state.get("owes_validation", False)  # older checkpoints came after it
+        return set_aside(found) if found else []
+
+    def _way_back(self) -> str:
+        """What to do when training has diverged."""
+        there = checkpoints(self.folder)
+        if not there:
+            return "lower --learning-rate and train into another folder"
+        return (
+            f"{there[0]} still holds step {step_of(there[0])}; train into another folder with a lower --learning-rate"
+        )
+
+    def _still_there(self) -> str:
+        """What a run can go on from where a file could not be written."""
+        there = checkpoints(self.folder)
+        what = f"{there[0]} is whole" if there else "there is no checkpoint yet"
+        return f"{what}; free some space, and the same command continues"
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Show the chief's events while they are logged."""
+        if not self._exchange.is_chief:
+            yield
+            return
+        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
+        with bar, TensorBoard(self.folder / "tensorboard") as board:
+            self._watchers = (bar.show, board.show)
+            yield
+
+    # --- Log ---
+
+    def _log(self, event: str, **content: Any) -> None:
+        if not self._exchange.is_chief:
+            return
+        line = {"event": event, "step": self.step, **content}
+        try:
+            append_event(self.folder, line)
+        except OSError as error:
+            raise OSError(
+                f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}: {error}; {self._still_there()}"
+            ) from error
+        for watch in self._watchers:
+            watch(line)
+
+
+# --- Private helpers ---
+
+
+def _not_finite(losses: np.ndarray) -> List[int]:
+    return [int(part) for part in np.flatnonzero(~np.isfinite(losses))]

@@ -1,0 +1,301 @@
+"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
+
+A batch that is computed in parts is one compiled function for each part, which adds its gradients to sums, and one that
+updates the weights from them. Its peak is that of one part and one set of gradients.
+
+Several workers each compute their share of the parts. What they have added up is added up over all of them, once a
+step, and each updates its own weights from that: the same on all, to the bit.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
+from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
+from memory_estimator.host import read_host
+from memory_estimator.region import MIB, region_bytes
+from models.unet3d import build_unet3d
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one step, the same on all workers."""
+
+    losses: np.ndarray
+    """(parts,) loss of each micro-batch before the update, in the order of the batch; not finite also where its
+    gradients are not. Such a one is the last that its worker has computed: those after it are 0."""
+    dice: np.ndarray
+    """(batch, R) soft Dice before the update."""
+    notes: np.ndarray
+    """(workers,) what each worker has said besides."""
+    exchange_s: float = 0.0
+    """Seconds in which the workers' gradients were summed, waiting for the slowest included."""
+
+    @property
+    def loss(self) -> float:
+        """Of the batch; not finite where the weights were not updated."""
+        return float(np.mean(self.losses, dtype=np.float64))
+
+
+class Learner:
+    """What a run learns with. Everything a restart needs is in `arrays()`."""
+
+    def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
+        self.config, self._exchange = config, exchange
+        if config.device == "cpu":
+            take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
+        self.model = build_unet3d(config.unet, config.grid, config.micro)
+        self.optimizer = optimizer_of(config)
+        self.optimizer.build(self.model.trainable_variables)
+        self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
+        self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
+        # Not in a checkpoint: every step starts them at zero.
+        summed = self.model.trainable_variables if config.parts > 1 else []
+        self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
+        self._step = tf.function(self._train)
+        self._accumulate = tf.function(self._add_part)
+        self._pack = tf.function(self._packed)
+        self._take = tf.function(self._take_vector)
+        self._apply = tf.function(self._update_from_sums)
+        self._predict = tf.function(self._infer)
+
+    def step(
+        self,
+        parts: Iterator[Tuple[tf.Tensor, tf.Tensor]],
+        learning_rate: float,
+        note: Callable[[], float] = lambda: 0.0,
+        before_exchange: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """One optimizer step on this worker's next parts of the batch, which are taken one after another.
+
+        A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
+        gradients are there; all workers are told. With a loss that is not finite a batch in several parts ends early on
+        its worker, and no worker updates its weights.
+        Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
+        WorkersDifferError where one has other weights than the chief.
+        """
+        config = self.config
+        self.optimizer.learning_rate.assign(learning_rate)
+        if config.parts == 1:
+            loss, dice = self._step(*next(parts))
+            return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
+        for total in self._sums:
+            total.assign(tf.zeros(total.shape))
+        before = [moving.numpy() for moving in self._statistics] if self._exchange.count > 1 else []
+        share = config.parts // self._exchange.count
+        first = self._exchange.rank * share
+        losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
+        for part in range(first, first + share):
+            # No name is kept for a part: it would live beside the next one.
+            loss, own_dice = self._accumulate(*next(parts))
+            losses[part] = loss
+            dice[part * config.micro : (part + 1) * config.micro] = own_dice
+            if not np.isfinite(losses[part]):
+                break
+        own, exchange_s = note(), 0.0
+        notes = np.array([own])
+        if self._exchange.count > 1:
+            before_exchange()
+            begin = time.perf_counter()
+            try:
+                losses, dice, notes = self._exchanged(losses, dice, own)
+            except WorkerLostError:
+                for moving, value in zip(self._statistics, before):
+                    moving.assign(value)
+                raise
+            exchange_s = time.perf_counter() - begin
+        if np.isfinite(losses).all():
+            self._apply()
+        return Outcome(losses, dice, notes, exchange_s)
+
+    def logits(self, image) -> tf.Tensor:
+        """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
+        return self._predict(image)
+
+    def arrays(self) -> Dict[str, tf.Tensor]:
+        """Every variable by a stable name: the network's, the optimizer's, the averaged ones.
+
+        As tensors that lie where the variables lie: a step that changes one while its tensor is held copies it.
+        """
+        return {name: variable.read_value() for name, variable in self.named_variables().items()}
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the largest of `arrays()`, which is what saving takes at most: they are written one after another."""
+        return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""
+        variables = self.named_variables()
+        odd = sorted(set(arrays) ^ set(variables))
+        if odd:
+            raise InputError(
+                f"checkpoint must hold this run's {len(variables)} variables, got others at {', '.join(odd[:3])}; "
+                "it belongs to another run"
+            )
+        for name, variable in variables.items():
+            array = arrays[name]
+            if tuple(array.shape) != tuple(variable.shape):
+                raise InputError(
+                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {tuple(array.shape)}; "
+                    "it belongs to another run"
+                )
+            variable.assign(array)
+
+    def weights(self) -> Dict[str, tf.Tensor]:
+        """The network's weights alone, averaged where the run averages: what prediction needs. As `arrays()`."""
+        averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
+        names = weight_names(self.model.weights)
+        return {name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)}
+
+    def swap_average(self) -> None:
+        """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""
+        for variable, mean in zip(self.model.trainable_variables, self._average):
+            current = variable.numpy()
+            variable.assign(mean)
+            mean.assign(current)
+
+    def named_variables(self) -> Dict[str, tf.Variable]:
+        """Every variable by its name in `arrays()`."""
+        groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
+        named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
+        return {**named, "updates": self._updates}
+
+    # --- Workers ---
+
+    def _exchanged(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
+        """Sum everything over the workers, in one vector; what only one of them knows is 0 on the others."""
+        notes, prints = np.zeros((2, self._exchange.count), np.float32)
+        notes[self._exchange.rank] = note
+        known = np.concatenate([losses, dice.ravel(), notes, prints])
+        total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
+        told = total[-len(known) :].numpy()
+        losses, dice, notes, prints = np.split(told, np.cumsum([losses.size, dice.size, notes.size]))
+        odd = np.flatnonzero(prints != prints[0])
+        if odd.size:
+            raise WorkersDifferError(
+                f"weights must be the same on all workers, got others on {', '.join(f'worker {rank}' for rank in odd)} "
+                "than on the chief; a host that computes wrong, or in another way, has to leave: the same command "
+                "continues from the last checkpoint"
+            )
+        self._take(total)
+        return losses, dice.reshape(self.config.batch, -1), notes
+
+    @property
+    def _statistics(self) -> List[tf.Variable]:
+        """What a step moves besides the weights: batch norm's moving statistics, whose mean over the workers counts."""
+        return self.model.non_trainable_variables
+
+    # --- Traced ---
+
+    def _packed(self, known, place):
+        """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
+        fingerprint = _fingerprint(self.model.trainable_variables)
+        known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
+        shares = [moving / self._exchange.count for moving in self._statistics]
+        return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
+
+    def _take_vector(self, total):
+        """Put the summed gradients and statistics in their places."""
+        begin = 0
+        for variable in (*self._sums, *self._statistics):
+            size = variable.shape.num_elements()
+            variable.assign(tf.reshape(total[begin : begin + size], variable.shape))
+            begin += size
+
+    def _train(self, image, target):
+        loss, dice, gradients = self._gradients(image, target)
+        self._update(gradients)
+        return loss, dice
+
+    def _add_part(self, image, target):
+        loss, dice, gradients = self._gradients(image, target)
+        # All of them first: an addition in between would have its turn by accident, and memory with it.
+        with tf.control_dependencies(gradients):
+            for total, gradient in zip(self._sums, gradients):
+                total.assign_add(gradient)
+        return loss, dice
+
+    def _update_from_sums(self):
+        self._update([tf.convert_to_tensor(total) for total in self._sums])
+
+    def _gradients(self, image, target):
+        """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
+        with tf.GradientTape() as tape:
+            logits = self.model(image, training=True)
+            many = isinstance(logits, (list, tuple))
+            loss_of = deep_supervision_loss if many else dice_cross_entropy
+            loss, dice = loss_of(target, logits, by_slabs=self.config.unet.policy != "speed")
+            share = loss / self.config.parts if self.config.parts > 1 else loss
+        gradients = tape.gradient(share, self.model.trainable_variables)
+        # A voxel that is no number can be lost on the way to the loss, in a ReLU, and not on the way back.
+        with tf.control_dependencies(gradients):
+            finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
+        return tf.where(finite, loss, np.nan), dice, gradients
+
+    def _update(self, gradients):
+        # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.
+        with tf.control_dependencies(gradients):
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+        self._updates.assign_add(1)
+        # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
+        updates = tf.cast(self._updates, tf.float32)
+        for mean, variable in zip(self._average, self.model.trainable_variables):
+            decay = tf.minimum(self.config.ema, 1 - 1 / updates)
+            mean.assign(decay * mean + (1 - decay) * variable)
+
+    def _infer(self, image):
+        return finest(self.model(image, training=False))
+
+
+def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
+    """24 bits of all the weights' bits, as a float32. Integers: their sum is the same for any number of threads."""
+    total = tf.constant(0, tf.int32)
+    for weight in weights:
+        total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))
+    mixed = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 16))
+    return tf.cast(tf.bitwise.bitwise_and(mixed, 0xFFFFFF), tf.float32)
+
+
+def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
+    """The optimizer that a run asks for, fresh."""
+    if config.optimizer == "sgd":
+        return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
+    return tf.keras.optimizers.Adam(config.learning_rate)
+
+
+def take_region(size_bytes: int) -> None:
+    """Have the allocator make a region of whole MiB; nothing is written to it. One that is refused is done without."""
+    if size_bytes:
+        with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
+            tf.raw_ops.Empty(shape=[size_bytes // MIB, MIB], dtype=tf.uint8)
+
+
+def finest(logits) -> tf.Tensor:
+    """The full-resolution logits of a network's answer, which is a list under deep supervision."""
+    return logits[0] if isinstance(logits, (list, tuple)) else logits
+
+
+def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
+    """What a checkpoint calls a network's weights, in Keras' order."""
+    return [f"model/{index:03d}" for index in range(len(weights))]
+
+
+def parameter_count(model: tf.keras.Model) -> int:
+    """Trainable parameters."""
+    return int(sum(np.prod(v.shape) for v in model.trainable_variables))
+
+
+def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
+    """TensorFlow's own count of its largest heap, in bytes; None where the allocator keeps none (oneDNN off)."""
+    try:
+        return int(tf.config.experimental.get_memory_info(device)["peak"])
+    except (ValueError, KeyError, tf.errors.OpError):
+        return None

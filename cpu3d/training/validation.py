@@ -1,0 +1,96 @@
+"""Scores on whole held-out volumes while a run trains: each worker takes its share of the cases, all learn of all."""
+
+from dataclasses import dataclass
+from typing import Callable, Optional, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.inference.sliding_window import sliding_window
+from cpu3d.training.feeds import Feeds
+from cpu3d.training.learner import Learner
+from cpu3d.training.losses import SLABS, dice_cross_entropy, hard_dice_counts
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Of one moment of a run."""
+
+    loss: float
+    """Mean over the cases."""
+    dice: np.ndarray
+    """(R,) hard Dice, mean over the cases."""
+    cases: int
+
+
+def validate(
+    feeds: Feeds,
+    learner: Learner,
+    exchange: Exchange = ALONE,
+    phase: Callable[[str], None] = lambda name: None,
+    wish: Callable[[], int] = lambda: 0,
+) -> Tuple[Optional[Validation], int]:
+    """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then.
+
+    `phase` is told of each volume. `wish` is asked what should stop the run, 0 for nothing, and the answer, the same on
+    all workers, is returned too: one that is alone breaks off between two volumes, with no scores; several finish.
+    Raises WorkerLostError where another worker is gone.
+    """
+    count, regions = feeds.held_out, feeds.config.unet.outputs
+    rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
+    learner.swap_average()
+    try:
+        phase("validating")
+        for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
+            loss, counts = _score(target, _whole_logits(feeds, learner.logits, image))
+            rows[case] = [float(loss), *_dice(counts.numpy()[0])]
+            phase("validating")
+            if exchange.count == 1 and wish():
+                return None, wish()
+    finally:
+        learner.swap_average()
+    stop = 0
+    if exchange.count > 1:  # a case's row is 0 on all workers but one
+        phase("waiting for the others' validation")
+        notes = np.zeros(exchange.count, np.float32)
+        notes[exchange.rank] = wish()
+        told = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
+        rows, stop = told[: rows.size].reshape(rows.shape), int(max(told[rows.size :]))
+    mean = np.mean(rows, 0, dtype=np.float64)
+    return Validation(float(mean[0]), mean[1:], count), stop
+
+
+# --- Private helpers ---
+
+
+def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
+    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, whatever the network sees at a time."""
+    if feeds.config.is_patch:
+        return sliding_window(logits_of, image, feeds.config.grid)[None]
+    if feeds.resizing:
+        return feeds.resizing.grow(logits_of(feeds.resizing.shrink(image)))
+    return logits_of(image)
+
+
+def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
+    """Loss and counts (1, R, 3), slab by slab of X: with many regions each map of a whole volume is a large one."""
+    logits = tf.convert_to_tensor(logits)
+    size = -(-logits.shape[1] // SLABS)
+    slabs = [slice(first, first + size) for first in range(0, logits.shape[1], size)]
+    return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
+
+
+@tf.function
+def _loss(target, logits) -> tf.Tensor:
+    return dice_cross_entropy(target, logits, by_slabs=True)[0]
+
+
+_counts = tf.function(hard_dice_counts)
+
+
+def _dice(counts: np.ndarray) -> np.ndarray:
+    """(R,) from (R, 3) overlap, predicted, true. A region absent from both scores 1: nothing was missed or made up."""
+    overlap, predicted, true = np.moveaxis(counts, -1, 0)
+    total = predicted + true
+    return np.where(total == 0, 1.0, 2 * overlap / np.maximum(total, 1))

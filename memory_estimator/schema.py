@@ -1,0 +1,202 @@
+"""Settings as dataclasses: one declaration of a field makes its command-line option and its check.
+
+    @dataclass(frozen=True)
+    class Options:
+        store: Path = option(help="store that `prepare` has written", metavar="DIR")    # no default: required
+        batch: int = option(1, help="volumes a step", at_least=1, metavar="N")
+        flip: bool = option(True, help="no mirroring")                                  # --no-flip
+
+    add_options(parser, Options)
+    options = from_args(Options, parser.parse_args(argv))
+
+A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple of a fixed length
+(`--shape X Y Z`) or of any (`--seeds 0 1 2`). Fields without `option` are not on the command line.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union, get_type_hints
+
+T = TypeVar("T")
+
+_KEY = "option"
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field's metadata hold, beside its name, type and default."""
+
+    help: str
+    metavar: Union[str, Tuple[str, ...], None] = None
+    choices: Optional[Tuple[Any, ...]] = None
+    at_least: Optional[float] = None
+    at_most: Optional[float] = None
+    above: Optional[float] = None
+    below: Optional[float] = None
+    group: str = ""
+    """Heading that --help lists it under."""
+    one_of: str = ""
+    """Options of one class with the same word here exclude each other."""
+    positional: bool = False
+    repeat: bool = False
+    """Given again for each element of a tuple."""
+    name: str = ""
+    """Of the option, without dashes, where it is not the field's."""
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:  # noqa: A002
+    """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has to be given."""
+    choices = more.pop("choices", None)
+    metadata = {_KEY: Option(help, choices=None if choices is None else tuple(choices), **more)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, cls: type, *, only: Optional[Sequence[str]] = None, required: bool = True
+) -> None:
+    """Add the options of a dataclass, or `only` the named fields'. What is not given leaves no attribute.
+
+    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe.
+    """
+    groups: Dict[str, Any] = {"": parser}
+    exclusive: Dict[str, Any] = {}
+    types = get_type_hints(cls)
+    for field, spec in _fields(cls):
+        if only is not None and field.name not in only:
+            continue
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
+        target = groups[spec.group]
+        if spec.one_of:
+            if spec.one_of not in exclusive:
+                exclusive[spec.one_of] = target.add_mutually_exclusive_group()
+            target = exclusive[spec.one_of]
+        flag = "--" + (spec.name or field.name).replace("_", "-")
+        more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
+        inner, count = _shape_of(types[field.name])
+        if types[field.name] is Optional[bool]:
+            pair = target if spec.one_of else target.add_mutually_exclusive_group()
+            pair.add_argument(flag, dest=field.name, action="store_true", **more)
+            pair.add_argument(
+                flag.replace("--", "--no-"),
+                dest=field.name,
+                action="store_false",
+                default=argparse.SUPPRESS,
+                help=f"not {flag}",
+            )
+            continue
+        if inner is bool:
+            on = field.default is not True
+            target.add_argument(
+                flag if on else flag.replace("--", "--no-"),
+                dest=field.name,
+                action="store_true" if on else "store_false",
+                **more,
+            )
+            continue
+        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
+        if count is not None:
+            more["nargs"] = count
+        if spec.repeat:
+            more["action"] = "append"
+            if count == "+":
+                del more["nargs"]
+        if spec.positional:
+            target.add_argument(field.name, **more)
+        else:
+            needed = required and field.default is dataclasses.MISSING
+            target.add_argument(flag, dest=field.name, required=needed, **more)
+
+
+def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
+    """Field name -> value of the options of `cls` that were given, lists as tuples."""
+    return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
+
+
+def from_args(cls: Type[T], args: argparse.Namespace, **more: Any) -> T:
+    """The dataclass with the options that were given, its defaults for the others. Raises ValueError out of range."""
+    found = cls(**{**given(cls, args), **more})
+    check(found)
+    return found
+
+
+def check(settings: Any, error: Type[Exception] = ValueError) -> None:
+    """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
+    for field, spec in _fields(type(settings)):
+        value = getattr(settings, field.name)
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            rule = _broken_rule(one, spec)
+            if rule:
+                raise error(f"{field.name} must {rule}, got {one!r}; see --help")
+
+
+def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
+    """The command line that `given` makes these settings of."""
+    words: List[str] = []
+    for field, spec in _fields(cls):
+        if field.name not in settings:
+            continue
+        value, flag = settings[field.name], "--" + (spec.name or field.name).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-"))
+        elif spec.repeat:
+            for one in value:
+                words += [flag, *_words(one)]
+        else:
+            words += [*([] if spec.positional else [flag]), *_words(value)]
+    return words
+
+
+# --- Private helpers ---
+
+
+def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
+    return ((field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
+
+
+def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
+    """(type of one word, how many of them as argparse counts) of a field's annotation."""
+    arguments = getattr(hint, "__args__", ())
+    if getattr(hint, "__origin__", None) is Union:
+        return _shape_of(next(one for one in arguments if one is not type(None)))
+    if getattr(hint, "__origin__", None) is not tuple:
+        return hint, None
+    if arguments[-1] is not Ellipsis:
+        return arguments[0], len(arguments)
+    inner, count = _shape_of(arguments[0])
+    return inner, count or "+"
+
+
+def _help(field: dataclasses.Field, spec: Option) -> str:
+    """The help line, its default added where that is a plain value and not named already."""
+    default = field.default
+    plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
+    if isinstance(default, tuple) and default and all(isinstance(one, (int, float, str)) for one in default):
+        default, plain = " ".join(map(str, default)), True
+    if not plain or "(default" in spec.help or spec.help.startswith("default"):
+        return spec.help
+    return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
+
+
+def _broken_rule(value: Any, spec: Option) -> str:
+    """The rule that a value breaks, as in "be at least 1"; "" for none."""
+    if spec.choices is not None:
+        return "" if value in spec.choices else f"be one of {', '.join(map(str, spec.choices))}"
+    for bound, holds, words in (
+        (spec.at_least, lambda v, b: v >= b, "be at least"),
+        (spec.above, lambda v, b: v > b, "be above"),
+        (spec.at_most, lambda v, b: v <= b, "be at most"),
+        (spec.below, lambda v, b: v < b, "be below"),
+    ):
+        if bound is not None and not holds(value, bound):
+            return f"{words} {bound:g}"
+    return ""
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+
+
+def _words(value: Any) -> List[str]:
+    return [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]

@@ -1,0 +1,364 @@
+"""Scoring a split: what is written, what is refused, and what stays when it is cut off."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.folds import with_fold
+from cpu3d.data.nifti import read_volume
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
+from cpu3d.errors import InputError
+from cpu3d.inference import evaluate
+from cpu3d.inference.evaluate import evaluate_split, scores_path, summarise
+from cpu3d.inference.options import Inference
+from cpu3d.inference.scores import CaseScores, RegionScores
+from cpu3d.report.run_files import gather
+from cpu3d.util import exchange
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+@pytest.fixture
+def trained(monkeypatch, fake_predictor):
+    """Let every run have the fake predictor; the list collects what it was asked for."""
+    asked = []
+    monkeypatch.setattr(
+        evaluate,
+        "trained_predictors",
+        lambda runs, weights, inference: [asked.append((run, weights, inference)) or fake_predictor for run in runs],
+    )
+    return asked
+
+
+def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_by_voxel(
+    tiny_store, tiny_run, fake_predictor, tmp_path
+):
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
+    assert scores["mean_dice"] == 1
+    assert scores["untouched"]
+    for case_id in ("e", "f"):
+        prediction, found = read_volume(tiny_run / f"evaluation/predictions/{case_id}.nii.gz")
+        source, geometry = read_volume(tmp_path / f"source/{case_id}_label.nii.gz")
+        np.testing.assert_array_equal(prediction, source)
+        assert found == geometry
+
+
+def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.shift = 1
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
+    # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
+    for case in scores["cases"]:
+        assert case["regions"]["ET"]["dice"] == 0
+        assert case["regions"]["ET"]["hd95_mm"] == pytest.approx(1.0)
+        assert case["regions"]["ET"]["surface_dice"] == 0
+        assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
+        assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
+    assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
+
+
+def test_the_file_is_what_was_returned_and_names_run_split_and_hash(tiny_store, tiny_run, fake_predictor):
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
+    assert json.loads(scores_path(tiny_run).read_text()) == scores
+    assert scores["schema"] == 1
+    assert (scores["weights"], scores["split"], scores["tolerance_mm"]) == ("last", "test", 2.0)
+    assert scores["split_hash"] == tiny_store.manifest.split_hash
+    assert scores["label_codes"] == {
+        "0": "background",
+        "1": "edema",
+        "2": "non-enhancing tumor",
+        "3": "enhancing tumour",
+    }
+
+
+def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(
+    tiny_store, tiny_run, fake_predictor
+):
+    test = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    train = evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
+    assert (test["untouched"], train["untouched"]) == (True, False)
+    assert json.loads((tiny_run / "evaluation/scores.json").read_text()) == test
+    assert json.loads((tiny_run / "evaluation/train/scores.json").read_text()) == train
+    assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
+    assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_evaluation_cut_off_leaves_the_earlier_one_whole(tiny_store, tiny_run, fake_predictor, error):
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    before = {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
+    answer, fake_predictor.shift = fake_predictor.probabilities, 2
+
+    def cut_off(image, record):
+        if record.case_id == "f":
+            raise error
+        return answer(image, record)
+
+    fake_predictor.probabilities = cut_off
+    with pytest.raises(error):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("killed", [False, True], ids=["Ctrl-C", "killed"])
+def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
+    tiny_store, tiny_run, fake_predictor, monkeypatch, position, killed
+):
+    def content():
+        return {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
+
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    before = content()
+    fake_predictor.shift = 1
+    done, rename, bring_back = [], Path.rename, exchange._bring_back
+
+    def cut_off(path, target):
+        if exchange.NEW in path.parts or exchange.OLD in target.parts:
+            done.append(path)
+        if len(done) > position:
+            if killed:  # nothing is put in order any more
+                monkeypatch.setattr(exchange, "_bring_back", lambda *_: None)
+            monkeypatch.setattr(Path, "rename", rename)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    if killed:
+        assert position == 0 or not scores_path(tiny_run).exists()
+        monkeypatch.setattr(exchange, "_bring_back", bring_back)
+        fake_predictor.sure = np.nan  # the next attempt fails early
+        with pytest.raises(InputError):
+            evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+        fake_predictor.sure = 0.9
+    assert content() == before
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
+    assert content()["e.nii.gz"] != before["e.nii.gz"]
+
+
+@pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])
+def test_files_of_others_are_never_replaced(tiny_run, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: pytest.fail("must be refused before the work"))
+    mine = tmp_path / "out/evaluation" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text('{"schema": 3}')
+    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 2
+    assert "must not be replaced" in capsys.readouterr().err
+    assert mine.read_text() == '{"schema": 3}'
+
+
+def test_an_earlier_evaluation_is_replaced_in_any_folder(tiny_store, tiny_run, fake_predictor, tmp_path, monkeypatch):
+    evaluate_split(fake_predictor, tiny_store, "test", tmp_path / "out")
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: [fake_predictor])
+    before = scores_path(tmp_path / "out").stat().st_mtime_ns
+    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 0
+    assert scores_path(tmp_path / "out").stat().st_mtime_ns > before
+
+
+def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.sure = np.nan
+    with pytest.raises(InputError, match="case e must be finite"):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert not scores_path(tiny_run).exists()
+
+
+def test_a_network_that_finds_nothing_gets_the_rule_for_empty_masks(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.sure = 0.4
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert scores["summary"]["WT"]["empty"] == {"both": 0, "truth": 0, "prediction": 2}
+    assert scores["summary"]["WT"]["hd95_mm"]["min"] == pytest.approx((12**2 + 10**2 + 16**2) ** 0.5)
+
+
+def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predictor, tmp_path):
+    records = [
+        dataclasses.replace(case, label_bytes=0, label_sha256="", label_voxels={}) for case in tiny_store.manifest.cases
+    ]
+    write_store(tiny_store.folder, remake(tiny_store.manifest, cases=records))
+    with pytest.raises(InputError) as caught:
+        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
+    assert len(caught.value.problems) == 2
+    assert "case e must have a label" in str(caught.value)
+    assert "case f must have a label" in str(caught.value)
+
+
+def test_an_empty_split_is_refused_and_the_others_are_offered(tiny_store, tiny_run, fake_predictor):
+    split = {"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()}
+    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
+    with pytest.raises(InputError, match=r'split "test" .* must hold cases, got none; choose --split train'):
+        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
+
+
+def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fake_predictor):
+    fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
+    with pytest.raises(InputError) as caught:
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert [problem.split()[0] for problem in caught.value.problems] == ["channels", "labels"]
+
+
+def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run, trained):
+    split = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
+    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
+    with pytest.raises(InputError, match="may have been trained on"):
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert trained == []
+
+
+def test_a_folder_that_is_no_run_is_refused(trained, tmp_path):
+    with pytest.raises(InputError, match=r"must hold a config\.json"):
+        evaluate.run(arguments("--run", str(tmp_path)))
+
+
+def test_the_store_can_have_moved(tiny_store, tiny_run, trained, tmp_path):
+    moved = tiny_store.folder.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"must hold a finished manifest(.|\n)*--store must name"):
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert evaluate.run(arguments("--run", str(tiny_run), "--store", str(moved))) == 0
+
+
+def test_the_summary_is_worked_out_by_hand():
+    def case(name, dice, hd95_mm):
+        return CaseScores(name, {"WT": RegionScores(dice, hd95_mm, dice, 1, 1, 1.0, 1.0, "")})
+
+    summary = summarise([case("a", 0.5, 3.0), case("b", 1.0, 0.0), case("c", 0.9, 6.0)])["WT"]
+    assert summary["dice"] == pytest.approx(
+        {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
+    )
+    assert summary["hd95_mm"]["median"] == 3.0
+
+
+def test_the_command_prints_a_table_and_says_nothing_of_seen_cases(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run))) == 0
+    out, err = capsys.readouterr()
+    assert "2 untouched cases of tiny" in out
+    assert "NOT untouched" not in err
+    assert trained == [(tiny_run, "best", Inference())]
+
+
+def test_the_command_warns_loudly_of_seen_cases(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run), "--split", "train")) == 0
+    assert "NOT untouched" in capsys.readouterr().err
+
+
+def test_json_on_stdout_is_json_and_nothing_else(tiny_run, trained, capsys):
+    assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "val")) == 0
+    assert json.loads(capsys.readouterr().out)["split"] == "val"
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tiny_run, trained):
+    (tiny_run / "evaluation").write_text("in the way")
+    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
+        evaluate.run(arguments("--run", str(tiny_run)))
+    assert trained == []
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
+def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
+    with pytest.raises(InputError, match="--tolerance must be"):
+        evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))
+
+
+def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it_took(
+    tiny_run, trained, fake_predictor
+):
+    fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
+    asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
+    assert evaluate.run(arguments("--run", str(tiny_run), *asked)) == 0
+    scores = json.loads(scores_path(tiny_run).read_text())
+    assert scores["run"] == str(tiny_run)
+    assert scores["fold"] == ""
+    assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
+    assert scores["peak_rss_bytes"] > 2**24
+    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
+
+
+def test_scores_from_before_folds_are_still_read(tiny_run, trained):
+    evaluate.run(arguments("--run", str(tiny_run)))
+    scores = json.loads(scores_path(tiny_run).read_text())
+    for name in ("fold", "inference", "peak_rss_bytes"):
+        del scores[name]
+    scores_path(tiny_run).write_text(json.dumps(scores))
+    assert gather(tiny_run).scores == scores
+
+
+def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
+    (run,) = fold_runs("2/2")
+    held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
+    assert evaluate.run(arguments("--run", str(run), "--split", "val")) == 0
+    scores = json.loads(scores_path(run, "val").read_text())
+    assert tuple(case["case_id"] for case in scores["cases"]) == held_out
+    assert scores["fold"] == "2/2"
+    assert gather(run).store.manifest.split["val"] == held_out
+
+
+def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path, capsys):
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    with pytest.raises(InputError, match="--out must name a folder for the scores of 2 runs together"):
+        evaluate.run(arguments("--run", *runs))
+    assert trained == []
+    assert evaluate.run(arguments("--run", *runs, "--out", str(tmp_path / "both"))) == 0
+    scores = json.loads((tmp_path / "both/evaluation/scores.json").read_text())
+    assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
+    assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(runs[0], "1/2"), (runs[1], "2/2")]
+    assert scores["untouched"]
+    assert not (tmp_path / "run-1/evaluation").exists()
+
+
+def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
+    tiny_store, fold_runs, monkeypatch, fake_predictor, tmp_path, capsys
+):
+    class Own:
+        """A predictor that refuses the cases that its fold trained on; only that of 1/2 is right."""
+
+        def __init__(self, fold):
+            self.held_out = with_fold(tiny_store, fold).manifest.split["val"]
+            self.predictor = dataclasses.replace(fake_predictor, shift=0 if fold == "1/2" else 2)
+
+        def __getattr__(self, name):
+            return getattr(self.predictor, name)
+
+        def probabilities(self, image, record, channels=None):
+            assert record.case_id in self.held_out
+            return self.predictor.probabilities(image, record, channels)
+
+    own = [Own("1/2"), Own("2/2")]
+    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    assert evaluate.run(arguments("--run", *runs, "--split", "val", "--out", str(tmp_path / "both"))) == 0
+    scores = json.loads((tmp_path / "both/evaluation/val/scores.json").read_text())
+    assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
+    assert not scores["untouched"]
+    assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
+    right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
+    assert right == set(own[0].held_out)
+    assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_several_folds_have_no_training_cases_in_common(fold_runs, trained, tmp_path):
+    runs = [str(run) for run in fold_runs("1/2", "2/2")]
+    with pytest.raises(InputError, match="--split must be test or val for 2 folds, got train"):
+        evaluate.run(arguments("--run", *runs, "--split", "train", "--out", str(tmp_path / "both")))
+
+
+def test_a_missing_fold_is_told_before_any_network_is_loaded(fold_runs, trained, tmp_path):
+    runs = [str(run) for run in fold_runs("1/3", "3/3")]
+    out = ("--out", str(tmp_path / "some"))
+    with pytest.raises(InputError, match=r"runs must be all folds of 3, got 1/3 and 3/3, missing 2/3; train those"):
+        evaluate.run(arguments("--run", *runs, *out))
+    assert trained == []
+    assert evaluate.run(arguments("--run", *runs, *out, "--some-folds", "--split", "val")) == 0

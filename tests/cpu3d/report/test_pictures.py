@@ -1,0 +1,140 @@
+"""Pictures: which way round they are, what colour is what, and that odd input still gives one."""
+
+import io
+
+import matplotlib.colors
+import numpy as np
+import pytest
+from matplotlib import image as png_image
+
+from cpu3d.report import pictures
+from cpu3d.report.pictures import BOTH, PREDICTION_ONLY, TRUTH_ONLY, Line, chart, overlay, strips
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def pixels(png):
+    assert png[:8] == SIGNATURE
+    return png_image.imread(io.BytesIO(png))[..., :3]
+
+
+def head(shape=(24, 30, 20)):
+    image = np.zeros(shape, np.int16)
+    image[2:-2, 2:-2, 2:-2] = np.random.default_rng(0).integers(50, 150, [n - 4 for n in shape])
+    return image
+
+
+def near(picture, colour, tolerance=0.12):
+    """Where a picture shows a colour, undiluted."""
+    return np.abs(picture - matplotlib.colors.to_rgb(colour)).max(axis=-1) < tolerance
+
+
+def test_the_patients_right_and_anterior_are_on_the_left_and_anterior_and_superior_on_top():
+    volume, at = np.zeros((4, 5, 6)), (1, 2, 3)
+    volume[3, 2, 3], volume[1, 4, 3], volume[1, 2, 5] = 1, 2, 3  # right, anterior, superior
+    axial, coronal, sagittal = (pictures.plane_of(volume, view, at) for view in pictures.VIEWS)
+    assert axial.shape == (5, 4)
+    assert axial[2, 0] == 1
+    assert axial[0, 2] == 2
+    assert coronal.shape == (6, 4)
+    assert coronal[2, 0] == 1
+    assert coronal[0, 2] == 3
+    assert sagittal.shape == (6, 5)
+    assert sagittal[2, 0] == 2
+    assert sagittal[0, 2] == 3
+
+
+def test_the_slices_go_through_the_most_truth():
+    mask = np.zeros((8, 8, 8), bool)
+    mask[2, 1:5, 1:5] = mask[2:5, 3, 1:5] = mask[2:5, 1:5, 6] = True
+    assert pictures._most_of(mask) == (2, 3, 6)
+    assert pictures._most_of(np.zeros((8, 6, 4), bool)) == (4, 3, 2)
+
+
+def test_red_is_prediction_only_blue_is_truth_only_and_purple_is_both():
+    truth, prediction = np.zeros((1, 4), bool), np.zeros((1, 4), bool)
+    truth[0, 1:3], prediction[0, 2:] = True, True
+    tint = pictures._tint(truth, prediction)
+    assert tint[0, 0, 3] == 0
+    for column, colour in ((1, TRUTH_ONLY), (2, BOTH), (3, PREDICTION_ONLY)):
+        np.testing.assert_allclose(tint[0, column, :3], matplotlib.colors.to_rgb(colour), atol=1e-6)
+
+
+def test_an_overlay_shows_red_left_of_blue_when_the_prediction_lies_to_the_patients_right():
+    truth, prediction = np.zeros((24, 30, 20), bool), np.zeros((24, 30, 20), bool)
+    truth[5:9, 10:20, 8:12], prediction[15:19, 10:20, 8:12] = True, True
+    picture = pixels(overlay(head(), truth, prediction, (1, 1, 1)))
+    axial = picture[: int(picture.shape[0] * 0.9), : picture.shape[1] // 3]  # without the legend
+    red, blue = (np.argwhere(near(axial, colour))[:, 1].mean() for colour in (PREDICTION_ONLY, TRUTH_ONLY))
+    assert red < blue
+
+
+def test_views_keep_one_scale_in_millimetres():
+    # A truth of 6 x 6 x 6 voxels of 1 x 1 x 3 mm is 6 x 6 mm in the axial view and 6 x 18 mm in the others.
+    truth = np.zeros((24, 30, 20), bool)
+    truth[8:14, 10:16, 7:13] = True
+    picture = pixels(overlay(head(), truth, np.zeros_like(truth), (1, 1, 3)))
+    picture = picture[: int(picture.shape[0] * 0.9)]  # without the legend
+    sizes = []
+    for start, stop in ((0, 20), (20, 40), (40, 66)):  # the head's extents along the columns, in mm
+        part = picture[:, start * picture.shape[1] // 66 : stop * picture.shape[1] // 66]
+        sizes.append(np.ptp(np.argwhere(near(part, TRUTH_ONLY)), axis=0))
+    (axial_rows, axial_columns), (coronal_rows, coronal_columns), (sagittal_rows, sagittal_columns) = sizes
+    assert axial_rows / axial_columns == pytest.approx(1, rel=0.1)
+    assert coronal_rows / coronal_columns == pytest.approx(3, rel=0.1)
+    assert sagittal_rows / sagittal_columns == pytest.approx(3, rel=0.1)
+    assert coronal_columns == pytest.approx(axial_columns, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "kind", ["no truth", "nothing found", "all empty", "empty image", "constant image", "everything"]
+)
+def test_odd_cases_still_give_a_picture(kind):
+    image, truth, prediction = head(), head() > 120, head() > 130
+    if kind == "no truth":
+        truth = None
+    if kind in ("nothing found", "all empty"):
+        prediction = np.zeros_like(prediction)
+    if kind == "all empty":
+        truth = prediction
+    if kind == "empty image":
+        image = np.zeros_like(image)
+    if kind == "constant image":
+        image = np.full_like(image, 7)
+    if kind == "everything":
+        truth = prediction = np.ones_like(truth)
+    assert pixels(overlay(image, truth, prediction, (1, 1, 2), "case")).max() > 0
+
+
+def test_black_is_the_background_and_not_the_dark_half_of_a_normalised_head():
+    image = np.zeros((6, 6, 6), np.float16)
+    image[1:5, 1:5, 1:5] = np.linspace(-2, 2, 64).reshape(4, 4, 4)
+    grey = pictures.grey_window(image)
+    assert not grey[0].any()
+    assert grey[1:5, 1:5, 1:5].min() > 0.05
+
+
+def test_the_same_picture_twice_is_the_same_bytes():
+    assert overlay(head(), head() > 120, head() > 130, (1, 1, 1)) == overlay(
+        head(), head() > 120, head() > 130, (1, 1, 1)
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 500])
+def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
+    y = np.linspace(1, 0, count)
+    y[1:2] = np.nan
+    lines = [Line("training", np.arange(count), y, "#0072b2", measured=False), Line("", [1], [float("inf")], "#000000")]
+    pixels(chart(lines, title="loss", y_label="loss"))
+    pixels(chart([], title="nothing", y_label="", y_range=(0, None)))
+
+
+def test_the_running_median_ignores_a_single_spike():
+    y = np.ones(100)
+    y[50] = 1000
+    np.testing.assert_array_equal(pictures._running_median(y), np.ones(100))
+
+
+def test_strips_take_columns_of_any_length():
+    pixels(strips({"WT": [0.9] * 7, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1)))
+    pixels(strips({}, title="Dice", y_label="Dice"))

@@ -1,0 +1,254 @@
+"""A batch in parts is the batch: the same gradients, weights and averages to rounding, in the memory of one part."""
+
+import dataclasses
+import gc
+import tracemalloc
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.training.checkpoint import load_checkpoint, save_checkpoint
+from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count, take_region
+from memory_estimator.host import read_host
+from memory_estimator.job import Job
+from memory_estimator.region import MIB
+from memory_estimator.training_step import training_step
+from models.config import POLICIES, UNetConfig
+from models.unet3d import build_unet3d
+
+SIDE, BATCH = 16, 4
+UNET = UNetConfig(channels=2, outputs=2, filters=4, depth=2)
+
+
+def learner(micro_batch, batch=BATCH, side=SIDE, unet=UNET, **settings):
+    return Learner(RunConfig(grid=(side,) * 3, unet=unet, batch=batch, micro_batch=micro_batch, **settings))
+
+
+def volumes(count=BATCH, side=SIDE, seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.standard_normal((count, side, side, side, UNET.channels)).astype("f4")
+    # Volumes unlike each other, so that no part can stand for another.
+    share = np.linspace(0.05, 0.6, count).reshape((count, 1, 1, 1, 1))
+    return image, (rng.random((count, side, side, side, UNET.outputs)) < share).astype("u1")
+
+
+def parts(pair, micro):
+    image, target = pair
+    for begin in range(0, len(image), micro):
+        yield tf.constant(image[begin : begin + micro]), tf.constant(target[begin : begin + micro])
+
+
+def gradients(one, pair):
+    """Those that the first step updates with."""
+    if one.config.parts == 1:
+        # Compiled like the parts: computed eagerly, a value beside zero may lie on the other side of its ReLU.
+        return [gradient.numpy() for gradient in tf.function(one._gradients)(*next(parts(pair, BATCH)))[2]]
+    one.step(parts(pair, one.config.micro), 1e-2)
+    return [total.numpy() for total in one._sums]
+
+
+def assert_alike(found, expected, within):
+    """Each array's distance is at most so large a share of the array."""
+    for name, (a, b) in enumerate(zip(found, expected)):
+        assert np.linalg.norm(a - b) <= within * np.linalg.norm(b), name
+
+
+def trained(one, steps=2):
+    """What the steps returned, and all variables after them."""
+    said = [one.step(parts(volumes(seed=step), one.config.micro), 1e-2) for step in range(steps)]
+    return said, one.arrays()
+
+
+NETWORKS = [
+    ({}, 1),
+    ({}, 2),
+    ({"norm": "none", "residual": True}, 2),
+    ({"policy": "balanced", "up": "upsampling"}, 2),
+    ({"policy": "lean", "depth": 3, "deep_supervision": True}, 1),
+]
+
+
+@pytest.mark.parametrize(("network", "micro"), NETWORKS, ids=str)
+def test_gradients_summed_over_parts_are_those_of_the_whole_batch(network, micro):
+    unet = dataclasses.replace(UNET, **network)
+    whole = gradients(learner(BATCH, unet=unet), volumes())
+    assert_alike(gradients(learner(micro, unet=unet), volumes()), whole, 1e-5)
+
+
+@pytest.mark.parametrize(("optimizer", "micro"), [("adam", 2), ("sgd", 1)])
+def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_counters(optimizer, micro):
+    said, arrays = trained(learner(BATCH, optimizer=optimizer, ema=0.9))
+    said_of_parts, arrays_of_parts = trained(learner(micro, optimizer=optimizer, ema=0.9))
+    assert list(arrays_of_parts) == list(arrays)
+    assert_alike(arrays_of_parts.values(), arrays.values(), 2e-5)
+    assert arrays_of_parts["updates"] == 2
+    for outcome, of_parts in zip(said, said_of_parts):
+        assert of_parts.dice.shape == (BATCH, UNET.outputs)
+        np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
+        np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
+
+
+def test_with_batch_norm_parts_are_another_training():
+    unet = dataclasses.replace(UNET, norm="batch")
+    whole = gradients(learner(BATCH, unet=unet), volumes())
+    with pytest.raises(AssertionError):
+        assert_alike(gradients(learner(2, unet=unet), volumes()), whole, 0.1)
+
+
+def test_a_step_takes_its_parts_one_after_another_and_keeps_none():
+    one, alive = learner(1), []
+
+    def given():
+        for image, target in parts(volumes(8), 1):
+            assert all(before() is None for before in alive)
+            alive.append(weakref.ref(image))
+            yield image, target
+            del image, target
+
+    stream = given()
+    one.step(stream, 1e-2)
+    assert len(alive) == BATCH
+    one.step(stream, 1e-2)
+    assert len(alive) == 2 * BATCH
+
+
+def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():
+    one, other = learner(1), learner(1)
+    before = one.arrays()
+    image, target = volumes()
+    image[1] = np.inf
+    outcome = one.step(parts((image, target), 1), 1e-2)
+    assert np.isfinite(outcome.losses).tolist() == [True, False, True, True]  # the third and fourth were not computed
+    assert not np.isfinite(outcome.loss)
+    assert outcome.dice.shape == (BATCH, UNET.outputs)
+    assert not outcome.dice[2:].any()
+    for name, array in one.arrays().items():
+        if name != "optimizer/001":  # the learning rate
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+    # Nor does anything of it stay in the sums.
+    one.step(parts(volumes(), 1), 1e-2)
+    other.step(parts(volumes(), 1), 1e-2)
+    for name, array in other.arrays().items():
+        np.testing.assert_array_equal(one.arrays()[name], array, err_msg=name)
+
+
+def variable_bytes():
+    """Of all variables that there are, whoever holds them."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), tf.Variable)]
+    return sum(one.dtype.size * one.shape.num_elements() for one in found)
+
+
+def held_and_peak(batch, micro):
+    """Bytes of the variables that come with a learner and stay, the peak of a step above what is held, and of weights.
+
+    What is held is not the allocator's count: it gives small tensors to malloc, and large ones chunks up to twice their
+    size.
+    """
+    before = variable_bytes()
+    one = learner(micro, batch, 32, dataclasses.replace(UNET, filters=8))
+    given = next(parts(volumes(micro, 32), micro))
+    for _ in range(2):
+        one.step(iter([given] * one.config.parts), 1e-2)
+    held = variable_bytes() - before
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    current = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    one.step(iter([given] * one.config.parts), 1e-2)
+    return held, allocator_peak_bytes() - current, 4 * parameter_count(one.model)
+
+
+def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradients():
+    if allocator_peak_bytes() is None:
+        pytest.skip("needs an engine that counts its memory")
+    held, peak, weights = held_and_peak(1, 1)
+    held_in_parts, peak_of_parts, _ = held_and_peak(4, 1)
+    assert held_in_parts - held == weights
+    # The allocator gives out chunks of up to twice what is asked for, whichever earlier work left.
+    assert peak_of_parts == pytest.approx(peak, rel=0.15)
+    held_at_once, peak_at_once, _ = held_and_peak(4, 4)
+    assert held_at_once == held
+    assert peak_at_once > 3 * peak
+
+
+def test_saving_and_restoring_copy_no_more_than_a_few_arrays_at_a_time(tmp_path):
+    one = learner(1, 1, unet=dataclasses.replace(UNET, filters=32, depth=4), ema=0.9)
+    sizes = [array.nbytes for array in map(np.asarray, one.arrays().values())]
+
+    def peak_bytes(work):
+        """Of arrays and of what is read: TensorFlow's own memory is not counted."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    path, limit = tmp_path / "last.npz", 3 * max(sizes) + 2**20
+    assert sum(sizes) > 3 * limit
+    assert peak_bytes(lambda: save_checkpoint(path, one.arrays(), {})) < limit
+    assert peak_bytes(lambda: one.restore(load_checkpoint(path)[0])) < limit
+
+
+def test_arrays_stay_as_they_were_while_training_goes_on():
+    one = learner(1, ema=0.9)
+    held = one.arrays()
+    copied = {name: np.array(array) for name, array in held.items()}
+    one.step(parts(volumes(), 1), 1e-2)
+    assert any((one.arrays()[name].numpy() != array).any() for name, array in copied.items())
+    for name, array in copied.items():
+        np.testing.assert_array_equal(held[name], array, err_msg=name)
+    one.restore(held)
+    for name, array in one.arrays().items():
+        np.testing.assert_array_equal(array, copied[name], err_msg=name)
+
+
+# --- The region ---
+
+
+def first_done(monkeypatch, unet, micro):
+    """What a learner does first: regions by their bytes, and "network" where that is built."""
+    done = []
+    monkeypatch.setattr("cpu3d.training.learner.take_region", done.append)
+    monkeypatch.setattr(
+        "cpu3d.training.learner.build_unet3d", lambda *given: done.append("network") or build_unet3d(*given)
+    )
+    learner(micro, unet=unet)
+    return done
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_region_that_is_taken_before_all_else_is_the_one_that_the_estimator_counts(policy, monkeypatch):
+    unet = dataclasses.replace(UNET, policy=policy)
+    counted = training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=2)).region_bytes
+    assert (counted > 0) == (policy != "speed")
+    assert first_done(monkeypatch, unet, micro=2) == [counted, "network"]
+
+
+def test_on_a_small_host_the_region_is_no_larger_than_its_memory(monkeypatch):
+    unet = dataclasses.replace(UNET, policy="balanced", filters=8)
+    small = dataclasses.replace(read_host(), memory_bytes=2 * MIB - 1)
+    assert training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=BATCH)).region_bytes > 2 * MIB
+    monkeypatch.setattr("cpu3d.training.learner.read_host", lambda: small)
+    assert first_done(monkeypatch, unet, micro=BATCH)[0] == MIB
+
+
+def test_a_region_that_the_allocator_refuses_is_done_without(monkeypatch):
+    asked = []
+
+    def refuse(shape, dtype):
+        asked.append((shape, dtype))
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    of_tensorflow = {name: getattr(tf, name) for name in ("device", "errors", "uint8")}
+    monkeypatch.setattr(
+        "cpu3d.training.learner.tf", SimpleNamespace(raw_ops=SimpleNamespace(Empty=refuse), **of_tensorflow)
+    )
+    take_region(3 * MIB)
+    assert asked == [([3, MIB], tf.uint8)]
+    take_region(0)
+    assert len(asked) == 1

@@ -1,0 +1,182 @@
+"""The loss against sums done by hand."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.training.losses import SLABS, SMOOTH, deep_supervision_loss, dice_cross_entropy, hard_dice_counts
+
+
+def volume(values, shape=(1, 2, 2, 1, 1)):
+    return tf.reshape(tf.constant(values, tf.float32), shape)
+
+
+def logit(probabilities):
+    p = np.clip(np.array(probabilities, "f4"), 1e-9, 1 - 1e-7)
+    return volume(np.log(p / (1 - p)))
+
+
+def by_definition(target, logits):
+    """The loss spelled out, for automatic differentiation."""
+    t, p, voxels = tf.cast(target, tf.float32), tf.sigmoid(logits), (1, 2, 3)
+    size = tf.reduce_sum(p, voxels) + tf.reduce_sum(t, voxels)
+    dice = (2 * tf.reduce_sum(p * t, voxels) + SMOOTH) / (size + SMOOTH)
+    return 1 - tf.reduce_mean(dice) + tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(t, logits)), dice
+
+
+def test_soft_dice_of_four_voxels():
+    # overlap 0.5 + 1 = 1.5, sizes 0.5 + 1 + 0.5 = 2 and 2: (2 * 1.5 + 1) / (2 + 2 + 1)
+    _, dice = dice_cross_entropy(volume([1, 1, 0, 0]), logit([0.5, 1, 0.5, 0]))
+    np.testing.assert_allclose(dice, [[0.8]], rtol=1e-6)
+
+
+def test_an_absent_region_scores_one_when_nothing_is_predicted_and_less_for_every_voxel_that_is():
+    nothing = volume([0, 0, 0, 0])
+    np.testing.assert_allclose(dice_cross_entropy(nothing, logit([0, 0, 0, 0]))[1], [[1]], rtol=1e-6)
+    np.testing.assert_allclose(dice_cross_entropy(nothing, logit([1, 1, 1, 0]))[1], [[1 / 4]], rtol=1e-6)
+
+
+def test_loss_and_gradient_are_those_of_the_definition():
+    rng = np.random.default_rng(0)
+    target = tf.constant(rng.random((2, 3, 4, 5, 3)) < [0.5, 0.1, 0.0], tf.uint8)
+    logits = tf.constant(rng.normal(0, 4, (2, 3, 4, 5, 3)), tf.float32)
+    results = []
+    for function in (dice_cross_entropy, by_definition):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            loss, dice = function(target, logits)
+            weighted = 3 * loss
+        results.append((loss, dice, tape.gradient(weighted, logits)))
+    for written, differentiated in zip(*results):
+        np.testing.assert_allclose(written, differentiated, rtol=2e-5, atol=1e-8)
+
+
+def test_logits_of_zero_cost_log_two_and_half_of_dice():
+    loss, dice = dice_cross_entropy(volume([1, 0, 0, 0]), volume([0, 0, 0, 0]))
+    by_hand = (2 * 0.5 + 1) / (4 * 0.5 + 1 + 1)
+    np.testing.assert_allclose(dice, [[by_hand]], rtol=1e-6)
+    np.testing.assert_allclose(loss, 1 - by_hand + np.log(2), rtol=1e-6)
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_samples():
+    rng = np.random.default_rng(0)
+    target = tf.constant(rng.integers(0, 2, (3, 4, 4, 4, 2)), tf.uint8)
+    logits = tf.constant(rng.normal(size=(3, 4, 4, 4, 2)), tf.float32)
+    together, _ = dice_cross_entropy(target, logits)
+    alone = [dice_cross_entropy(target[i : i + 1], logits[i : i + 1])[0] for i in range(3)]
+    np.testing.assert_allclose(together, np.mean(alone), rtol=1e-6)
+
+
+def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
+    rng = np.random.default_rng(1)
+    target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
+    logits = [tf.constant(rng.normal(size=(1, n, n, n, 1)), tf.float32) for n in (8, 2, 4)]
+    loss, dice = deep_supervision_loss(target, logits)
+    parts = [dice_cross_entropy(target[:, ::s, ::s, ::s], x)[0] for s, x in zip((1, 4, 2), logits)]
+    np.testing.assert_allclose(loss, (parts[0] + parts[1] / 4 + parts[2] / 2) / 1.75, rtol=1e-6)
+    np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
+
+
+def test_hard_counts_are_voxels_of_at_least_one_half():
+    counts = hard_dice_counts(volume([1, 1, 0, 0]), volume([3, -1, 0.5, 0]))
+    np.testing.assert_array_equal(counts, [[[1, 3, 2]]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_loss_is_float32_whatever_the_logits_are(dtype):
+    loss, _ = dice_cross_entropy(tf.zeros((1, 2, 2, 2, 1), tf.uint8), tf.zeros((1, 2, 2, 2, 1), dtype))
+    assert loss.dtype == tf.float32
+
+
+def maps(samples, grid, regions=3, seed=0):
+    """A target whose last region is absent, and logits of it."""
+    rng = np.random.default_rng(seed)
+    share = np.linspace(0.4, 0, regions)
+    logits = [rng.normal(0, 3, (samples, *(n // step for n in grid), regions)).astype("f4") for step in (1, 2)]
+    return (rng.random((samples, *grid, regions)) < share).astype("u1"), logits
+
+
+def compiled(target, logits, by_slabs, dtype="float32"):
+    """Loss, Dice and the gradients of three times the loss; one head, or several."""
+
+    @tf.function
+    def function(target, logits):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            if len(logits) == 1:
+                loss, dice = dice_cross_entropy(target, logits[0], by_slabs)
+            else:
+                loss, dice = deep_supervision_loss(target, logits, by_slabs)
+            weighted = 3 * loss
+        return loss, dice, tape.gradient(weighted, logits)
+
+    given = tf.constant(target), [tf.cast(one, dtype) for one in logits]
+    return function.get_concrete_function(*given).graph, function(*given)
+
+
+@pytest.mark.parametrize(
+    ("heads", "samples", "size_x", "dtype"),
+    [
+        (1, 1, 16, "float32"),  # slabs all alike
+        (1, 2, 20, "float32"),  # some thicker
+        (1, 3, 6, "bfloat16"),  # fewer
+        (2, 2, 12, "float32"),  # some thicker in one head, fewer in the other
+        (2, 1, 12, "bfloat16"),
+    ],
+)
+def test_by_slabs_it_is_what_it_is_at_once(heads, samples, size_x, dtype):
+    target, logits = maps(samples, (size_x, 4, 6))
+    _, (loss, dice, gradients) = compiled(target, logits[:heads], by_slabs=True, dtype=dtype)
+    _, (loss_at_once, dice_at_once, gradients_at_once) = compiled(target, logits[:heads], by_slabs=False, dtype=dtype)
+    np.testing.assert_allclose(loss, loss_at_once, rtol=1e-6)
+    np.testing.assert_allclose(dice, dice_at_once, rtol=1e-6)
+    assert len(gradients) == heads
+    for found, expected in zip(gradients, gradients_at_once):
+        assert found.dtype == expected.dtype == dtype
+        found, expected = (tf.cast(one, tf.float32) for one in (found, expected))
+        # In bfloat16 a value between two of it may be rounded to either.
+        assert tf.norm(found - expected) <= (1e-6 if dtype == "float32" else 1e-3) * tf.norm(expected)
+
+
+def test_by_slabs_an_absent_region_that_nothing_is_predicted_of_scores_one_and_is_left_alone():
+    target, far = tf.zeros((2, 5, 2, 2, 1), tf.uint8), tf.fill((2, 5, 2, 2, 1), -200.0)
+    with tf.GradientTape() as tape:
+        tape.watch(far)
+        loss, dice = dice_cross_entropy(target, far, by_slabs=True)
+    np.testing.assert_array_equal(dice, [[1], [1]])
+    assert loss == 0
+    np.testing.assert_array_equal(tape.gradient(loss, far), np.zeros(far.shape))
+
+
+def of_type(graph, kind):
+    return [op for op in graph.get_operations() if op.type == kind]
+
+
+def test_no_slab_begins_before_the_one_before_is_done(waits_for):
+    graph, _ = compiled(*maps(2, (20, 4, 6)), by_slabs=True)
+    slabs = 2 * 2 * SLABS  # heads, samples
+    softplus, sigmoid = of_type(graph, "Softplus"), of_type(graph, "Sigmoid")
+    for found in (softplus, sigmoid[:slabs], sigmoid[slabs:]):  # cross-entropy, Dice, the gradient
+        assert len(found) == slabs
+        assert all(waits_for(later, earlier) for earlier, later in zip(found, found[1:]))
+        assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
+
+
+@pytest.mark.parametrize("by_slabs", [False, True])
+def test_a_heads_loss_and_gradient_wait_for_those_of_the_finer_one(by_slabs, waits_for):
+    graph, _ = compiled(*maps(1, (8, 4, 4)), by_slabs)
+    losses = of_type(graph, "Softplus")
+    fine = [op for op in losses if op.outputs[0].shape[-1] == 4 * 3]
+    assert 0 < len(fine) < len(losses)
+    assert waits_for(losses[len(fine)], fine[-1])
+    fine, coarse = (made_by(gradient) for gradient in graph.structured_outputs[2])
+    assert waits_for(coarse, fine)
+    assert not waits_for(fine, coarse)
+
+
+def made_by(tensor):
+    """The operation behind a function's result."""
+    operation = tensor.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    return operation

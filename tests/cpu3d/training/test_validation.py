@@ -1,0 +1,59 @@
+"""What a validation scores, and in what memory: that which the estimator counts."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.config import RunConfig
+from cpu3d.training.learner import Learner, allocator_peak_bytes
+from cpu3d.training.losses import dice_cross_entropy, hard_dice_counts
+from cpu3d.training.validation import validate
+from memory_estimator.job import Job
+from memory_estimator.liveness import timeline
+from memory_estimator.program import Program
+from memory_estimator.training_step import training_step, validation_pass
+from models.config import UNetConfig
+
+SHAPE = (48, 48, 44)
+
+
+def feeds(config):
+    """A held-out volume of random numbers, which is there already."""
+    rng = tf.random.Generator.from_seed(0)
+    target = rng.uniform((1, *config.grid, config.unet.outputs)) < np.linspace(0, 0.5, config.unet.outputs)
+    volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
+    return SimpleNamespace(
+        config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None
+    )
+
+
+def learner(**network):
+    return Learner(RunConfig(grid=SHAPE, unet=UNetConfig(**network), batch=1, micro_batch=1, engine="auto"))
+
+
+def test_scores_are_those_of_the_whole_volume():
+    one = learner(channels=1, outputs=4, filters=4, depth=3)
+    ((image, target),) = feeds(one.config).validation()
+    logits = one.logits(image)
+    overlap, predicted, true = np.moveaxis(hard_dice_counts(target, logits).numpy()[0], -1, 0)
+    found, _ = validate(feeds(one.config), one)
+    np.testing.assert_allclose(found.loss, dice_cross_entropy(target, logits)[0], rtol=1e-5)
+    np.testing.assert_array_equal(found.dice, 2 * overlap / (predicted + true))
+
+
+def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
+    if allocator_peak_bytes() is None:
+        pytest.skip("needs an engine that counts its memory")
+    one = learner(outputs=13, filters=4, depth=3, policy="lean")
+    given, job = feeds(one.config), Job(one.config.unet, SHAPE, threads=2)
+    resident = training_step(job).resident
+    *_, image, target = resident
+    there = sum(tensor.bytes for tensor in (*resident, image, target))  # a volume is in use, another is ready
+    counted = timeline(Program(resident, validation_pass(job))).peak_bytes - there
+    validate(given, one)  # traced, and its weights in oneDNN's layout
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    validate(given, one)
+    assert allocator_peak_bytes() - before <= 1.25 * counted, "chunks are larger than what is asked for"
