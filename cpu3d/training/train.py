@@ -46,6 +46,7 @@ from cpu3d.util.lock import locked
 from memory_estimator.estimate import Estimate
 from memory_estimator.gpu import patch_shapes
 from memory_estimator.host import Host, read_host
+from memory_estimator.units import format_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -282,11 +283,14 @@ def _foresee(
 
 
 def _cut_line(config: RunConfig, whole: int, step_s: float) -> str:
-    """What a budget of minutes leaves of the `whole` steps."""
-    line = f"budget: {config.steps} of {whole} steps at {step_s:.1f} s each for {config.budget_minutes:g} minutes"
+    """What a budget of minutes leaves of the `whole` steps. It may be more than fits: those to the first validation."""
+    line = (
+        f"budget of {config.budget_minutes:g} min: {config.steps} of {whole} steps, {format_seconds(step_s)} each, "
+        f"{format_seconds(config.steps * step_s)} in all"
+    )
     if config.steps == whole:
-        return f"{line}: none is cut"
-    return f"{line}: the last {whole - config.steps} are cut, --epochs {config.epochs} takes all"
+        return line
+    return f"{line}; {whole - config.steps} are cut, --epochs {config.epochs} takes all"
 
 
 def _smaller(config: RunConfig) -> str:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from models.config import UNetConfig
+from tests.cpu3d.distributed.threads import together
 from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, start, weights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,6 +117,25 @@ def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation
     fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
     fit.fit_budget()
     assert fit.steps == steps
+
+
+def test_a_budget_is_cut_alike_on_all_workers_by_the_chief_s_time(phantom_store, tmp_path, monkeypatch):
+    config = resolve(phantom_store, tmp_path, read_host(), {**SMALL, "batch": 2, "budget_minutes": 7 / 60}, None)
+    now = threading.local()
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: vars(now).setdefault("s", 0.0)))
+
+    def cut(exchange):
+        fit = Fit(phantom_store, tmp_path, config, exchange, here=(0, 1))
+
+        def timed(parts, *given):
+            now.s += 1.0 + exchange.rank
+            return Outcome(np.zeros(2), np.zeros((2, 3)), np.zeros(2))
+
+        fit.learner.step = timed
+        fit.fit_budget()
+        return fit.steps
+
+    assert together(2, cut) == [4, 4]  # 7 s less 3 s of timing at 1 s a step; the other worker would have taken 2
 
 
 def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
