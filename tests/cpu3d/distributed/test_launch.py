@@ -210,7 +210,7 @@ def test_the_example_hosts_are_told(alone, capsys):
     assert "paper-4x20" in capsys.readouterr().out
 
 
-def test_horovod_is_started_by_its_own_launcher(alone, tmp_path, capsys, monkeypatch):
+def test_horovod_is_started_by_its_own_launcher(alone, program, tmp_path, capsys, monkeypatch):
     words = ("--engine", "horovod", "--workers", 2, *train(tmp_path, "--batch", 2))
     launched("--dry-run", *words)
     told = capsys.readouterr().out
