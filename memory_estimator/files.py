@@ -43,12 +43,14 @@ def read_json(path: Union[str, Path]) -> Any:
 
 def parse_json(text: Union[str, bytes]) -> Any:
     """What `json.loads` makes of text in UTF-8. Raises ValueError where that is none, too deep or no Unicode."""
-    text = text if isinstance(text, str) else text.decode()
     try:
+        text = text if isinstance(text, str) else text.decode()
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(content, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no file can hold
         return content
+    except UnicodeDecodeError as error:
+        raise ValueError(str(error)) from None  # its repr holds all of the text
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
 

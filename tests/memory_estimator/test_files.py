@@ -47,3 +47,9 @@ def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, m
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert main(list(options)) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_an_error_does_not_hold_all_that_is_no_text():
+    with pytest.raises(ValueError) as caught:
+        parse_json(b"\xff" * 100_000)
+    assert len(repr(caught.value)) < 200
