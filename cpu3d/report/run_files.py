@@ -37,7 +37,7 @@ def gather(run_dir: Path) -> RunFiles:
     version.
     """
     config = dataclasses.asdict(load_config(run_dir))
-    events = [event for event in read_events(run_dir) if isinstance(event, dict) and "event" in event]
+    events = read_events(run_dir)
     paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
     scores = next((_read_scores(path) for path in paths if path.is_file()), None)
     store = None

@@ -201,9 +201,10 @@ class Fit:
             "end",
             reason=self.reason,
             seconds=self.trained_s,
-            peak_rss_bytes=max((event["rss_bytes"] for event in steps), default=None),
+            peak_rss_bytes=max((event.get("rss_bytes", 0) for event in steps), default=None),
             allocator_peak_bytes=None,
-            wait_share=sum(event["wait_s"] for event in steps) / max(sum(event["step_s"] for event in steps), 1e-9),
+            wait_share=sum(event.get("wait_s", 0) for event in steps)
+            / max(sum(event.get("step_s", 0) for event in steps), 1e-9),
         )
 
     @property

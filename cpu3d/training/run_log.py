@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Deque, Dict, List, Tuple
+from typing import Any, Deque, Dict, Iterable, List, Tuple
 
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from memory_estimator.files import open_regular, parse_json, read_regular
@@ -28,19 +28,13 @@ def flush_log(run: Path) -> None:
 
 
 def read_events(run: Path) -> List[Dict[str, Any]]:
-    """All whole lines; [] for a run that has none yet. Raises as `open_regular`."""
+    """All lines that are events; [] for a run that has none yet. Raises as `open_regular`."""
     path = Path(run) / "log.jsonl"
-    if not path.exists():
-        return []
-    events = []
-    for line in read_regular(path).decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            events.append(parse_json(line))
-    return events
+    return _events(read_regular(path).splitlines()) if path.exists() else []
 
 
 def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
-    """All whole lines but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
+    """All events but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
     path = Path(run) / "log.jsonl"
     if not path.exists():
         return []
@@ -49,11 +43,7 @@ def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
     with os.fdopen(open_regular(path), "rb") as file:
         for numbered in enumerate(file):
             (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
-    events = []
-    for _, line in sorted([*others, *last]):
-        with contextlib.suppress(ValueError):
-            events.append(parse_json(line))
-    return [event for event in events if isinstance(event, dict) and "event" in event]
+    return _events(line for _, line in sorted([*others, *last]))
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
@@ -67,9 +57,61 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
         return
 
     def is_kept(event: Dict[str, Any]) -> bool:
-        again = owes_validation and event.get("event") == "validation" and event["step"] == step
-        return bool(step) and event.get("step", 0) <= step and not again
+        again = owes_validation and event["event"] == "validation" and event["step"] == step
+        return bool(step) and event["step"] <= step and not again
 
     kept = [event for event in read_events(run) if is_kept(event)]
     with atomic_write(path, "w") as file:
         file.writelines(json.dumps(event) + "\n" for event in kept)
+
+
+# --- Private helpers ---
+
+_NEEDED = {"validation": {"mean_dice"}, "end": {"reason"}}
+"""What an event of a kind is nothing without, besides its step."""
+
+_COUNTS = ("step", "steps", "epoch", "cases", "workers", "cores", "parameters")
+_NUMBERS = ("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share")
+_RECORDS = ("dice", "host", "threads", "versions", "predicted")
+_UNKNOWN = ("peak_rss_bytes", "allocator_peak_bytes")
+"""Those that may be null."""
+
+
+def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
+    """The events in lines; one that was torn or damaged since is left out."""
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            event = parse_json(line)
+            if _is_event(event):
+                events.append(event)
+    return events
+
+
+def _is_event(event: Any) -> bool:
+    return (
+        isinstance(event, dict)
+        and isinstance(event.get("event"), str)
+        and {"step", *_NEEDED.get(event["event"], ())} <= set(event)
+        and all(_is_as_logged(name, value) for name, value in event.items())
+    )
+
+
+def _is_as_logged(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that is written under its name, so that readers can count with it."""
+    if name in _RECORDS:
+        return isinstance(value, dict) and all(
+            _is_number(one) if name == "dice" else _is_as_logged(below, one) for below, one in value.items()
+        )
+    if name in _COUNTS:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if name == "grid":
+        return isinstance(value, list)
+    if name in ("reason", "engine"):
+        return isinstance(value, str)
+    is_number = name in _NUMBERS or name.endswith(("_s", "_bytes"))
+    return not is_number or _is_number(value) or (value is None and name in _UNKNOWN)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63

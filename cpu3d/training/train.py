@@ -314,9 +314,9 @@ def _changes(
     run_folder: Path, engine: str, threads: Dict[str, str], workers: int, saved: Optional[RunConfig], config: RunConfig
 ) -> List[str]:
     """A line of warning where the run was computed in another way before."""
-    starts = [event for event in read_events(run_folder) if event.get("event") == "start"]
+    starts = [event for event in read_events(run_folder) if event["event"] == "start"]
     before = []
-    if starts and starts[-1]["engine"] != engine:
+    if starts and starts[-1].get("engine", engine) != engine:
         before.append(f"on {starts[-1]['engine']}")
     if starts and starts[-1].get("workers", 1) != workers:
         before.append(f"of {count(starts[-1].get('workers', 1), 'worker')}")

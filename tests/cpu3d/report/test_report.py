@@ -15,6 +15,7 @@ from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.report.run_files import gather
+from cpu3d.training.run_log import read_events, recent_events
 
 VOID = {"meta", "img", "br", "link"}
 
@@ -256,6 +257,23 @@ def test_lines_of_the_log_that_were_cut_off_are_left_out(tiny_run):
     with open(tiny_run / "log.jsonl", "a") as file:
         file.write('\n[1]\n{"event": "step", "step": 42}\n')
     assert gather(tiny_run).events[-1]["step"] == 42
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("3", '"x"', "[]", "{}", "[" * 100_000, '{"event": "step"}', '{"event": ["step"], "step": 43}'),
+        *('{"event": "step", "step": "43"}', '{"event": "step", "step": NaN}', '{"event": "validation", "step": 43}'),
+        *('{"event": "step", "step": 43, "step_s": []}', '{"event": "end", "step": 43, "seconds": 1}'),
+        *('{"event": "step", "step": 43, "dice": {"WT": "x"}}', '{"event": "start", "step": 43, "host": 1}'),
+        '{"event": "start", "step": 43, "predicted": {"step_s": "x"}}',
+    ],
+)
+def test_lines_of_the_log_that_are_no_events_are_left_out_by_all_who_read_it(tiny_run, line):
+    before = read_events(tiny_run)
+    with open(tiny_run / "log.jsonl", "a") as file:
+        file.write(f"\n{line}\n")
+    assert read_events(tiny_run) == before == recent_events(tiny_run)
 
 
 def test_restarts_are_all_shown(tiny_run):
