@@ -13,8 +13,7 @@ from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.data.folds import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.training.schedule import SCHEDULES
-from cpu3d.util.atomic import write_json
-from memory_estimator.files import read_json
+from memory_estimator.files import read_json, typed
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
 from models.config import UNetConfig
 
@@ -177,7 +176,7 @@ def load_config(run: Path) -> RunConfig:
         raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
     try:
         return config_from_json(content)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (InputError, KeyError, ValueError) as error:
         raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
 
 
@@ -186,11 +185,16 @@ def config_to_json(config: RunConfig) -> Dict[str, Any]:
 
 
 def config_from_json(content: Dict[str, Any]) -> RunConfig:
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    fields["label_names"] = {int(code): name for code, name in content["label_names"].items()}
-    fields["region_codes"] = {name: tuple(codes) for name, codes in content["region_codes"].items()}
-    fields = {"micro_batch": fields["batch"], **fields}  # a run from before there was a choice goes on as it was
-    return RunConfig(**{**fields, "unet": UNetConfig(**fields["unet"]), "augment": AugmentConfig(**fields["augment"])})
+    """Raises ValueError and InputError for content that is none, and KeyError for what no run is without."""
+    needed = {name: content[name] for name in _NEEDED}
+    # A run from before there was a choice goes on as it was.
+    config = typed({"micro_batch": needed["batch"], **content}, RunConfig, "config")
+    if config.store_channels:  # what follows from a store is known
+        for name, there in (("channels", config.store_channels), ("regions", config.region_codes)):
+            chosen = getattr(config, name)
+            _require(bool(chosen) and set(chosen) <= set(there), name, f"be some of {', '.join(there)}", chosen)
+        _require(min(config.grid) >= 1, "grid", "be positive", config.grid)
+    return config
 
 
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
@@ -213,6 +217,12 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
 
 
 # --- Private helpers ---
+
+_NEEDED = (
+    *("store_channels", "label_names", "region_codes", "split_hash"),
+    *("channels", "regions", "grid", "batch", "unet"),
+)
+"""What no saved run is without."""
 
 
 def _require(holds: bool, name: str, rule: str, value: Any) -> None:

@@ -4,11 +4,13 @@ The estimator stands alone, so `write_whole` is its own small `cpu3d.util.atomic
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 class NotRegularError(OSError, ValueError):
@@ -55,6 +57,35 @@ def parse_json(text: Union[str, bytes]) -> Any:
         raise ValueError("brackets that are nested too deep") from None
 
 
+def typed(content: Any, kind: Any, name: str = "content") -> Any:
+    """Parsed JSON as `kind`: a dataclass, a TypedDict, a Tuple, List, Dict or Optional of those, or a plain type.
+
+    Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
+    with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, where a
+    value is none of its kind: of another type, no finite number, an integer beyond 64 bits, a field missing or unknown.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Union and content is None):
+        return content
+    if origin is Union:  # Optional
+        return typed(content, inner[0], name)
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
+        return _typed_record(content, kind, name)
+    if origin in (tuple, list) and isinstance(content, list):
+        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(content)
+        if len(kinds) == len(content):
+            return origin(typed(one, of, f"{name}[{i}]") for i, (one, of) in enumerate(zip(content, kinds)))
+    elif origin is dict and isinstance(content, dict):
+        if inner[0] is not int or all(key.isdecimal() and key.isascii() and len(key) < 19 for key in content):
+            return {inner[0](key): typed(value, inner[1], f"{name}.{key}") for key, value in content.items()}
+    elif origin is None and isinstance(content, (int, float) if kind is float else kind):
+        if kind is bool or not isinstance(content, (bool, int, float)):
+            return content
+        if not isinstance(content, bool) and abs(content) < (2**63 if isinstance(content, int) else math.inf):
+            return content
+    raise ValueError(f"{name} must be {_words(kind)}, got {_short(content)}")
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write beside `path` and then rename. Raises OSError, as for a full disk, and leaves the file that was there."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -65,3 +96,30 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+# --- Private helpers ---
+
+
+def _typed_record(content: Any, kind: Any, name: str) -> Any:
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {_short(content)}")
+    hints = get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        needed, known = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}, set(hints)
+    else:
+        needed, known = kind.__required_keys__, set(content)
+    if not needed <= set(content) <= known:
+        wrong = ", ".join(sorted((needed - set(content)) | (set(content) - known)))
+        raise ValueError(f"{name} must have the fields of a {kind.__name__}, got others in {_short(wrong)}")
+    return kind(**{field: typed(value, hints.get(field, Any), f"{name}.{field}") for field, value in content.items()})
+
+
+def _words(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind)) if get_origin(kind) is None else str(kind).replace("typing.", "")
+
+
+def _short(content: Any) -> str:
+    told = content if isinstance(content, str) else repr(content)
+    return told if len(told) <= 60 else f"{told[:57]}..."

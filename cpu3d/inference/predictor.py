@@ -31,6 +31,12 @@ class Predictor:
         self.config = config
         self.inference = inference or Inference()
         check_inference(config, self.inference)
+        listed, has = (len(config.channels), len(config.regions)), (config.unet.channels, config.unet.outputs)
+        if listed != has or not set(config.channels) <= set(config.store_channels):
+            raise InputError(
+                f"network must have an input for each of {', '.join(config.channels)} and an output for each of "
+                f"{', '.join(config.regions)}, got {has[0]} and {has[1]}; restore the run's config.json"
+            )
         self.channels: Tuple[str, ...] = config.store_channels
         """Of the store the run was trained on."""
         self.inputs: Tuple[str, ...] = config.channels

@@ -127,3 +127,32 @@ def test_a_bad_setting_is_refused_by_name(field, value):
 def test_saved_configs_are_plain_json(tmp_path):
     save_config(CONFIG, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["unet"]["depth"] == 3
+
+
+SAVED = dataclasses.replace(
+    CONFIG, store_channels=("FLAIR", "T1w"), regions=("WT",), unet=UNetConfig(channels=1, outputs=1, depth=3)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("grid", [16, 16], "config.grid must be"),
+        ("grid", [16, 0, 16], "grid must be positive"),
+        ("seed", True, "config.seed must be int, got True"),
+        ("ema", float("nan"), "config.ema must be float, got nan"),
+        ("steps", 10**30, "config.steps must be int"),
+        ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
+        ("augment", {"flop": True}, "config.augment must have the fields of a AugmentConfig, got others in flop"),
+        ("label_names", {"x": "background"}, "config.label_names must be"),
+        ("regions", ["TC"], "regions must be some of WT, got"),
+        ("channels", [], "channels must be some of FLAIR, T1w, got"),
+    ],
+)
+def test_a_saved_config_with_a_value_of_another_kind_is_refused_by_name(tmp_path, name, value, told):
+    save_config(SAVED, tmp_path)
+    assert load_config(tmp_path) == SAVED
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(InputError, match=f"run config {path} must be complete, got {told}"):
+        load_config(tmp_path)

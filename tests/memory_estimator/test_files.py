@@ -1,10 +1,12 @@
 import os
 import socket
+from dataclasses import dataclass
+from typing import Dict, Optional, Tuple
 
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.files import NotRegularError, parse_json, read_json, read_regular
+from memory_estimator.files import NotRegularError, parse_json, read_json, read_regular, typed
 
 
 def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
@@ -53,3 +55,44 @@ def test_an_error_does_not_hold_all_that_is_no_text():
     with pytest.raises(ValueError) as caught:
         parse_json(b"\xff" * 100_000)
     assert len(repr(caught.value)) < 200
+
+
+@dataclass
+class Part:
+    name: str
+    weight: float = 1.0
+
+
+@dataclass
+class Whole:
+    parts: Tuple[Part, ...]
+    size: Tuple[int, int]
+    codes: Dict[int, str]
+    note: Optional[str] = None
+
+
+def test_json_becomes_records_of_the_kinds_that_their_fields_have():
+    content = {"parts": [{"name": "a", "weight": 2}], "size": [3, 4], "codes": {"7": "x"}}
+    assert typed(content, Whole) == Whole((Part("a", 2),), (3, 4), {7: "x"})
+    assert typed({**content, "note": "n"}, Whole).note == "n"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"parts": [{"name": 1}]}, r"content.parts\[0\].name must be str, got 1"),
+        ({"parts": [{}]}, r"content.parts\[0\] must have the fields of a Part, got others in name"),
+        ({"parts": {}}, "content.parts must be"),
+        ({"parts": [{"name": "a", "weight": float("inf")}]}, "weight must be float, got inf"),
+        ({"size": [3]}, "content.size must be"),
+        ({"size": [3, True]}, r"content.size\[1\] must be int, got True"),
+        ({"size": [3, 2**63]}, r"content.size\[1\] must be int"),
+        ({"codes": {"x": "y"}}, "content.codes must be"),
+        ({"codes": {"7": None}}, "content.codes.7 must be str, got None"),
+        ({"more": 1}, "content must have the fields of a Whole, got others in more"),
+    ],
+)
+def test_json_of_another_kind_is_a_value_error_that_names_the_place(change, told):
+    content = {"parts": [], "size": [3, 4], "codes": {}}
+    with pytest.raises(ValueError, match=told):
+        typed({**content, **change}, Whole)

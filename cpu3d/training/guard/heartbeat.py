@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from memory_estimator.files import read_json
+from memory_estimator.files import read_json, typed
 
 SCHEMA = 1
 
@@ -166,15 +166,9 @@ def _read(path: Path) -> Any:
     if schema != SCHEMA:
         return Unreadable(f"{path} must have schema {SCHEMA}, got {schema}; look with the version that runs")
     try:
-        heartbeat = Heartbeat(**content)
-    except TypeError as error:
+        return typed(content, Heartbeat, "heartbeat")
+    except ValueError as error:
         return Unreadable(f"{path} must be complete, got {error}; {ANEW}")
-    odd = [
-        name
-        for name in ("rank", "workers", "pid", "step", "steps", "beat", "phase_since")
-        if not isinstance(getattr(heartbeat, name), (int, float))
-    ]
-    return Unreadable(f"{path} must have numbers as {', '.join(odd)}; {ANEW}") if odd else heartbeat
 
 
 def _start_by_psutil(pid: int) -> Optional[int]:

@@ -116,7 +116,7 @@ def test_the_same_run_twice_is_refused(tiny_run):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("store_channels", ("FLAIR", "T2w")),
+        ("store_channels", ("T1gd", "FLAIR")),
         ("label_names", {0: "background", 1: "liver"}),
         ("region_codes", {**REGIONS, "ET": (2,)}),
         ("regions", ("WT", "ET", "TC")),

@@ -45,7 +45,11 @@ def test_a_run_without_heartbeats_has_none(tmp_path):
         (lambda text: "[1, 2]", "must be JSON with a schema"),
         (lambda text: text.replace('"schema": 1', '"schema": 2'), "must have schema 1, got 2"),
         (lambda text: text.replace('"pid"', '"pit"'), "must be complete"),
-        (lambda text: text.replace('"step": 120', '"step": "many"'), "must have numbers as step"),
+        (lambda text: text.replace('"step": 120', '"step": "many"'), "heartbeat.step must be int, got many"),
+        (
+            lambda text: text.replace('"checkpoint_step": 110', '"checkpoint_step": "x"'),
+            "heartbeat.checkpoint_step must be",
+        ),
     ],
 )
 def test_a_damaged_file_is_told_and_no_other_is_lost(tmp_path, damage, said):
