@@ -13,6 +13,7 @@ from cpu3d.data.files.read_mode import READ_MODES
 from cpu3d.data.folds import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.training.schedule import SCHEDULES
+from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
 from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
 from models.config import UNetConfig

@@ -7,7 +7,7 @@ came to, steps, dtype, policy, patch, is decided once and then kept, so that eve
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.budget import Budget, steps_for, voxels_of_epochs, warmup_within
 from cpu3d.compare.planned import Evaluation, PlannedRun
@@ -17,7 +17,7 @@ from cpu3d.report.page import flat
 from cpu3d.training.schedule import steps_within
 from cpu3d.training_options import as_options
 from cpu3d.util.atomic import is_untouched, write_json
-from memory_estimator.files import read_json
+from memory_estimator.files import read_json, typed
 
 SCHEMA = 1
 """Version of compare.json."""
@@ -43,8 +43,25 @@ class Kept:
         write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
 
 
-def load(out: Path) -> Optional[Kept]:
-    """What a folder's compare.json holds; None for a folder that is to be made, or empty.
+class Course(TypedDict):
+    """What every run of a variant does; older plans have no number of validations and no warm-up in it."""
+
+    name: str
+    options: List[str]
+    """Of `train`."""
+    grid: Tuple[int, int, int]
+    batch: int
+    policy: str
+    step_s: Optional[float]
+    """Predicted, as the next is; None where nothing is known of the engine."""
+    peak_bytes: Optional[int]
+    steps: Optional[int]
+    """None under a budget of minutes, until their time is known."""
+    voxels: Optional[int]
+
+
+def load(out: Path, of: Any = Course) -> Optional[Kept]:
+    """What a folder's compare.json holds, with a plan `of` such records; None for a folder that is to be made, or empty.
 
     Raises InputError for a damaged one, and for other files without one: they are not a comparison's to replace.
     """
@@ -58,8 +75,13 @@ def load(out: Path) -> Optional[Kept]:
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; choose another --out")
-        return Kept(**content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kept = typed(content, Kept, "content")
+        for number, planned in enumerate(kept.plan):
+            typed(planned, of, f"plan[{number}]")
+        if not kept.seeds:
+            raise ValueError("no seeds")
+        return kept
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
 
 
@@ -88,6 +110,9 @@ def check_same(asked: Json, kept: Kept, out: Path) -> None:
         for name in {**before, **now}
         if before.get(name) != now.get(name)
     ]
+    names = [course["name"] for course in kept.plan] if "variants" in asked else []
+    if names != list(asked.get("variants", ())):
+        problems.append(f"plan of comparison {out} must be of its variants, got {', '.join(names)}; restore {FILE}")
     if problems:
         raise InputError(*problems)
 

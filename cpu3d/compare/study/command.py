@@ -207,7 +207,7 @@ def _taken_up(
 
     Raises InputError where it is another study.
     """
-    kept = load(folder)
+    kept = load(folder, PlannedArm)
     if kept:
         # The search keeps its seed, whichever seeds are added.
         asked = {**asked, "search_seed": kept.seeds[0]}

@@ -197,6 +197,29 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(stage, asked, make
     assert mine.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("seeds", ["0"], r"seeds\[0\] must be int"),
+        ("seeds", [], "no seeds"),
+        ("results", 3, "results must be"),
+        ("steps", "4", r"plan\[0\].steps must be int, got 4"),
+        ("grid", [8, 8], r"plan\[0\].grid must be"),
+        ("name", "../whole", "plan of comparison .* must be of its variants, got ../whole, patch"),
+    ],
+)
+def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(no_page, stage, asked, tmp_path, part, value, told):
+    asked = [*asked, "--epochs", 2, "--seeds", 0]
+    compare(*asked)
+    stage.calls()
+    content = kept(tmp_path / "out")
+    (content if part in content else content["plan"][0])[part] = value
+    (tmp_path / "out" / "compare.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=told):
+        compare(*asked)
+    assert stage.calls() == []
+
+
 def test_folders_that_are_there_are_compared_without_training(no_page, stage, make_run, tmp_path, capsys):
     folders = [make_run("whole", 0), make_run("patch", 0, scored=False, mode="patch", grid=(8, 8, 8))]
     with pytest.raises(InputError, match=r"--runs must come without --epochs, --variant"):
