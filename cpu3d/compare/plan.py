@@ -61,7 +61,7 @@ class Course(TypedDict):
 
 
 def load(out: Path, of: Any = Course) -> Optional[Kept]:
-    """What a folder's compare.json holds, with a plan `of` such records; None for a folder that is to be made, or empty.
+    """What a folder's compare.json holds, with a plan `of` such records; None for a folder that is new, or empty.
 
     Raises InputError for a damaged one, and for other files without one: they are not a comparison's to replace.
     """
