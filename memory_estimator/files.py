@@ -103,7 +103,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _typed_record(content: Any, kind: Any, name: str) -> Any:
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {_short(content)}")
+        raise ValueError(f"{name} must be a {_words(kind)}, got {_short(content)}")
     hints = get_type_hints(kind)
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
@@ -112,12 +112,12 @@ def _typed_record(content: Any, kind: Any, name: str) -> Any:
         needed, known = kind.__required_keys__, set(content)
     if not needed <= set(content) <= known:
         wrong = ", ".join(sorted((needed - set(content)) | (set(content) - known)))
-        raise ValueError(f"{name} must have the fields of a {kind.__name__}, got others in {_short(wrong)}")
+        raise ValueError(f"{name} must have the fields of a {_words(kind)}, got others in {_short(wrong)}")
     return kind(**{field: typed(value, hints.get(field, Any), f"{name}.{field}") for field, value in content.items()})
 
 
 def _words(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind)) if get_origin(kind) is None else str(kind).replace("typing.", "")
+    return kind.__name__.lstrip("_") if get_origin(kind) is None else str(kind).replace("typing.", "")
 
 
 def _short(content: Any) -> str:

@@ -11,10 +11,8 @@ from cpu3d.compare.planned import end_of
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import METRICS, UNTOUCHED, scores_path
+from cpu3d.inference.evaluate import METRICS, UNTOUCHED, read_scores, scores_path
 from cpu3d.training.run_log import read_events
-from memory_estimator.files import read_json
 
 MEAN = "mean"
 """In the place of a region's name: the mean over the regions."""
@@ -97,7 +95,7 @@ def read_run(
     folder = Path(folder)
     config, events = load_config(folder), read_events(folder)
     path = scores_path(scored or folder, split or UNTOUCHED)
-    scores = _read_scores(path) if split else {"cases": (), "regions": ()}
+    scores = read_scores(path) if split else {"cases": (), "regions": ()}
     starts = [event for event in events if event.get("event") == "start"]
     host = starts[-1].get("host", {}) if starts else {}
     return RunResult(
@@ -168,17 +166,6 @@ def costs_of(
 
 
 # --- Private helpers ---
-
-
-def _read_scores(path: Path) -> Dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
-    try:
-        scores = read_json(path)
-        _by_region(scores)
-        return scores
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} must be complete, got {error!r}; run `evaluate` again") from None
 
 
 def _by_region(scores: Mapping[str, Any]) -> Dict[str, Dict[str, Dict[str, float]]]:

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.compare.process import RunDivergedError
 from cpu3d.config import RunConfig, load_config
 from cpu3d.errors import DivergedError, InputError
-from cpu3d.inference.evaluate import UNTOUCHED, scores_path
+from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.options import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
@@ -166,18 +166,18 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     """
     path, weights = scores_path(scored or run, evaluation.split), run / "checkpoints" / "best.npz"
     try:
-        scores = read_json(path)
-        config, inference = load_config(run), scores["inference"]
-        usual = {**Inference().to_json(), "window": list(config.grid) if config.is_patch else None}
-        return (
-            inference == {**usual, "one_pass": not config.is_patch}
-            and scores["split_hash"] == config.split_hash
-            and scores["tolerance_mm"] == evaluation.tolerance_mm
-            and scores["weights"] == "best"
-            and path.stat().st_mtime >= weights.stat().st_mtime
-        )
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        scores, is_younger = read_scores(path), path.stat().st_mtime >= weights.stat().st_mtime
+    except (InputError, FileNotFoundError):
         return False  # none, or a damaged one: they are made again
+    config = load_config(run)
+    usual = {**Inference().to_json(), "window": list(config.grid) if config.is_patch else None}
+    return (
+        is_younger
+        and scores.get("inference") == {**usual, "one_pass": not config.is_patch}
+        and scores["split_hash"] == config.split_hash
+        and scores["tolerance_mm"] == evaluation.tolerance_mm
+        and scores["weights"] == "best"
+    )
 
 
 # --- Private helpers ---

@@ -24,7 +24,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -40,11 +40,12 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import HeldOut, add_run_options, describe, joined, load_configs
 from cpu3d.inference.options import add_inference_options, inference_from
 from cpu3d.inference.predictors import store_of_run, trained_predictors
-from cpu3d.inference.scores import TOLERANCE_MM, CaseScores, score_case
+from cpu3d.inference.scores import TOLERANCE_MM, CaseScores, RegionScores, score_case
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.exchange import OLD, exchanged
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
+from memory_estimator.files import read_json, typed
 
 SCHEMA = 1
 """Version of scores.json."""
@@ -202,6 +203,29 @@ def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
     return (folder if split == UNTOUCHED else folder / split) / "scores.json"
 
 
+def read_scores(path: Path) -> Dict[str, Any]:
+    """The content of a scores.json. Raises InputError where there is none, it is damaged, or of another version."""
+    if not path.is_file():
+        raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
+    try:
+        scores = read_json(path)
+        schema = scores["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} must be JSON with a schema, got {error!r}; run `evaluate` again") from None
+    if schema != SCHEMA:
+        raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; run `evaluate` again with this version")
+    try:
+        typed(scores, _Scores, "scores")
+        for name, part in (("summary", scores["summary"]), *((c["case_id"], c["regions"]) for c in scores["cases"])):
+            if set(part) != set(scores["regions"]):
+                raise ValueError(f"{name} must be of {', '.join(scores['regions'])}, got {', '.join(part) or 'none'}")
+        if scores["split"] not in SPLITS or not scores["regions"] or not scores["cases"]:
+            raise ValueError("a split, regions and cases must be there")
+    except ValueError as error:
+        raise InputError(f"{path} must be complete, got {error}; run `evaluate` again") from None
+    return scores
+
+
 def warning(split: str) -> str:
     """What to say, loudly, beside scores of a split that is not untouched."""
     seen = "was trained on these cases" if split == "train" else "was chosen by its scores on these cases"
@@ -257,6 +281,57 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
     ]
     if by_fold:
         console.print(f"mean Dice of each fold on the cases it held out: {', '.join(by_fold)}")
+
+
+# --- Private helpers: what scores.json holds, as far as it is read ---
+
+_Statistics = TypedDict("_Statistics", dict.fromkeys(("mean", "median", "std", "min", "max"), float))
+_Empty = TypedDict("_Empty", dict.fromkeys(("both", "truth", "prediction"), int))
+_Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
+
+
+class _Inference(TypedDict, total=False):
+    window: Optional[List[int]]
+    overlap: float
+    flips: bool
+
+
+class _Run(TypedDict, total=False):
+    inference: Optional[_Inference]
+    held_out: List[str]
+
+
+class _CaseTimes(TypedDict, total=False):
+    predict_s: float
+    score_s: float
+
+
+class _Case(_CaseTimes):
+    case_id: str
+    mean_dice: float
+    regions: Dict[str, RegionScores]
+
+
+class _Newer(TypedDict, total=False):
+    """What older files may lack."""
+
+    inference: Optional[_Inference]
+    runs: List[_Run]
+    peak_rss_bytes: Optional[int]
+
+
+class _Scores(_Newer):
+    name: str
+    weights: str
+    store: str
+    split: str
+    untouched: bool
+    split_hash: str
+    tolerance_mm: float
+    regions: Dict[str, List[int]]
+    label_codes: Dict[int, str]
+    summary: Dict[str, _Summary]
+    cases: List[_Case]
 
 
 # --- Private helpers ---

@@ -3,17 +3,14 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from cpu3d.config import load_config
 from cpu3d.data.folds import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import METRICS, UNTOUCHED, scores_path
-from cpu3d.inference.evaluate import SCHEMA as SCORES_SCHEMA
-from cpu3d.inference.scores import RegionScores
+from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.training.run_log import read_events
-from memory_estimator.files import read_json
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def gather(run_dir: Path) -> RunFiles:
     config = dataclasses.asdict(load_config(run_dir))
     events = read_events(run_dir)
     paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
-    scores = next((_read_scores(path) for path in paths if path.is_file()), None)
+    scores = next((read_scores(path) for path in paths if path.is_file()), None)
     store = None
     for folder in (scores["store"] if scores else None, config.get("store")):
         if folder and store is None:
@@ -48,51 +45,3 @@ def gather(run_dir: Path) -> RunFiles:
             except InputError:
                 store = None  # moved or deleted since: the page says so
     return RunFiles(run_dir, config, tuple(events), scores, store)
-
-
-# --- Private helpers ---
-
-
-def _read_scores(path: Path) -> Dict[str, Any]:
-    try:
-        scores = read_json(path)
-        schema = scores["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} must be JSON with a schema, got {error!r}; run `evaluate` again") from None
-    if schema != SCORES_SCHEMA:
-        raise InputError(
-            f"{path} must have schema {SCORES_SCHEMA}, got {schema}; run `evaluate` again with this version"
-        )
-    lacking = _lacking(scores, _NEEDED) or [name for part in _parts(scores) for name in _lacking(*part)]
-    if lacking:
-        raise InputError(f"{path} must be complete, got none of {', '.join(lacking[:8])}; run `evaluate` again")
-    return scores
-
-
-_NEEDED: Mapping[str, Any] = {
-    "name": {}, "weights": {}, "store": {}, "split": {}, "untouched": {}, "split_hash": {}, "tolerance_mm": {},
-    "regions": {}, "label_codes": {}, "summary": {}, "cases": {},
-}  # fmt: skip
-"""Keys of scores.json that a report asks for; `_parts` has what it asks for below them."""
-
-
-def _parts(scores: Dict[str, Any]) -> Iterator[Tuple[Any, Mapping[str, Any], str]]:
-    """(part of the scores, what is needed of it, its name): the summary and every case, for each region."""
-    statistics = {name: {} for name in ("mean", "median", "std", "min", "max")}
-    empty = {kind: {} for kind in ("both", "truth", "prediction")}
-    summary = {**dict.fromkeys(METRICS, statistics), "empty": empty}
-    values = {field.name: {} for field in dataclasses.fields(RegionScores)}
-    regions = tuple(scores["regions"])
-    yield scores["summary"], dict.fromkeys(regions, summary), "summary."
-    for number, case in enumerate(scores["cases"]):
-        yield case, {"case_id": {}, "mean_dice": {}, "regions": dict.fromkeys(regions, values)}, f"cases[{number}]."
-
-
-def _lacking(found: Any, needed: Mapping[str, Any], prefix: str = "") -> List[str]:
-    """Dotted names of what is needed and not there."""
-    there = found if isinstance(found, dict) else {}
-    return [
-        name
-        for key, below in needed.items()
-        for name in ([prefix + key] if key not in there else _lacking(there[key], below, f"{prefix}{key}."))
-    ]

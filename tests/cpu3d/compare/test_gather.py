@@ -98,7 +98,7 @@ def test_missing_and_damaged_scores_are_named(make_run):
     with pytest.raises(InputError, match=r"scores\.json, found none; run `evaluate`"):
         read_run("whole", 0, folder, "test")
     scores_path(folder).parent.mkdir()
-    scores_path(folder).write_text('{"cases": [{}], "regions": {"WT": []}}')
+    scores_path(folder).write_text('{"schema": 1, "cases": [{}], "regions": {"WT": []}}')
     with pytest.raises(InputError, match="must be complete"):
         read_run("whole", 0, folder, "test")
 

@@ -316,6 +316,7 @@ def test_damaged_scores_are_refused(tiny_run, evaluated, content):
         ("summary", "TC"),
         ("summary", "WT", "empty", "both"),
         ("cases", 1, "regions", "ET", "dice"),
+        ("cases", 1, "regions", "ET"),
     ],
 )
 def test_scores_that_lack_something_are_refused_by_name(tiny_run, evaluated, path):
@@ -325,7 +326,18 @@ def test_scores_that_lack_something_are_refused_by_name(tiny_run, evaluated, pat
         part = part[key]
     del part[path[-1]]
     (tiny_run / "evaluation/scores.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"scores\.json must be complete, got none of .*{path[-1]}; run `evaluate`"):
+    with pytest.raises(InputError, match=rf"scores\.json must be complete, got .*{path[-1]}.*; run `evaluate`"):
+        write_report(tiny_run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("store", 3), ("split", 1), ("split", "../test"), ("tolerance_mm", "1"), ("cases", []), ("inference", [1])],
+)
+def test_scores_of_another_kind_are_refused_by_name(tiny_run, evaluated, name, value):
+    path = tiny_run / "evaluation/scores.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(InputError, match=rf"scores\.json must be complete, got .*{name}.*; run `evaluate`"):
         write_report(tiny_run)
 
 
