@@ -80,6 +80,7 @@ def load(out: Path, of: Any = Course) -> Optional[Kept]:
             typed(planned, of, f"plan[{number}]")
         if not kept.seeds:
             raise ValueError("no seeds")
+        json.dumps(content, allow_nan=False)  # raises ValueError for what could not be written back
         return kept
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None

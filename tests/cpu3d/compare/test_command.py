@@ -203,6 +203,7 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(stage, asked, make
         ("seeds", ["0"], r"seeds\[0\] must be int"),
         ("seeds", [], "no seeds"),
         ("results", 3, "results must be"),
+        ("results", {"difference": float("nan")}, "Out of range float"),
         ("steps", "4", r"plan\[0\].steps must be int, got 4"),
         ("grid", [8, 8], r"plan\[0\].grid must be"),
         ("name", "../whole", "plan of comparison .* must be of its variants, got ../whole, patch"),
