@@ -84,7 +84,7 @@ def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_coun
     said, arrays = trained(learner(BATCH, optimizer=optimizer, ema=0.9))
     said_of_parts, arrays_of_parts = trained(learner(micro, optimizer=optimizer, ema=0.9))
     assert list(arrays_of_parts) == list(arrays)
-    # Adam divides by the gradient's size, so that of a small one the rounding shows, which hangs on kernels and threads.
+    # Adam divides by the gradient's size: of a small one the rounding shows, which hangs on kernels and threads.
     assert_alike(arrays_of_parts.values(), arrays.values(), 1e-3)
     assert arrays_of_parts["updates"] == 2
     for outcome, of_parts in zip(said, said_of_parts):
