@@ -171,7 +171,7 @@ def load_config(run: Path) -> RunConfig:
     try:
         content = read_json(path)
         schema = content.pop("schema")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"run config {path} must be JSON with a schema, got {error!r}; restore it") from None
     if schema != SCHEMA:
         raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")

@@ -289,8 +289,13 @@ def test_restarts_are_all_shown(tiny_run):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "must hold a config"), ('{"store": ', "must be JSON"), ('{"schema": 99}', "must have schema 1, got 99")],
-    ids=["missing", "cut off", "another version"],
+    [
+        (None, "must hold a config"),
+        ('{"store": ', "must be JSON"),
+        ("[]", "must be JSON"),
+        ('{"schema": 99}', "must have schema 1, got 99"),
+    ],
+    ids=["missing", "cut off", "a list", "another version"],
 )
 def test_a_folder_without_a_config_of_this_version_is_refused(tiny_run, content, told):
     config = tiny_run / "config.json"
