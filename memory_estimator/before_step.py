@@ -1,6 +1,6 @@
 """What runs before the first step, as both engines of the estimator need it: the allocator's regions keep traces of it.
 
-The inputs are those of `cpu3d.bench.measure.made_up`, drawn at random by TensorFlow; the two must stay in step. What
+The inputs are those of `cpu3d.bench.step.made_up`, drawn at random by TensorFlow; the two must stay in step. What
 `train` reads from a store comes another way, with less in between.
 """
 

@@ -43,10 +43,12 @@ class Table:
             caption_justify="left",
             show_header=any(self.columns),
             box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
         )
         for position, name in enumerate(self.columns):
             left = position < self.names
-            table.add_column(Text(name), justify="left" if left else "right", overflow="fold", no_wrap=not left)
+            table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell, "bold" if isinstance(cell, Bold) else "") for cell in row))
         return table

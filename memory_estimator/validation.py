@@ -1,6 +1,6 @@
 """The estimator held against measured steps: what `bench memory` recorded, what is predicted of the same jobs.
 
-Records are JSON, one a line, as `cpu3d.bench.record` writes them.
+Records are JSON, one a line, as `cpu3d.util.records` writes them.
 """
 
 import math

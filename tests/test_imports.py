@@ -18,7 +18,6 @@ MAY_IMPORT = {
 """models <- memory_estimator <- cpu3d: a package on the left never asks one further right."""
 
 NEED_TENSORFLOW = {
-    "cpu3d.bench.plain",
     "cpu3d.data.failures",
     "cpu3d.data.finish",
     "cpu3d.data.python_op",

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from cpu3d.bench.campaign import describe
 from cpu3d.bench.fit_costs import fit_costs, straight_line
-from cpu3d.bench.step import last_json_line
+from cpu3d.bench.harness import last_json_line
 from cpu3d.host.apply import ENGINES, installed
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar

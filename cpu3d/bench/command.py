@@ -6,7 +6,7 @@
     ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
     ./run.sh bench validate --record records/memory.jsonl
-    ./run.sh bench tables --records records --page docs/validation.md
+    ./run.sh bench tables --records records --out docs/results.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
     ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl --picture scaling.png
     ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl --picture windows.png
@@ -17,8 +17,9 @@ constants to this host, is a command of its own: every user wants it, these few 
 """
 
 import argparse
+import inspect
 
-from cpu3d.bench import engines, memory, step, tables, validate, windows
+from cpu3d.bench import memory, step, tables, validate, windows
 from cpu3d.bench.data import command as data
 from cpu3d.bench.faults import command as faults
 from cpu3d.bench.scaling import command as scaling
@@ -26,7 +27,7 @@ from cpu3d.bench.scaling import command as scaling
 KINDS = {
     "step": step,
     "memory": memory,
-    "engines": engines,
+    "engines": step.Engines,
     "validate": validate,
     "tables": tables,
     "data": data,
@@ -38,15 +39,16 @@ KINDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, module in KINDS.items():
+    for name, kind in KINDS.items():
+        words = inspect.getdoc(kind)
         sub = kinds.add_parser(
             name,
-            help=module.__doc__.splitlines()[0],
-            description=module.__doc__,
+            help=words.splitlines()[0],
+            description=words,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(sub)
-        sub.set_defaults(bench_run=module.run)
+        kind.add_arguments(sub)
+        sub.set_defaults(bench_run=kind.run)
 
 
 def run(args: argparse.Namespace) -> int:

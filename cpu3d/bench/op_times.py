@@ -16,8 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
-from cpu3d.bench.allocations import profile_planes
-from cpu3d.bench.measure import WARM_UP_STEPS, made_up
+from cpu3d.bench.step import WARM_UP_STEPS, made_up, profile_planes
 from cpu3d.config import RunConfig
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes

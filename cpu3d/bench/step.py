@@ -9,293 +9,526 @@ JSON with "step_s"; it runs in turn with ours, and the ratio is taken round by r
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
-import shlex
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import threading
+import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from cpu3d.bench.measure import WARM_UP_STEPS
-from cpu3d.bench.record import append_record
+from cpu3d.bench.harness import (
+    Output,
+    Result,
+    Turns,
+    check_peers,
+    draw_bars,
+    in_turn,
+    last_json_line,
+    peer_options,
+    read_options,
+    run_peer,
+    summary,
+    times,
+    with_range,
+)
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES
+from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
+from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.util.versions import versions
+from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.job import OPTIMIZERS
 from memory_estimator.options import add_network_options, network_from
-from models.config import DTYPES, POLICIES
-from models.layer_plan import layer_plan
+from memory_estimator.schema import add_options, option
+from memory_estimator.table import Table
+from memory_estimator.units import GIB
+from models.config import DTYPES, EPSILON, POLICIES, UNetConfig
+from models.layer_plan import layer_plan, training_flops
 
-ROOT = Path(__file__).resolve().parents[2]
+WARM_UP_STEPS = 2
+"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third."""
 
-LOOK_EVERY_S = 0.02
-"""Between two looks at a measuring process; a look takes 0.1 ms of another core."""
+LONG_ENOUGH_S = 90
+"""Once the steps have taken this long, no more are done than one to warm up and one to time: without oneDNN a step
+takes minutes in bfloat16, next to which what settles during the first ones is nothing."""
 
-KILLED = (-9, 128 + 9)
-"""What a process exits with that the kernel's out-of-memory killer ends, alone and under a shell."""
+MATMUL_SIDES = (1024, 2048, 4096)
+"""Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
+
+ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
+"""In the order they are measured; the first is the baseline."""
+
+Allocation = Tuple[float, str, int]
+"""(seconds into the step, operation, bytes live after the call)."""
 
 
-class ProcessFailedError(InputError):
-    """A measuring process ended without a result: what it was asked to do cannot be done here.
+@dataclass(frozen=True)
+class StepOptions:
+    """The step that is measured, but for the network's own options."""
 
-    `returncode` is what it exited with, negative for a signal; `told` is the last line that it said.
-    """
+    shape: Tuple[int, int, int] = option((128, 128, 128), "voxels", metavar=("X", "Y", "Z"))
+    batch: int = option(1, "volumes a step", at_least=1, metavar="B")
+    micro_batch: int = option(0, "volumes at a time (default: as `train` does)", metavar="M")
+    optimizer: str = option("adam", choices=OPTIMIZERS)
+    policy: str = option("speed", "memory policy", choices=POLICIES)
+    steps: int = option(5, "steps timed", at_least=1, metavar="N")
+    warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
+    dtype: str = option("auto", "default: bfloat16 where it is fast", choices=("auto", *DTYPES))
+    engine: str = option("auto", "default: auto, ITEX where it is installed", choices=ENGINES)
 
-    def __init__(self, problem: str, returncode: int = 1, told: str = ""):
-        super().__init__(problem)
-        self.returncode, self.told = returncode, told
 
-    @property
-    def reason(self) -> str:
-        """In a few words, for a table."""
-        if self.returncode in KILLED:
-            return "killed, as the kernel does when memory runs out"
-        return f"exited with {self.returncode} saying: {self.told}"
+@dataclass(frozen=True)
+class EngineOptions(StepOptions):
+    """The step that is measured on every engine."""
+
+    steps: int = option(3, "steps timed", at_least=1, metavar="N")
+    dtypes: Tuple[str, ...] = option(DTYPES, "dtypes, the first is the baseline's", choices=DTYPES)
+
+
+def add_step_options(parser: argparse.ArgumentParser, cls: type = StepOptions, without: Sequence[str] = ()) -> None:
+    """Add the options of a step and of its network."""
+    add_network_options(parser)
+    add_options(parser, cls, only=[field.name for field in dataclasses.fields(cls) if field.name not in without])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
-    add_engine_options(parser)
-    parser.add_argument(
-        "--peer", action="append", default=[], metavar="COMMAND", help="run in turn with ours; repeatable"
-    )
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often, in turn (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append the result to a .jsonl file")
-
-
-def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """What is measured: shared by all kinds of bench."""
-    parser.add_argument("--shape", type=int, nargs=3, default=(128, 128, 128), metavar=("X", "Y", "Z"))
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="volumes a step (default: 1)")
-    parser.add_argument(
-        "--micro-batch", type=int, default=0, metavar="M", help="volumes at a time (default: as `train` does)"
-    )
-    add_network_options(parser)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--policy", choices=POLICIES, default="speed", help="memory policy (default: speed)")
-    add_count_options(parser)
-
-
-def add_count_options(parser: argparse.ArgumentParser) -> None:
-    """How many steps are done."""
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps timed (default: 5)")
-    parser.add_argument(
-        "--warm-up", type=int, default=WARM_UP_STEPS, metavar="N", help="steps before those, not timed (default: 2)"
-    )
-
-
-def counts_from(args: argparse.Namespace) -> Dict[str, int]:
-    """The part of a request that `add_count_options` asks for. Raises InputError for a number out of range."""
-    for name, least in (("steps", 1), ("warm_up", 0)):
-        if getattr(args, name) < least:
-            raise InputError(f"{name} must be at least {least}, got {getattr(args, name)}; give a larger number")
-    return {"steps": args.steps, "warm_up": args.warm_up}
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """What one measurement runs on; `bench engines` tries them all."""
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: bfloat16 where it is fast")
-    parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, ITEX where it is installed")
+    add_options(parser, Turns)
+    add_options(parser, Output, only=("json", "record"))
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rounds < 1:
-        raise InputError(f"rounds must be at least 1, got {args.rounds}; give a positive number")
-    check_peers(args.peer)
-    request = step_request(args, dtype=args.dtype, engine=args.engine)
-    ours: List[Dict[str, Any]] = []
-    peers: List[List[Dict[str, Any]]] = [[] for _ in args.peer]
-    for _ in range(args.rounds):
-        ours.append(measure_in_fresh_process(request))
-        for results, command in zip(peers, args.peer):
-            results.append(run_peer(command))
-    result = _middle(ours)
+    output, turns, request = read_options(Output, args), read_options(Turns, args), step_request(args)
+    check_peers(turns.peer)
+    ways = {"": lambda _: measure_in_fresh_process(request)}
+    ways.update({command: lambda _, command=command: run_peer(command) for command in turns.peer})
+    found, _ = in_turn(ways, turns.rounds, "step", keep_going=False)
+    ours = found.pop("")
+    # The result with the (lower) median step time, whole: its figures belong together.
+    result = dict(sorted(ours, key=lambda one: one["step_s"])[(len(ours) - 1) // 2])
     result["rounds"] = [one["step_s"] for one in ours]
-    result["peers"] = [_against(command, results, ours) for command, results in zip(args.peer, peers)]
-    if args.json:
-        print(json.dumps(result))
-    else:
-        Console().print(_table(result))
-    if args.record:
-        append_record(args.record, "step", result)
+    result["peers"] = [
+        {
+            **{name: value for name, value in summary(results, ours).items() if not name.startswith("allocator")},
+            "peer": results[0].get("peer", command.split()[0]),
+            "options": peer_options(command),
+        }
+        for command, results in found.items()
+    ]
+    output.publish("step", result, _table(result))
     return 0
 
 
-def step_request(args: argparse.Namespace, *, dtype: str, engine: str) -> Dict[str, Any]:
-    """What `bench.measure` is to do. Raises InputError for a network or a shape that cannot be."""
-    if dtype == "auto":
-        dtype = read_host().best_dtype
-    if args.batch < 1:
-        raise InputError(f"batch must be at least 1, got {args.batch}; give a positive number")
+def step_request(args: argparse.Namespace, cls: type = StepOptions, **more: Any) -> Dict[str, Any]:
+    """What `measure` is to do, from the options of a step; `more` are such options. Raises InputError."""
+    options = read_options(cls, args, **more)
+    dtype = read_host().best_dtype if options.dtype == "auto" else options.dtype
     try:
-        unet = network_from(args, dtype)
-        layer_plan(unet, tuple(args.shape))
+        unet = dataclasses.replace(network_from(args, dtype), policy=options.policy)
+        layer_plan(unet, options.shape)
     except ValueError as error:
         raise InputError(str(error)) from None
-    config = RunConfig(unet=unet, batch=args.batch, micro_batch=args.micro_batch)
     return {
-        "shape": list(args.shape),
-        "batch": args.batch,
-        "micro_batch": config.micro,
+        "shape": list(options.shape),
+        "batch": options.batch,
+        "micro_batch": RunConfig(unet=unet, batch=options.batch, micro_batch=options.micro_batch).micro,
         "unet": dataclasses.asdict(unet),
-        "optimizer": args.optimizer,
-        **counts_from(args),
-        "engine": engine,
+        "optimizer": options.optimizer,
+        "steps": options.steps,
+        "warm_up": options.warm_up,
+        "engine": options.engine,
         "matmul": ["before", "after"],
     }
 
 
 def measure_in_fresh_process(
     request: Dict[str, Any], look: Optional[Callable[[int], None]] = None, threads: Optional[int] = None
-) -> Dict[str, Any]:
-    """Run `bench.measure` on `request` in a new process: nothing allocated or compiled before counts.
+) -> Result:
+    """`measure(request)` in a new process: nothing allocated or compiled before counts.
 
-    `look` is called with the process's id every 20 ms as long as it runs; `threads` are the host's own number or what
-    the environment says where None is given.
+    `look` is called with the process's id every 20 ms as long as it runs; without `threads` they are the host's own
+    number or the environment's.
     """
-    command = [sys.executable, "-m", "cpu3d.bench.measure", json.dumps(request)]
+    command = [sys.executable, "-m", "cpu3d.bench.step", json.dumps(request)]
     more = {} if threads is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(threads))
     return last_json_line(command, "the measured step", look=look, environment={**os.environ, **more})
 
 
-def last_json_line(
-    command: List[str],
-    who: str,
-    cwd: Optional[Path] = ROOT,
-    look: Optional[Callable[[int], None]] = None,
-    environment: Optional[Dict[str, str]] = None,
-) -> Dict[str, Any]:
-    """Run a command and read the last line it prints.
+def title_of(result: Result, batch: str = "") -> str:
+    """What was measured, in one line."""
+    unet = result["unet"]
+    return (
+        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
+        f"{batch or 'batch ' + str(result['batch'])}, {unet['dtype']}, {unet['norm']} norm"
+    )
 
-    Raises ProcessFailedError, with what it said, where that is no JSON. SIGINT and SIGTERM kill the command and raise
-    KeyboardInterrupt, in the background as well.
+
+def _table(result: Result) -> Table:
+    peak = result["allocator_peak_bytes"]
+    rows = [
+        ("engine", result["engine_name"]),
+        ("step", f"{with_range(result, 'step_s')} s"),
+        ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
+        ("allocator peak", "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB"),
+        ("process peak", f"{result['process_peak_bytes'] / GIB:.2f} GiB"),
+    ]
+    for peer in result["peers"]:
+        words = f"{peer['step_s']:.2f} s, {with_range(peer, 'ratio')} times ours: {peer['options']}"
+        rows.append((peer["peer"], words))
+    return Table(("", ""), rows, title=f"Training step, {title_of(result)}", names=2)
+
+
+# --- Every engine ---
+
+
+class Engines:
+    """Time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2.
+
+        ./run.sh bench engines --shape 128 128 128 --picture engines.png
+
+    Engines: stock TensorFlow without oneDNN, stock with oneDNN, and with Intel's extension. A combination that the
+    engine cannot do is shown as such.
     """
-    with _stopped_by_signals():
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            out, err = _watched(process, look)
-        except BaseException:  # Ctrl-C among them: nothing is left running
-            process.kill()
-            process.communicate()
-            raise
-    lines = out.strip().splitlines()
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        told = (err.strip().splitlines() or ["nothing"])[-1]
-        # A negative code is a signal: -9 is what the kernel's out-of-memory killer sends.
-        raise ProcessFailedError(
-            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {told}",
-            process.returncode,
-            told,
-        ) from None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add_step_options(parser, EngineOptions, without=("dtype", "engine"))
+        add_options(parser, Output)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        output, options = read_options(Output, args), read_options(EngineOptions, args)
+        requests = [
+            step_request(args, EngineOptions, dtype=dtype, engine=engine)
+            for engine in ENGINE_NAMES
+            for dtype in options.dtypes
+        ]
+        ways = {number: lambda _, one=one: measure_in_fresh_process(one) for number, one in enumerate(requests)}
+        found, failures = in_turn(ways, 1, "engines")
+        rows = [
+            found[number][0] or {**request, "step_s": None, "error": str(failures[number])}
+            for number, request in enumerate(requests)
+        ]
+        first = rows[0]["step_s"]
+        for row in rows:
+            row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
+        result = {"shape": list(options.shape), "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
+        output.publish("engines", result, engines_table(result), lambda: draw_engines(rows))
+        return 0
 
 
-def check_peers(commands: Sequence[str]) -> None:
-    """Raise InputError, naming all of them, unless every command can be read and its program is there."""
-    problems = []
-    for command in commands:
-        try:
-            program = shlex.split(command)[:1]
-        except ValueError as error:
-            problems.append(f"peer must be a command, got {command!r}: {error}; mend it")
-            continue
-        if not program or not shutil.which(program[0]):
-            problems.append(f"peer must begin with a program that is there, got {command!r}; mend it")
-    if problems:
-        raise InputError(*problems)
+def engines_table(result: Result) -> Table:
+    """Every engine and dtype against the first."""
+    rows = []
+    for row in result["rows"]:
+        cells = ["cannot", "-", "-"]
+        if row["step_s"] is not None:
+            speedup = "-" if row["speedup"] is None else f"{row['speedup']:.1f}"
+            cells = [f"{row['step_s']:.2f}", speedup, f"{row['process_peak_bytes'] / GIB:.1f} GiB"]
+        rows.append([ENGINE_NAMES[row["engine"]], row["unet"]["dtype"], *cells])
+    title = f"{times(result['shape'])}, the same network, each in a fresh process:"
+    return Table(("engine", "dtype", "s a step", "speed-up", "process peak"), rows, title=title, names=2)
 
 
-def run_peer(command: str) -> Dict[str, Any]:
-    """What a peer says of its step. Raises InputError where its JSON has no step_s, ProcessFailedError without JSON."""
-    result = last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
-    if not isinstance(result, dict) or not isinstance(result.get("step_s"), (int, float)):
-        found = sorted(result) if isinstance(result, dict) else result
-        raise InputError(f"peer must print JSON with step_s, got {found} from {command!r}; adapt it")
-    return result
+def draw_engines(rows: Sequence[Result]) -> bytes:
+    """Seconds a step of every engine and dtype on a logarithmic axis, as PNG."""
+    done = [row for row in rows if row["step_s"]]
+    figure = new_figure(7, 0.5 * len(done) + 1.2)
+    axes = figure.add_subplot()
+    seconds = [row["step_s"] for row in done]
+    draw_bars(
+        axes, seconds, "seconds a training step (logarithmic)",
+        names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
+        texts=[f"{row['step_s']:.2f} s" + f"  ({row['speedup']:.1f}x)" * bool(row["speedup"]) for row in done],
+        colours=[PALETTE[("float32", "bfloat16").index(row["unet"]["dtype"])] for row in done],
+    )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
+    first = done[0]
+    title = f"3D U-Net, {times(first['shape'])}, {first['unet']['filters']} filters, {first['host']['cores']} cores"
+    axes.set_title(title, fontsize=10, loc="left")
+    figure.tight_layout(pad=0.6)
+    return png(figure)
 
 
-# --- Private helpers ---
+# --- In the measuring process ---
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM too, and for SIGINT where a shell has it ignored, as in the background.
+def measure(request: Dict[str, Any]) -> Result:
+    """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    Python alone would end at a SIGTERM without a word to the process that measures, which then runs on.
+    `request["matmul"]` says when the host's matrix product is timed, "before" and "after" the steps. Both is fairest,
+    as the best of all products counts: a share of it is then never flattered by a slow moment of the host. Where memory
+    is the question it must not come before, because the matrices' pages would stay with the process.
+
+    With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume;
+    with `request["profile"]` it lists the allocator's calls of one step more. All peaks are read before that and
+    before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    host, threads, tf = set_up(request["engine"])
+    from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
 
+    unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
+    config = RunConfig(
+        grid=grid, unet=unet, batch=batch, micro_batch=request["micro_batch"], optimizer=request["optimizer"]
+    )
+    learner = (PlainLearner if request.get("plain") else Learner)(config)
+    peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
+    moments: List[Tuple[str, float, float]] = []
+    before, begin = resident(), time.time()
+    # One micro-batch stands for all: as with a store, no other lies in memory beside it.
+    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
+    moments.append(("data", begin, time.time()))
 
-def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:
-    """What the process printed, once it has ended."""
-    while look:
-        look(process.pid)
+    def step() -> float:
+        begin, begin_s = time.time(), time.perf_counter()
+        learner.step(parts, 1e-4)
+        seconds = time.perf_counter() - begin_s
+        moments.append(("step", begin, time.time()))
+        return seconds
+
+    first: List[float] = []
+    while len(first) < request.get("warm_up", WARM_UP_STEPS) and sum(first) < LONG_ENOUGH_S:
+        first.append(step())
+    # An engine without oneDNN keeps no statistics, and reports none.
+    with contextlib.suppress(ValueError, tf.errors.OpError):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    timed = [step()]
+    while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
+        timed.append(step())
+    allocator_peak, process_peak, after = allocator_peak_bytes(), peak_rss_bytes(), resident()
+
+    more: Dict[str, Any] = {}
+    if request.get("watched"):
+        more["baseline_bytes"] = before and before.total_bytes
+        more["resident_bytes"] = after and after.total_bytes
+        more["moments"] = moments
+    if request.get("profile"):
         try:
-            return process.communicate(timeout=LOOK_EVERY_S)
-        except subprocess.TimeoutExpired:
-            continue
-    return process.communicate()
+            more["allocations"] = record_allocations(tf, step)
+        except RuntimeError as error:  # what was measured before stands either way
+            more["allocations"] = str(error)
+    if "after" in request["matmul"]:
+        peaks.append(_matmul_gflops(tf, unet.dtype))
 
-
-def _middle(results: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """The result with the (lower) median step time, whole: its figures belong together."""
-    return dict(sorted(results, key=lambda one: one["step_s"])[(len(results) - 1) // 2])
-
-
-def _against(command: str, results: List[Dict[str, Any]], ours: List[Dict[str, Any]]) -> Dict[str, Any]:
-    ratios = [theirs["step_s"] / mine["step_s"] for theirs, mine in zip(results, ours)]
+    step_s = statistics.median(timed)
+    gflops = training_flops(unet, grid, batch) / step_s / 1e9
     return {
-        "peer": results[0].get("peer", shlex.split(command)[0]),
-        "options": " ".join(part for part in shlex.split(command) if "/" not in part),
-        "step_s": statistics.median(theirs["step_s"] for theirs in results),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "process_peak_bytes": results[0].get("peak_rss_bytes"),
+        **request,
+        "engine_name": engine_name(tf),
+        "step_s": step_s,
+        "step_s_min": min(timed),
+        "step_s_max": max(timed),
+        "first_step_s": first[0] if first else timed[0],
+        "steps_timed": len(timed),
+        "volume_s": step_s / batch,
+        "gflops": gflops,
+        "matmul_gflops": max(peaks, default=None),
+        "matmul_peak_share": gflops / max(peaks) if peaks else None,
+        "allocator_peak_bytes": allocator_peak,
+        "process_peak_bytes": process_peak,
+        **more,
+        "parameters": parameter_count(learner.model),
+        "threads": in_force(threads),
+        "host": host.summary(),
+        "versions": versions(),
     }
 
 
-def _table(result: Dict[str, Any]) -> Table:
-    unet = result["unet"]
-    shape = " x ".join(map(str, result["shape"]))
-    title = f"Training step, {shape} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']}"
-    table = Table(title=title, show_header=False, title_justify="left")
-    gib = lambda n: "not counted by this engine" if n is None else f"{n / 2**30:.2f} GiB"  # noqa: E731
-    for name, value in (
-        ("engine", result["engine_name"]),
-        ("dtype", unet["dtype"]),
-        ("step", f"{result['step_s']:.2f} s ({result['step_s_min']:.2f} to {result['step_s_max']:.2f})"),
-        ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
-        ("allocator peak", gib(result["allocator_peak_bytes"])),
-        ("process peak", gib(result["process_peak_bytes"])),
-    ):
-        table.add_row(name, value)
-    for peer in result["peers"]:
-        spread = f"({peer['ratio_min']:.2f} to {peer['ratio_max']:.2f})"
-        table.add_row(
-            f"{peer['peer']}", f"{peer['step_s']:.2f} s, {peer['ratio']:.2f} times ours {spread}: {peer['options']}"
-        )
-    return table
+def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
+    """Noise (batch, X, Y, Z, C), and targets of a tenth of the voxels (batch, X, Y, Z, R) uint8.
+
+    Made by TensorFlow: whether it copies an array of numpy's depends on the address that this happens to have, and
+    the allocator's peak on everything that was taken before it.
+    """
+    noise = tf.random.stateless_normal((batch, *grid, unet.channels), (0, 1))
+    drawn = tf.random.stateless_uniform((batch, *grid, unet.outputs), (0, 2), 0, 10, tf.int32)
+    return tf.cast(noise, unet.dtype), tf.cast(tf.equal(drawn, 9), tf.uint8)
+
+
+def record_allocations(tf: Any, step: Callable[[], Any]) -> List[Allocation]:
+    """Run `step` under TensorFlow's profiler and return the allocator's calls in order.
+
+    Raises RuntimeError where this TensorFlow's profile cannot be read or names no allocation, as without oneDNN.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        try:
+            step()
+        finally:
+            tf.profiler.experimental.stop()
+        found = sorted(_allocator_calls(Path(folder)))
+    if not found:
+        raise RuntimeError("the profile must name allocations, got none; take the engine itex or stock")
+    begin = found[0][0]
+    return [((time - begin) / 1e12, op, live) for time, op, live in found]
+
+
+def profile_planes(folder: Path) -> Iterator[Any]:
+    """Everything in the profiles under `folder`. Raises RuntimeError where this TensorFlow writes another format."""
+    try:
+        # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2
+    except ImportError as error:
+        raise RuntimeError(f"the profile must be readable, got {error}; use TensorFlow 2.15 or 2.21") from None
+    for path in folder.rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(path.read_bytes())
+        yield from space.planes
+
+
+def _allocator_calls(folder: Path) -> Iterator[Tuple[int, str, int]]:
+    """(picoseconds, operation, bytes live) of every call in the profile, in no order."""
+    for plane in profile_planes(folder):
+        names = plane.stat_metadata
+        for line in plane.lines:
+            for event in line.events:
+                if plane.event_metadata[event.metadata_id].name not in ("MemoryAllocation", "MemoryDeallocation"):
+                    continue
+                stats = {}
+                for stat in event.stats:
+                    kind = stat.WhichOneof("value")
+                    value = names[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind)
+                    stats[names[stat.metadata_id].name] = value
+                if "bytes_allocated" in stats:
+                    moment = line.timestamp_ns * 1000 + event.offset_ps
+                    yield moment, str(stats.get("tf_op", "")), int(stats["bytes_allocated"])
+
+
+def _matmul_gflops(tf: Any, dtype: str) -> float:
+    """The best rate of a square matrix product in `dtype`, over a few sizes; stops growing where a product is slow."""
+    best = 0.0
+    for side in MATMUL_SIDES:
+        matrix = tf.cast(tf.random.stateless_normal((side, side), (1, 2)), dtype)
+        product = tf.function(lambda m: tf.matmul(m, m))
+        product(matrix)
+        seconds = []
+        while len(seconds) < 6 and sum(seconds) <= 2:
+            begin = time.perf_counter()
+            product(matrix)[0, 0].numpy()
+            seconds.append(time.perf_counter() - begin)
+        best = max(best, 2 * side**3 / min(seconds) / 1e9)
+        if min(seconds) > 0.5:
+            break
+    return best
+
+
+# --- The plain Keras graph ---
+
+
+class PlainLearner:
+    """The training step as anyone would write it with tf.keras: what memory policies are held against.
+
+    Stands in for `training.learner.Learner`, with the same loss and optimizer, without averaged weights; TensorFlow
+    orders the operations. Raises ValueError for a run in micro-batches: the batch is computed as a whole.
+    """
+
+    def __init__(self, config: RunConfig):
+        import tensorflow as tf
+
+        from cpu3d.training.learner import optimizer_of
+
+        if config.parts != 1:
+            raise ValueError(
+                f"micro_batch must be the whole batch of {config.batch} with the plain Keras graph, got "
+                f"{config.micro}; give {config.batch}"
+            )
+        self.model = build_plain(config.unet, config.grid, config.batch)
+        self.optimizer = optimizer_of(config)
+        self.optimizer.build(self.model.trainable_variables)
+        self._step = tf.function(self._train)
+
+    def step(self, parts: Iterator[Tuple[Any, Any]], learning_rate: float) -> Tuple[float, np.ndarray]:
+        """One optimizer step on the next of `parts`: its loss and the Dice of each region."""
+        self.optimizer.learning_rate.assign(learning_rate)
+        loss, dice = self._step(*next(parts))
+        return float(loss), dice.numpy()
+
+    def _train(self, image, target):
+        import tensorflow as tf
+
+        from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
+
+        with tf.GradientTape() as tape:
+            logits = self.model(image, training=True)
+            loss_of = deep_supervision_loss if isinstance(logits, (list, tuple)) else dice_cross_entropy
+            loss, dice = loss_of(target, logits)
+        variables = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return loss, dice
+
+
+def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int) -> Any:
+    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order."""
+    import tensorflow as tf
+
+    from models.layers import precision
+    from models.norm import MOMENTUM
+
+    config.check_shape(shape)
+    keras, kind = tf.keras.layers, {"dtype": precision(config)}
+
+    class InstanceNorm(keras.Layer):
+        """Each sample of (N, X, Y, Z, C) normalised for itself: the fused batch-norm kernel over one sample."""
+
+        def build(self, input_shape):
+            own = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
+            self.gamma = self.add_weight(name="gamma", initializer="ones", **own)
+            self.beta = self.add_weight(name="beta", initializer="zeros", **own)
+
+        def call(self, x):
+            normalised = [
+                tf.compat.v1.nn.fused_batch_norm(
+                    sample, self.gamma, self.beta, epsilon=EPSILON, data_format="NDHWC", is_training=True
+                )[0]
+                for sample in (tf.split(x, x.shape[0]) if x.shape[0] > 1 else [x])
+            ]
+            return tf.concat(normalised, 0) if len(normalised) > 1 else normalised[0]
+
+    def convolution(x, channels, kernel, use_bias):
+        return keras.Conv3D(channels, kernel, padding="same", use_bias=use_bias, **kind)(x)
+
+    def norm(x):
+        if config.norm == "instance":
+            return InstanceNorm(**kind)(x)
+        return keras.BatchNormalization(epsilon=EPSILON, momentum=MOMENTUM, **kind)(x) if config.norm == "batch" else x
+
+    def block(x, widths):
+        entry, bias = x, config.norm == "none"  # a bias where no norm follows
+        x = keras.ReLU(**kind)(norm(convolution(x, widths[0], 3, bias)))
+        x = norm(convolution(x, widths[1], 3, bias))
+        if config.residual:
+            x = keras.Add(**kind)([x, convolution(entry, widths[1], 1, False)])
+        return keras.ReLU(**kind)(x)
+
+    def up(x, width):
+        if config.up == "transposed":
+            return keras.Conv3DTranspose(width, 2, strides=2, use_bias=False, **kind)(x)
+        return keras.UpSampling3D(2, **kind)(convolution(x, width, 1, False))
+
+    image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype)
+    skips, levels = [], []
+    for level in range(config.depth):
+        x = keras.MaxPool3D(2, **kind)(x) if level else x
+        x = block(x, config.encoder_widths(level))
+        skips.append(x)
+    for level in reversed(range(config.depth - 1)):
+        x = keras.Concatenate(**kind)([skips[level], up(x, config.up_width(level))])
+        x = block(x, config.decoder_widths(level))
+        levels.append(x)
+    # As in build_unet3d: the finest first, then from the deepest up.
+    sources = [x, *levels[:-1]] if config.deep_supervision else [x]
+    logits = [convolution(source, config.outputs, 1, True) for source in sources]
+    return tf.keras.Model(image, logits if config.deep_supervision else logits[0])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cpu3d.bench.campaign import configurations, describe
+from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import measure_memory
-from cpu3d.bench.record import append_record
-from cpu3d.bench.step import ProcessFailedError
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
+from cpu3d.util.records import append_record
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, read_host

@@ -2,11 +2,11 @@
 
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from cpu3d.bench.record import newest
 from cpu3d.compare.statistics import difference_from_json
 from cpu3d.compare.tables import COSTS, DIFFERENCES, cases, in_words, scores_caption, spread
 from cpu3d.compare.verdict import NAMES
 from cpu3d.data.words import by
+from cpu3d.util.records import newest
 from cpu3d.util.words import listed, markdown_table, number
 from memory_estimator.units import GIB
 

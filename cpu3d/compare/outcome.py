@@ -10,13 +10,13 @@ from typing import Any, Dict, Optional, Tuple
 
 from rich.console import Console
 
-from cpu3d.bench.record import append_record
 from cpu3d.compare import tables
 from cpu3d.compare.comparison import Comparison, to_json
 from cpu3d.compare.page import cautions, reading, write_page
 from cpu3d.compare.plan import Kept
 from cpu3d.compare.planned import Evaluation
 from cpu3d.data.store import Store
+from cpu3d.util.records import append_record
 from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 

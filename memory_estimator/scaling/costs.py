@@ -1,6 +1,6 @@
 """What it costs that workers exchange their gradients, and how far they get in each other's way: measured, or assumed.
 
-`bench scaling` measures it on one host, between its processes. Records are JSON, one a line, as `cpu3d.bench.record`
+`bench scaling` measures it on one host, between its processes. Records are JSON, one a line, as `cpu3d.util.records`
 writes them.
 """
 

@@ -26,11 +26,11 @@ from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import Outcome
 from cpu3d.bench.data.scale import FULL, TINY, Scale
 from cpu3d.bench.data.tables import outcome_table, targets_table
-from cpu3d.bench.record import append_record, read_records
-from cpu3d.bench.step import ProcessFailedError
+from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.data.files.read_mode import file_system
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
+from cpu3d.util.records import append_record, read_records
 from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 

@@ -16,7 +16,7 @@ from cpu3d.bench.data.measuring import read_through
 from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import WARM, Line, Outcome
 from cpu3d.bench.data.worker import in_fresh_process
-from cpu3d.bench.step import last_json_line
+from cpu3d.bench.harness import last_json_line
 from cpu3d.util.progress import bar
 from memory_estimator.units import format_bytes
 

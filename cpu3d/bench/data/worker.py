@@ -9,7 +9,7 @@ import sys
 from typing import Any, Dict, Optional
 
 from cpu3d.bench.data.disk_cap import join
-from cpu3d.bench.step import last_json_line
+from cpu3d.bench.harness import last_json_line
 
 
 def in_fresh_process(module: str, request: Dict[str, Any], cap: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:

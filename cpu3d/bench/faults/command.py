@@ -30,12 +30,12 @@ from cpu3d.bench.faults.markdown import HEADINGS, rows_of, summary_line
 from cpu3d.bench.faults.processes import Ended, attempt
 from cpu3d.bench.faults.undisturbed import CASES, KEEP, RUN, SHAPE, STEPS, Bench, undisturbed
 from cpu3d.bench.faults.watch import LogTail, phase_hit, wait_for
-from cpu3d.bench.record import append_record
 from cpu3d.errors import InputError
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import how_ended
 from cpu3d.util.progress import bar
+from cpu3d.util.records import append_record
 from cpu3d.util.versions import versions
 from memory_estimator.host import read_host
 

@@ -4,8 +4,8 @@ import statistics
 from typing import Any, Dict, List, Sequence
 
 from cpu3d.bench.faults.aims import COMPUTING, ENDED, PREPARING, SAVING, STARTING, VALIDATING
-from cpu3d.bench.record import newest as newest_of
 from cpu3d.data.words import count
+from cpu3d.util.records import newest as newest_of
 
 PHASES = (STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED)
 

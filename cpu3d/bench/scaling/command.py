@@ -19,16 +19,16 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.bench.record import append_record
 from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
 from cpu3d.bench.scaling.processes import measure_together
 from cpu3d.bench.scaling.table import gap_lines, scaling_table, title_of
-from cpu3d.bench.step import add_engine_options, add_step_options, step_request
+from cpu3d.bench.step import add_step_options, step_request
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Cpu, Topology, read_topology
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.progress import bar
+from cpu3d.util.records import append_record
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE
 
 GRADIENT_BYTES = 4
@@ -40,7 +40,6 @@ Way = Tuple[str, int, List[List[int]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
-    add_engine_options(parser)
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="how many, 1 is always there (default: 1 2)"
     )
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             writable_folder(path.parent, "folder")
     if args.rounds < 1:
         raise InputError(f"--rounds must be at least 1, got {args.rounds}; give a positive number")
-    request = step_request(args, dtype=args.dtype, engine=args.engine)
+    request = step_request(args)
     del request["matmul"]
     topology = read_topology()
     each = cores_each(topology, args.workers, args.cores_per_worker)

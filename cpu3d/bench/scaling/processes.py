@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
-from cpu3d.bench.step import ROOT, ProcessFailedError
+from cpu3d.bench.harness import ROOT, ProcessFailedError
 from cpu3d.distributed.hosts import LOOPBACK, free_ports
 from cpu3d.util.child import start, told_of_signals
 

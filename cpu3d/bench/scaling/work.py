@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
-from cpu3d.bench.measure import made_up
+from cpu3d.bench.step import made_up
 from cpu3d.config import RunConfig
 from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.strategy import ALONE, Exchange, join

@@ -17,7 +17,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.bench.record import append_record
 from cpu3d.compare.plan import Kept, check_same, load
 from cpu3d.compare.planned import Evaluation
 from cpu3d.compare.study.page import render_study
@@ -35,6 +34,7 @@ from cpu3d.recipes import RECIPES
 from cpu3d.training_options import with_settings
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.lock import locked
+from cpu3d.util.records import append_record
 from cpu3d.util.versions import versions
 from memory_estimator.host import Host, read_host
 

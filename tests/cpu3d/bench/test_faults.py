@@ -26,10 +26,10 @@ from cpu3d.bench.faults.checks import left_of_run, left_of_store, run_difference
 from cpu3d.bench.faults.markdown import faults_lines
 from cpu3d.bench.faults.processes import attempt
 from cpu3d.bench.faults.watch import LogTail, Usual, phase_hit, wait_for
-from cpu3d.bench.record import read_records
 from cpu3d.bench.tables import FAULTS
 from cpu3d.training.checkpoint_history import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event
+from cpu3d.util.records import read_records
 
 USUAL = Usual(dict.fromkeys({*IN_TRAIN, PREPARING}, 0.0), 4, frozenset({2, 4}))
 

@@ -1,83 +1,50 @@
-"""`bench memory` measures the trainer's own step from outside, and says it as `bench step` does."""
+"""`bench memory` measures the trainer's own step from outside, beside predictions, under every policy."""
 
 import dataclasses
 import json
-from pathlib import Path
+import sys
+import warnings
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import memory
-from cpu3d.bench.record import read_records
+from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench.memory import compare_policies, draw_policies, draw_process, mprof_trace, policies_table
 from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
+from cpu3d.host.memory import Resident
+from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
 from memory_estimator.recipes import JOBS
 from memory_estimator.validation import read_measured
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
 MIB = 2**20
+OURS = ["plain Keras", *POLICIES]
 TINY = ["--shape", "32", "32", "32", "--filters", "8", "--depth", "3", "--steps", "2", "--dtype", "float32"]
 
-KEYS_OF_BENCH_STEP = {
-    *("shape", "batch", "unet", "optimizer", "steps", "engine", "engine_name", "step_s", "step_s_min", "step_s_max"),
-    *("first_step_s", "steps_timed", "volume_s", "gflops", "matmul_gflops", "matmul_peak_share", "parameters"),
-    *("allocator_peak_bytes", "process_peak_bytes", "threads", "host", "versions", "rounds", "peers"),
-}
-"""As records/step.jsonl has them."""
 
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """One run with everything it can write; its result and its folder."""
-    folder = tmp_path_factory.mktemp("memory")
-    files = ["--record", "r/memory.jsonl", "--trace", "t.mprof", "--picture", "p.png", "--timeline", "l.png"]
-    files = [name if name.startswith("--") else str(folder / name) for name in files]
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda text, **_: printed.append(text))
-        assert main(["bench", "memory", *TINY, "--json", *files]) == 0
-    return json.loads(printed[-1]), folder
-
-
-def test_it_has_the_keys_of_bench_step(measured):
-    result, _ = measured
-    assert set(result) >= KEYS_OF_BENCH_STEP
-    with Path(__file__).parents[3].joinpath("records", "step.jsonl").open() as file:
-        assert set(json.loads(file.readline())) - set(result) == {"schema", "kind", "date"}
-
-
-def test_the_peak_divides_into_anonymous_memory_and_file_pages(measured):
-    result, _ = measured
-    peak, anonymous, files = (result[f"{kind}_peak_bytes"] for kind in ("process", "anonymous", "file"))
-    assert anonymous > 50 * MIB
-    assert files > 50 * MIB
+def test_peaks_trace_timeline_and_prediction_of_a_step(tmp_path, capsys):
+    files = {"record": "r/memory.jsonl", "trace": "t.mprof", "picture": "p.png", "timeline": "l.png"}
+    options = [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
+    assert main(["bench", "memory", *TINY, "--json", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    peak, anonymous, pages = (result[f"{kind}_peak_bytes"] for kind in ("process", "anonymous", "file"))
+    assert min(anonymous, pages) > 50 * MIB
     # The parts are looked at 50 times a second, and on a busy machine more rarely: they may miss the top of the peak.
-    assert 0.8 * peak < anonymous + files < peak + 16 * MIB
+    assert 0.8 * peak < anonymous + pages < peak + 16 * MIB
     # The kernel counts a process's pages to within some 64 a thread.
     assert result["baseline_bytes"] < result["resident_bytes"] <= peak + MIB
-
-
-def test_a_prediction_stands_beside_it_with_its_signed_errors(measured):
-    result, _ = measured
     for name in ("allocator_peak_bytes", "process_peak_bytes", "step_s"):
         assert result["errors"][name] == pytest.approx(result["predicted"][name] / result[name] - 1)
-    assert result["errors"]["upper_bound_bytes"] == pytest.approx(
-        result["predicted"]["upper_bound_bytes"] / result["process_peak_bytes"] - 1
-    )
-
-
-def test_trace_pictures_and_record_are_written(measured):
-    result, folder = measured
-    lines = (folder / "t.mprof").read_text().splitlines()
+    lines = (tmp_path / "t.mprof").read_text().splitlines()
     assert sum(line.startswith("FUNC step ") for line in lines) == 4  # two to warm up, two timed, not the profiled one
-    highest = max(float(line.split()[1]) for line in lines if line.startswith("MEM "))
-    assert 0.8 * result["process_peak_bytes"] < highest * MIB < result["process_peak_bytes"] + 16 * MIB
     for name in ("p.png", "l.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    (kept,) = read_records(folder / "r" / "memory.jsonl", "memory")
-    assert kept["process_peak_bytes"] == result["process_peak_bytes"]
-    (one,) = read_measured(folder / "r" / "memory.jsonl")
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    (kept,) = read_records(tmp_path / files["record"], "memory")
+    assert {**kept, "schema": 0, "kind": "", "date": ""} == {**result, "schema": 0, "kind": "", "date": ""}
+    (one,) = read_measured(tmp_path / files["record"])
     assert one.job.shape == (32, 32, 32)
 
 
@@ -86,37 +53,18 @@ def test_the_live_curve_reaches_the_allocators_own_peak():
         "shape": [32, 32, 32],
         "batch": 1,
         "micro_batch": 1,
-        "unet": {"filters": 8, "depth": 3, "policy": "speed"},
         "optimizer": "sgd",
         "steps": 1,
         "engine": "auto",
+        "unet": {"filters": 8, "depth": 3, "policy": "speed"},
         "matmul": [],
         "profile": True,
     }
     result, seen = memory.measure_memory(request)
-    live = [size for _, _, size in result["allocations"]]
+    times, _, live = zip(*result["allocations"])
     assert max(live) == result["allocator_peak_bytes"]
-    times = [time for time, _, _ in result["allocations"]]
-    assert times == sorted(times)
-    assert times[0] == 0
+    assert (times[0], list(times)) == (0, sorted(times))
     assert seen[-1].time_s <= max(end for _, _, end in result["moments"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
-        (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--run", "nowhere"], "run nowhere must hold a config.json"),
-        (["--threads", "0"], "threads must be at least 1, got 0"),
-        (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
-        (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys):
-    assert main(["bench", "memory", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -129,45 +77,169 @@ def asked(monkeypatch):
         raise InputError("nothing is measured")
 
     monkeypatch.setattr(memory, "measure_memory", measure_memory)
+    monkeypatch.setattr(memory, "measure_in_fresh_process", lambda *_, **__: pytest.fail("something was measured"))
     return found
 
 
-def test_a_recipe_is_measured_as_the_estimator_takes_it(asked):
-    assert main(["bench", "memory", "--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]) == 2
-    ((request, threads),) = asked
-    job = dataclasses.replace(JOBS["paper-2020"], batch=1)
-    assert (request["shape"], request["batch"], request["unet"]) == ([240, 240, 144], 1, dataclasses.asdict(job.unet))
-    assert (request["optimizer"], request["steps"], threads) == ("adam", 3, 2)
-
-
 @pytest.mark.policy_left_open
-def test_policy_and_micro_batch_are_those_asked_for_and_speed_and_the_trainer_s_rule_without(asked):
-    main(["bench", "memory", "--batch", "4"])
-    main(["bench", "memory", "--batch", "4", "--micro-batch", "2", "--policy", "balanced"])
-    found = [(request["unet"]["policy"], request["batch"], request["micro_batch"]) for request, _ in asked]
-    assert found == [("speed", 4, 1), ("balanced", 4, 2)]
-
-
-def test_a_run_is_measured_as_it_is_configured(asked, tmp_path):
+def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     config = RunConfig(grid=(32, 32, 32), unet=UNetConfig(filters=4, depth=3), optimizer="sgd", engine="stock")
     save_config(config, tmp_path)
-    main(["bench", "memory", "--run", str(tmp_path)])
-    main(["bench", "memory", "--run", str(tmp_path), "--engine", "stock-no-onednn", "--dtype", "bfloat16"])
-    (first, threads), (second, _) = asked
-    assert (first["shape"], first["optimizer"], first["engine"], threads) == ([32, 32, 32], "sgd", "stock", None)
-    assert (second["engine"], second["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+    recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
+    own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
+    run = ["--run", str(tmp_path)]
+    for arguments in (recipe, own, run, [*run, "--engine", "stock-no-onednn", "--dtype", "bfloat16"], []):
+        assert main(["bench", "memory", *arguments]) == 2
+    (paper, threads), (second, _), (third, none), (fourth, _), (default, _) = asked
+    assert (paper["shape"], paper["batch"], paper["optimizer"]) == ([240, 240, 144], 1, "adam")
+    assert paper["unet"] == dataclasses.asdict(JOBS["paper-2020"].unet)
+    assert (paper["steps"], threads, none) == (3, 2, None)
+    assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
+    assert (third["shape"], third["optimizer"], third["engine"]) == ([32, 32, 32], "sgd", "stock")
+    assert (fourth["engine"], fourth["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+    assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], "auto", "speed")
+    assert default["unet"]["dtype"] == second["unet"]["dtype"] == read_host().best_dtype
 
 
-def test_without_a_job_it_is_the_default_network_on_a_cube_in_the_dtype_that_is_fast(asked):
-    main(["bench", "memory"])
-    main(["bench", "memory", "--dtype", "auto"])
-    (first, _), (second, _) = asked
-    assert first == second
-    assert (first["shape"], first["engine"]) == ([128, 128, 128], "auto")
-    assert first["unet"]["dtype"] == read_host().best_dtype
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--run", "nowhere"], "run nowhere must hold a config.json"),
+        (["--threads", "0"], "threads must be at least 1, got 0"),
+        (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
+        (["--policies", "--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--policies", "--policy", "lean"], "policy must be left out with --policies"),
+        (["--policies", "--trace", "t"], "trace must be left out with --policies"),
+        (["--policies", "--peer", "no-such-program --x"], "peer must begin with an installed program"),
+        (["--policies", "--peer", "echo 3"], "peer must print JSON with step_s, got 3"),
+        (["--policies", "--peer", "echo hello"], "peer 'echo hello' must end with a line of JSON, exited with 0"),
+        (["--peer", "echo"], "peer must come with --policies"),
+        (["--rounds", "2"], "rounds must come with --policies"),
+    ],
+)
+def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, asked, capsys):
+    assert main(["bench", "memory", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not asked
 
 
 def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(capsys):
     assert memory.predict({"engine_name": "TensorFlow 2.15.1, no oneDNN"}) is None
     assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
     assert memory.against({}, None) == {"predicted": None, "errors": None}
+
+
+# --- Policies, with made-up measurements ---
+
+UNIT = 16**3 * 8 * 2
+REQUEST = {
+    "shape": [16, 16, 16],
+    "batch": 4,
+    "micro_batch": 1,
+    "optimizer": "adam",
+    "steps": 3,
+    "engine": "auto",
+    "unet": vars(UNetConfig(filters=8, depth=3, dtype="bfloat16")),
+}
+HOST = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
+PREDICTED = {"allocator_peak_bytes": 40 * UNIT, "process_peak_bytes": 900 * MIB, "step_s": 2.5, "upper_bound_bytes": 1}
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Compares policies that answer as told: (seconds, units, MiB) or an error each round; peers answer with JSON."""
+
+    def compare(answers, peers=(), rounds=1):
+        def take(name):
+            answer = answers[name].pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def ours(request, threads=None):
+            plain = request.get("plain", False)
+            assert request["micro_batch"] == (4 if plain else 1)  # the plain graph computes the whole batch
+            seconds, units, process = take("plain Keras" if plain else request["unet"]["policy"])
+            return {
+                **HOST,
+                "step_s": seconds,
+                "allocator_peak_bytes": units * UNIT,
+                "process_peak_bytes": process * MIB,
+            }
+
+        monkeypatch.setattr(memory, "measure_in_fresh_process", ours)
+        monkeypatch.setattr(memory, "run_peer", take)
+        return compare_policies(REQUEST, peers, rounds, lambda job: {**PREDICTED, "policy": job["unet"]["policy"]})
+
+    return compare
+
+
+def test_policies_are_compared_within_rounds_and_the_dead_are_rows(compare, tmp_path):
+    dead = ProcessFailedError("dead", -9, "")
+    answers = {
+        "plain Keras": [dead],
+        "speed": [(2, 30, 1024), (4, 31, 2048)],
+        "balanced": [(3, 20, 600), (4, 20, 600)],
+        "lean": [(4, 10, 500), dead],
+        "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
+        "python /x/peer.py": [{"step_s": 8, "peer": "torch"}, {"step_s": 4}],
+    }
+    result = compare(answers, peers=list(answers)[4:], rounds=2)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == [*OURS, "torch --fast", "torch"]
+    # Relative to speed: 3/2, 4/4; 4/2; 8/2, 4/4.
+    assert [rows[name]["ratio"] for name in ("speed", "balanced", "lean", "torch")] == [1, 1.25, 2, 2.5]
+    assert (rows["speed"]["units"], rows["speed"]["process_peak_bytes"]) == (31, 2048 * MIB)
+    assert (rows["torch"]["units"], rows["torch --fast"]["process_peak_bytes"]) == (None, 5)
+    assert rows["torch --fast"]["options"] == "python --fast"
+    assert [rows[policy]["predicted"]["policy"] for policy in POLICIES] == list(POLICIES)
+    assert (result["unit_bytes"], result["rounds"], result["engine_name"]) == (UNIT, 2, "TensorFlow")
+    assert "policy" not in result["unet"]
+    table = policies_table(result)
+    assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
+    assert ["plain Keras", "-", "-", "-", "died", "-"] in table.rows
+    assert ["predicted", "0.00", "40.0", "0.88", "2.50", ""] in table.rows
+    assert "plain Keras: killed" in table.caption
+    assert draw_policies(result).startswith(b"\x89PNG")
+
+
+def test_without_any_measurement_of_ours_there_is_no_result(compare):
+    with pytest.raises(ProcessFailedError):
+        compare({**{name: [ProcessFailedError("dead", 1, "")] for name in OURS}, "peer": [{"step_s": 1}]}, ["peer"])
+
+
+@pytest.mark.slow
+def test_every_policy_is_measured_beside_the_plain_graph_and_a_peer(tmp_path, capsys):
+    peer = f'{sys.executable} -c "print(\'{{\\"step_s\\": 1000}}\')"'
+    assert main(["bench", "memory", "--policies", *TINY, "--json", "--peer", peer]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["error"] for row in rows] == [None] * 5
+    assert len({row["allocator_peak_bytes"] for row in rows[:4]}) > 2  # they are different graphs
+
+
+# --- A process over time ---
+
+SEEN = [Resident(100.0 + t, (50 + 10 * t) * MIB, 20 * MIB) for t in range(6)]
+MOMENTS = [("data", 100.5, 101.5), ("step", 102.0, 104.0), ("step", 104.0, 105.0)]
+
+
+def test_mprof_reads_the_trace_as_its_own(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mprof = pytest.importorskip("mprof")
+    path = tmp_path / "t.mprof"
+    path.write_bytes(mprof_trace(SEEN, MOMENTS, "python -m cpu3d bench memory"))
+    read = mprof.read_mprofile_file(str(path))
+    assert read["mem_usage"] == [70, 80, 90, 100, 110, 120]
+    assert read["timestamp"] == [100, 101, 102, 103, 104, 105]
+    # begin, end, MiB at the begin, MiB at the end, depth of the call
+    assert read["func_timestamp"]["step"] == [[102, 104, 90, 110, 0], [104, 105, 110, 120, 0]]
+
+
+@pytest.mark.parametrize(("seen", "moments"), [(SEEN, MOMENTS), ([], []), (SEEN[:1], [])])
+def test_a_picture_is_drawn_of_whatever_was_seen(seen, moments):
+    result = {"shape": [8, 8, 8], "batch": 1, "unet": vars(UNetConfig()), "predicted": PREDICTED}
+    assert draw_process(seen, moments, result).startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.record import append_record
+from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.scaling import command as scaling
 from cpu3d.bench.scaling import processes as scaling_processes
 from cpu3d.bench.scaling import work
@@ -19,11 +19,11 @@ from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
 from cpu3d.bench.scaling.picture import draw_scaling
 from cpu3d.bench.scaling.processes import measure_together
 from cpu3d.bench.scaling.table import gap, gap_lines, scaling_lines, title_of
-from cpu3d.bench.step import ProcessFailedError
 from cpu3d.bench.tables import SCALING, scaling_records
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import topology_of
 from cpu3d.host.topology import read_topology
+from cpu3d.util.records import append_record
 from memory_estimator.scaling.costs import read_scaling, row_of
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import step, tables, validate
-from cpu3d.bench.step import ProcessFailedError
+from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.validation_page import page
 from cpu3d.errors import InputError
 from cpu3d.host.memory import resident
@@ -237,7 +237,7 @@ def test_an_interrupt_leaves_no_measuring_process_behind():
 SLEEPER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts with &
-from cpu3d.bench.step import last_json_line
+from cpu3d.bench.harness import last_json_line
 child = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(60)"
 try:
     last_json_line([sys.executable, "-c", child], "a sleeper")

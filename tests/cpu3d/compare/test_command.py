@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from cpu3d.bench.record import read_records
 from cpu3d.compare import command, outcome
 from cpu3d.compare.gather import read_run
 from cpu3d.compare.markdown import page_lines, summary_lines
@@ -15,6 +14,7 @@ from cpu3d.compare.timing import FOLDER
 from cpu3d.config import load_config
 from cpu3d.errors import InputError
 from cpu3d.util.lock import locked
+from cpu3d.util.records import read_records
 
 SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]
 VARIANTS = ["--variant", "whole", "--mode whole", "--variant", "patch", "--mode patch --patch 8 8 8"]

@@ -24,8 +24,8 @@ from cpu3d.bench.data import (
 )
 from cpu3d.bench.data.options import Options
 from cpu3d.bench.data.results import COLD, WARM, Line, Outcome, find
-from cpu3d.bench.record import read_records
-from cpu3d.bench.step import ProcessFailedError
+from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.util.records import read_records
 
 OPTIONS = Options(rounds=1, steps=12)
 

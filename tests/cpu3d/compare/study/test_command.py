@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from cpu3d.bench.record import read_records
 from cpu3d.compare import command
 from cpu3d.compare.gather import Costs, Point, RunResult
 from cpu3d.compare.planned import keep_verdict, verdict_of
@@ -18,6 +17,7 @@ from cpu3d.compare.study.markdown import study_lines
 from cpu3d.errors import InputError
 from cpu3d.training_options import add_training_options
 from cpu3d.util.lock import locked
+from cpu3d.util.records import read_records
 
 BEST_RATE = {0.5: 0.004, 1.0: 0.002}
 """By resolution, of the made-up network."""

@@ -1,4 +1,4 @@
-"""Benchmark records: one JSON object a line, appended, each with its kind, date, host and versions."""
+"""Records of measurements: one JSON object a line, appended, each with its kind, date, host and versions."""
 
 import json
 from datetime import date

@@ -1,0 +1,290 @@
+"""The harness of all benchmarks: a command in a fresh process, in turn with others; medians; table, record, picture."""
+
+import contextlib
+import json
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import threading
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.records import append_record
+from memory_estimator.figure import PALETTE, plain
+from memory_estimator.schema import from_args, option
+from memory_estimator.table import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LOOK_EVERY_S = 0.02
+"""Between two looks at a measuring process; a look takes 0.1 ms of another core."""
+
+KILLED = (-9, 128 + 9)
+"""Exit codes of a process that the kernel's out-of-memory killer ends, alone and under a shell."""
+
+HOST_FACTS = ("engine_name", "threads", "host", "versions")
+"""What one measurement knows for all of a record."""
+
+Result = Dict[str, Any]
+"""The JSON object that a measuring process ends with."""
+
+T = TypeVar("T")
+
+
+class ProcessFailedError(InputError):
+    """A measuring process ended without a result. `returncode` is negative for a signal; `last_line` is its last."""
+
+    def __init__(self, problem: str, returncode: int = 1, last_line: str = ""):
+        super().__init__(problem)
+        self.returncode, self.last_line = returncode, last_line
+
+    @property
+    def reason(self) -> str:
+        """In a few words, for a table."""
+        if self.returncode in KILLED:
+            return "killed, as the kernel does when memory runs out"
+        return f"exited with {self.returncode} saying: {self.last_line}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes."""
+
+    json: bool = option(False, "print one JSON object")
+    record: Optional[Path] = option(None, "append the result to a .jsonl file", metavar="FILE")
+    picture: Optional[Path] = option(None, "draw the result as PNG", metavar="FILE")
+
+    def publish(self, kind: str, result: Result, table: Table, draw: Optional[Callable[[], bytes]] = None) -> None:
+        """Print, append to the record and draw what was asked for."""
+        if self.json:
+            print(json.dumps(result))
+        else:
+            from rich.console import Console  # not into the memory of a measuring process
+
+            Console().print(table.rich())
+        if self.record:
+            append_record(self.record, kind, result)
+        if self.picture and draw:
+            write_bytes(self.picture, draw())
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is measured in turn with ours."""
+
+    peer: Tuple[str, ...] = option(
+        (), 'command whose last line is JSON with "step_s", in turn with ours; repeatable', metavar="COMMAND",
+        repeat=True,
+    )  # fmt: skip
+    rounds: int = option(1, "how often, in turn", at_least=1, metavar="N")
+
+
+def read_options(cls: Type[T], args: Namespace, **more: Any) -> T:
+    """`from_args`, with InputError for a value out of range. The folders of files to be written are made and tried."""
+    try:
+        found = from_args(cls, args, **more)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if isinstance(found, Output):
+        for path in filter(None, (found.record, found.picture)):
+            writable_folder(path.parent, "folder")
+    return found
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+# --- One measurement ---
+
+
+def last_json_line(
+    command: List[str],
+    who: str,
+    cwd: Optional[Path] = ROOT,
+    look: Optional[Callable[[int], None]] = None,
+    environment: Optional[Dict[str, str]] = None,
+) -> Result:
+    """Run a command and read the last line it prints. `look` gets the process's id every 20 ms.
+
+    Raises ProcessFailedError, with the command's last line, where that is no JSON. SIGINT and SIGTERM kill the command
+    and raise KeyboardInterrupt, in the background as well.
+    """
+    with _stopped_by_signals():
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            out, err = _watched(process, look)
+        except BaseException:  # Ctrl-C among them: nothing is left running
+            process.kill()
+            process.communicate()
+            raise
+    lines = out.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = (err.strip().splitlines() or ["nothing"])[-1]
+        raise ProcessFailedError(
+            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {last}",
+            process.returncode,
+            last,
+        ) from None
+
+
+def check_peers(commands: Sequence[str]) -> None:
+    """Raise InputError, naming all of them, unless every command can be read and its program is installed."""
+    problems = []
+    for command in commands:
+        try:
+            program = shlex.split(command)[:1]
+        except ValueError as error:
+            problems.append(f"peer must be a command, got {command!r}: {error}; mend it")
+            continue
+        if not program or not shutil.which(program[0]):
+            problems.append(f"peer must begin with an installed program, got {command!r}; mend it")
+    if problems:
+        raise InputError(*problems)
+
+
+def run_peer(command: str) -> Result:
+    """A peer's JSON, with its name, options and peak. Raises InputError without step_s, ProcessFailedError if it died.
+
+    Its name is its own "peer" or that of its script; its options are the words of its command that are no path.
+    """
+    result = last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
+    if not isinstance(result, dict) or not isinstance(result.get("step_s"), (int, float)):
+        found = sorted(result) if isinstance(result, dict) else result
+        raise InputError(f"peer must print JSON with step_s, got {found} from {command!r}; adapt it")
+    return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
+
+
+def peer_options(command: str) -> str:
+    """The words of a command that are no path: paths are of one machine."""
+    return " ".join(word for word in shlex.split(command) if "/" not in word)
+
+
+# --- Several, in turn ---
+
+
+def in_turn(
+    ways: Mapping[Hashable, Callable[[int], Result]], rounds: int, label: str, *, keep_going: bool = True
+) -> Tuple[Dict[Hashable, List[Optional[Result]]], Dict[Hashable, ProcessFailedError]]:
+    """Measure every way in every round, as a function of the round's number: (results, failures) of each way.
+
+    A way whose process died has None from there on and is not tried again, unless `keep_going` is False. Raises
+    ProcessFailedError then, where all died, and for one that ended well without a result.
+    """
+    from cpu3d.util.progress import bar
+
+    found: Dict[Hashable, List[Optional[Result]]] = {name: [] for name in ways}
+    failures: Dict[Hashable, ProcessFailedError] = {}
+    with bar(f"bench {label}", total=rounds * len(ways)) as advance:
+        for number in range(rounds):
+            for name, measure in ways.items():
+                result = None
+                try:
+                    result = None if name in failures else measure(number)
+                except ProcessFailedError as error:
+                    if not keep_going or error.returncode == 0:
+                        raise
+                    failures[name] = error
+                found[name].append(result)
+                advance()
+    if len(failures) == len(ways) and not any(any(results) for results in found.values()):
+        raise next(iter(failures.values()))
+    return found, failures
+
+
+def summary(
+    results: Sequence[Optional[Result]], baseline: Sequence[Optional[Result]], seconds: str = "step_s"
+) -> Result:
+    """Median and range of a way's `seconds` and of their ratio to the baseline's in the same round; highest peaks."""
+    ratios = [one[seconds] / base[seconds] for one, base in zip(results, baseline) if one and base]
+    peaks = {
+        name: max((one[name] for one in results if one and one.get(name) is not None), default=None)
+        for name in ("allocator_peak_bytes", "process_peak_bytes")
+    }
+    return {**peaks, **_spread(seconds, [one[seconds] for one in results if one]), **_spread("ratio", ratios)}
+
+
+def with_range(row: Result, name: str) -> str:
+    """A median as "3.00 (2.00 to 4.00)", "3.00" where there was one round, "-" for none."""
+    if row[name] is None:
+        return "-"
+    low, high = row.get(f"{name}_min") or 0, row.get(f"{name}_max") or 0
+    return f"{row[name]:.2f}" + (f" ({low:.2f} to {high:.2f})" if high > low else "")
+
+
+def times(shape: Sequence[int]) -> str:
+    """A shape as "240 x 240 x 160"."""
+    return " x ".join(map(str, shape))
+
+
+def draw_bars(
+    axes: Any,
+    values: Sequence[Optional[float]],
+    label: str,
+    *,
+    names: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    ends: Sequence[Tuple[float, float]] = (),
+    colours: Any = PALETTE[0],
+) -> None:
+    """A bar a row from top to bottom; "died" for None. `ends` are the least and the most of each value."""
+    plain(axes, "")
+    axes.grid(False, axis="y")
+    around = [[abs(end[at] - (value or 0)) for value, end in zip(values, ends)] for at in (0, 1)]
+    bars = axes.barh(
+        range(len(values)), [value or 0 for value in values], 0.62, color=colours,
+        xerr=around if any(map(any, around)) else None, error_kw={"elinewidth": 1.1, "ecolor": "#444444", "capsize": 2},
+    )  # fmt: skip
+    texts = texts or ["" if value is None else f"{value:.2f}" for value in values]
+    axes.bar_label(bars, ["died" if v is None else text for v, text in zip(values, texts)], padding=3, fontsize=8)
+    axes.set_yticks(range(len(values)), names or [""] * len(values), fontsize=8)
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.42 * max([value for value in values if value], default=1))  # room for the texts
+    axes.set_xlabel(label, fontsize=9)
+
+
+# --- Private helpers ---
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM too, and for SIGINT where a shell has it ignored, as in the background.
+
+    Python alone would end at a SIGTERM without a word to the process that measures, which then runs on.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:
+    """What the process printed, once it has ended."""
+    while look:
+        look(process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=LOOK_EVERY_S)
+    return process.communicate()
+
+
+def _spread(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
+    middle = statistics.median(values) if values else None
+    return {name: middle, f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)}

@@ -1,0 +1,34 @@
+"""Records of measurements: appended, read by kind, the newest of each job; damage is refused with its line."""
+
+import pytest
+
+from cpu3d.errors import InputError
+from cpu3d.util.records import append_record, newest, read_records
+
+
+def test_records_are_appended_and_read_by_their_kind(tmp_path):
+    path = tmp_path / "new" / "r.jsonl"
+    append_record(path, "step", {"step_s": 1})
+    append_record(path, "engines", {"rows": []})
+    (record,) = read_records(path, "step")
+    assert (record["schema"], record["kind"], record["step_s"]) == (1, "step", 1)
+
+
+def test_the_newest_of_a_key_counts_in_the_place_of_the_first():
+    records = [{"title": "a", "n": 1}, {"title": "b", "n": 2}, {"title": "a", "n": 3}]
+    assert [record["n"] for record in newest(records, lambda record: record["title"])] == [3, 2]
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"kind": "step"}', '{"schema": 7, "kind": "step"}'])
+def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
+    path = tmp_path / "r.jsonl"
+    append_record(path, "step", {"step_s": 1})
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match="jsonl:2 must"):
+        read_records(path, "step")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="must exist"):
+        read_records(tmp_path / "none", "step")
