@@ -24,7 +24,7 @@ def test_the_page_of_results_is_what_the_records_give():
 def test_every_subcommand_that_the_readme_names_exists():
     named = set(re.findall(r"\./run\.sh ([a-z]+)", README))
     assert named - set(COMMANDS) <= {"setup", "test", "estimate", "help"}
-    assert {"prepare", "train", "evaluate", "predict", "report", "bench"} <= named
+    assert {"prepare", "train", "evaluate", "predict", "report"} <= named
 
 
 def shown_commands(path):
@@ -61,14 +61,17 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
     assert not refused
 
 
-def test_every_file_of_the_tree_exists_and_every_module_is_in_it():
-    tree = README.split("## Where things are")[1].split("```")[1]
-    named = set(re.findall(r"[a-z0-9_]+\.(?:py|md|sh)", tree))
-    there = {path.name for path in ROOT.rglob("*.*") if not any(part.startswith(".venv") for part in path.parts)}
-    assert named <= there
-    rooms = ("models", "memory_estimator", "cpu3d", "cpu3d/data")
-    modules = {path.name for room in rooms for path in (ROOT / room).glob("*.py")}
-    assert modules - named - {"__init__.py"} == set()
+def test_the_tree_has_every_room():
+    named = re.findall(r"^ *([a-z_0-9]+)/", README.split("## Where things are")[1].split("```")[1], re.MULTILINE)
+    rooms = [path.name for path in (ROOT / "cpu3d").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert set(rooms) <= set(named)
+    assert [name for name in named if not (ROOT / name).is_dir() and not any(ROOT.glob(f"*/{name}"))] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
 
 
 def test_the_estimator_s_page_says_what_the_estimator_says_of_the_paper_s_job():
