@@ -56,5 +56,5 @@ def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
     validate(given, one)
-    # Chunks are larger than what is asked for, the more so where other tests have left holes. Whole maps are twice as much.
+    # Chunks are larger than what is asked for, more so where other tests left holes. Whole maps are twice as much.
     assert allocator_peak_bytes() - before <= 1.75 * counted
