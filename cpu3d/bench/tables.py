@@ -41,6 +41,9 @@ from memory_estimator.validation import Measured, Row, compare, has_known_engine
 VALIDATION = "memory.jsonl"
 """In the folder of records: what `bench validate` measured."""
 
+SCALING = "scaling.jsonl"
+"""In the folder of records: what `bench scaling` measured."""
+
 HEAD = """\
 # Results
 
@@ -97,10 +100,10 @@ def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
         raise InputError(str(error)) from None
 
 
-def scaling_records(path: Path) -> Tuple[Mapping[str, Any], ...]:
+def scaling_records(folder: Path) -> Tuple[Mapping[str, Any], ...]:
     """The newest of each job, read as the estimator reads them. Raises InputError for what it cannot read."""
     try:
-        return read_scaling(path)
+        return read_scaling(folder / SCALING)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -187,7 +190,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "compare": ("Whole volumes against patches", _compare),
     "resolutions": ("Resolution, effective batch and learning rate", _resolutions),
     "windows": ("One pass against a sliding window", _windows),
-    "scaling": ("Several workers", lambda path: scaling_lines(scaling_records(path))),
+    "scaling": ("Several workers", lambda path: scaling_lines(scaling_records(path.parent))),
     "faults": ("Killed at random moments", _faults),
 }
 """Kind of record, which is its file's name too -> heading and lines."""

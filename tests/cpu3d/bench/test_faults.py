@@ -26,7 +26,6 @@ from cpu3d.bench.faults.checks import left_of_run, left_of_store, run_difference
 from cpu3d.bench.faults.markdown import faults_lines
 from cpu3d.bench.faults.processes import attempt
 from cpu3d.bench.faults.watch import LogTail, Usual, phase_hit, wait_for
-from cpu3d.bench.tables import FAULTS
 from cpu3d.training.checkpoint_history import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event
 from cpu3d.util.records import read_records
@@ -360,7 +359,7 @@ def test_options_and_a_folder_that_is_in_use_are_refused(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_small_campaign_loses_nothing(tmp_path, workers):
-    record = tmp_path / FAULTS
+    record = tmp_path / "faults.jsonl"
     words = ["bench", "faults", "--kills", "4", "--workers", str(workers), "--record", str(record)]
     assert main([*words, "--workdir", str(tmp_path / "work")]) == 0
     found = read_records(record, "faults")[0]

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import step, tables, validate
-from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench import tables, validate
+from cpu3d.bench.harness import ROOT, ProcessFailedError, last_json_line
 from cpu3d.bench.validation_page import page
 from cpu3d.errors import InputError
 from cpu3d.host.memory import resident
@@ -209,10 +209,6 @@ def test_a_page_of_nothing_has_no_numbers():
 def test_the_page_is_written_from_the_records(measured, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "estimate", lambda job, constants: SAID)
     monkeypatch.setattr(tables, "shipped_constants", lambda isa: None)
-    monkeypatch.setattr(tables, "step_table", lambda record: ["step"])
-    monkeypatch.setattr(tables, "engine_table", lambda record: ["engines"])
-    for kind in ("step", "engines"):
-        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"schema": 1, "kind": kind}) + "\n")
     main(["bench", "validate", "--record", str(tmp_path / "memory.jsonl"), "--first", "2"])
     assert main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "validation.md")]) == 0
     assert "## Errors of the 2 larger configurations" in (tmp_path / "validation.md").read_text()
@@ -229,7 +225,7 @@ def test_an_interrupt_leaves_no_measuring_process_behind():
 
     begin = time.time()
     with pytest.raises(KeyboardInterrupt):
-        step.last_json_line([sys.executable, "-c", "import time; time.sleep(60)"], "a sleeper", look=look)
+        last_json_line([sys.executable, "-c", "import time; time.sleep(60)"], "a sleeper", look=look)
     assert time.time() - begin < 55
     assert resident(seen[0]) is None
 
@@ -249,7 +245,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_background_ends_it_and_the_process_that_measures(tmp_path, number):
     told = tmp_path / "pid"
-    process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(path=str(told))], cwd=step.ROOT)
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(path=str(told))], cwd=ROOT)
     deadline = time.time() + 120
     while not (told.exists() and told.read_text().strip()) and time.time() < deadline:
         time.sleep(0.05)
