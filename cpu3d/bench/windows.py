@@ -241,13 +241,13 @@ def draw_windows(record: Result) -> bytes:
         for name, style in (("mean", "-"), ("p99", "--")) if len(places) > 1 else ():
             curves.plot(
                 [one["distance"] for one in places], [max(one[name], LEAST) for one in places], style, color=colour,
-                linewidth=1.6, label=row["name"] if name == "mean" else f"{row['name']}, 99th percentile",
+                linewidth=1.6, label=row["name"] if name == "mean" else None,
             )  # fmt: skip
     curves.set_yscale("log")
     curves.set_xlabel("voxels to the nearest tile border", fontsize=9)
     curves.set_ylabel("difference of probabilities from one pass", fontsize=9)
-    if curves.lines:
-        curves.legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=2)
+    curves.plot([], [], "--", color="#444444", linewidth=1.2, label="99th percentile")
+    curves.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=2)
     names = [row["name"].replace(", ", "\n") for row in rows]
     draw_bars(seconds, [row["seconds"] for row in rows], "seconds a case", names=names, colours=colours)
     peaks = [row["process_peak_bytes"] and row["process_peak_bytes"] / GIB for row in rows]

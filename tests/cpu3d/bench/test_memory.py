@@ -112,12 +112,9 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
         (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
         (["--policies", "--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--policies", "--policy", "lean"], "policy must be left out with --policies"),
-        (["--policies", "--trace", "t"], "trace must be left out with --policies"),
         (["--policies", "--peer", "no-such-program --x"], "peer must begin with an installed program"),
-        (["--policies", "--peer", "echo 3"], "peer must print JSON with step_s, got 3"),
         (["--policies", "--peer", "echo hello"], "peer 'echo hello' must end with a line of JSON, exited with 0"),
         (["--peer", "echo"], "peer must come with --policies"),
-        (["--rounds", "2"], "rounds must come with --policies"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, asked, capsys):
