@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.__main__ import COMMANDS, parse
 from cpu3d.bench.tables import tables
-from cpu3d.compare.variants import parse_variant
+from cpu3d.compare.plan import parse_variant
 from memory_estimator import __main__ as estimator
 from memory_estimator.paper import paper_lines
 

@@ -25,8 +25,8 @@ from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling.table import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
 from cpu3d.bench.validation_page import page, summary_table
-from cpu3d.compare import markdown as compare_markdown
-from cpu3d.compare.study.markdown import study_lines
+from cpu3d.compare.report import comparisons_markdown, summary_markdown
+from cpu3d.compare.resolutions import studies_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import load_accuracy
@@ -157,12 +157,11 @@ def _data(path: Path) -> List[str]:
 
 def _compare(path: Path) -> List[str]:
     records = read_records(path, "compare")
-    return [*compare_markdown.summary_lines(records), "", *compare_markdown.page_lines(records)]
+    return [*summary_markdown(records), "", *comparisons_markdown(records)]
 
 
 def _resolutions(path: Path) -> List[str]:
-    found = newest(read_records(path, "resolutions"), compare_markdown.title_of)
-    return [line for record in found for line in (*study_lines(record), "")]
+    return studies_markdown(read_records(path, "resolutions"))
 
 
 def _windows(path: Path) -> List[str]:

@@ -1,4 +1,4 @@
-"""Paired differences and their intervals: pure functions of arrays (seeds, cases).
+"""Paired differences between variants, on the same case and seed, and their intervals.
 
 A difference is taken on the same case and the same seed, so what makes a case hard and a start lucky is in both.
 
@@ -15,10 +15,16 @@ alone may make it, which is what a t-test of the seeds' means asks. With one see
 difference each; nothing is corrected for their number.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from statistics import median
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+
+from cpu3d.compare.run import Failed, RunResult
+from cpu3d.errors import InputError
+from cpu3d.inference.evaluate import METRICS
 
 RESAMPLES = 10_000
 
@@ -127,6 +133,152 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
     return float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None
 
 
-def mean_and_sd_over_seeds(values: np.ndarray) -> Tuple[float, Optional[float]]:
-    """The mean of all `values` (seeds, cases), and how the seeds' means differ."""
-    return mean_and_sd(np.asarray(values, float).mean(1))
+# --- Runs of several variants ---
+
+COSTS: Dict[str, Callable] = {
+    "steps": median, "voxels": median, "train_s": median, "steps_s": median, "step_s": median, "validation_s": median,
+    "case_train_s": median, "train_peak_bytes": max, "allocator_peak_bytes": max, "core_hours": median,
+    "case_predict_s": median, "predict_peak_bytes": max, "card_peak_bytes": max,
+}  # fmt: skip
+"""Cost of a run -> how those of the seeds become one: seconds by the middle one, memory by the most."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs grouped by variant, and what follows from them."""
+
+    runs: Dict[str, List[RunResult]]
+    """Variant -> its runs by seed. The first variant is the baseline."""
+    cases: List[str]
+    """Scored in every run."""
+    regions: List[str]
+    """With the mean over them last, where there are several."""
+    differences: Dict[str, Dict[str, Dict[str, Difference]]]
+    """Variant -> region -> metric -> its difference to the baseline."""
+    failed: Tuple[Failed, ...] = ()
+    """Runs that are not among `runs`, and why."""
+
+    @property
+    def variants(self) -> List[str]:
+        return list(self.runs)
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.runs))
+
+    @property
+    def headline(self) -> str:
+        """The region that stands for all: the mean over them where there are several."""
+        return self.regions[-1]
+
+    def values(self, variant: str, region: str, metric: str, seeds: Optional[Sequence[int]] = None) -> np.ndarray:
+        """(seeds, cases) of a variant, of its own seeds or of some of them."""
+        chosen = [run for run in self.runs[variant] if seeds is None or run.seed in seeds]
+        return np.array([[run.scores[region][metric][case] for case in self.cases] for run in chosen])
+
+    def shared_seeds(self, variant: str) -> List[int]:
+        """Seeds that a variant and the baseline both have, which is what is paired."""
+        own = {run.seed for run in self.runs[variant]}
+        return [run.seed for run in self.runs[self.baseline] if run.seed in own]
+
+    def cost(self, variant: str, name: str) -> Optional[float]:
+        """One of COSTS for all runs of a variant; None where no run knows it."""
+        known = [value for value in (getattr(run.costs, name) for run in self.runs[variant]) if value is not None]
+        return COSTS[name](known) if known else None
+
+    def to_json(self) -> Dict[str, Any]:
+        """The scores, differences and costs, as compare.json and the records hold them."""
+        return {
+            "baseline": self.baseline,
+            "cases": len(self.cases),
+            "regions": self.regions,
+            "variants": {
+                variant: {
+                    "seeds": [run.seed for run in runs],
+                    "scores": {
+                        region: {
+                            metric: dict(zip(("mean", "sd"), mean_and_sd(self.values(variant, region, metric).mean(1))))
+                            for metric in METRICS
+                        }
+                        for region in self.regions
+                    },
+                    "costs": {name: self.cost(variant, name) for name in COSTS},
+                }
+                for variant, runs in self.runs.items()
+            },
+            "differences": {
+                variant: {
+                    region: {metric: dataclasses.asdict(difference) for metric, difference in of_metrics.items()}
+                    for region, of_metrics in of_regions.items()
+                }
+                for variant, of_regions in self.differences.items()
+            },
+            "runs": [
+                {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **dataclasses.asdict(run.costs)}
+                for runs in self.runs.values()
+                for run in runs
+            ],
+            "failed": [str(one) for one in self.failed],
+        }
+
+
+def compare(
+    results: Sequence[RunResult], *, baseline: Optional[str] = None, failed: Sequence[Failed] = ()
+) -> Comparison:
+    """Put runs beside each other. The `baseline` is the first one's variant where none is named.
+
+    Raises InputError for runs that were not scored on the same cases and regions, and for a variant that shares no seed
+    with the baseline, as nothing can be paired then; one that lost its seeds to failures is left out instead.
+    """
+    baseline = baseline or results[0].variant
+    runs: Dict[str, List[RunResult]] = {baseline: []}
+    for result in sorted(results, key=lambda run: run.seed):
+        runs.setdefault(result.variant, []).append(result)
+    order = dict.fromkeys((baseline, *(result.variant for result in results)))
+    runs = {variant: runs[variant] for variant in order}
+    if not runs[baseline]:
+        raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
+    first = runs[baseline][0]
+    cases, regions = list(next(iter(first.scores.values()))["dice"]), list(first.scores)
+    problems = [
+        f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
+        f"{', '.join(sorted(wanted))}; evaluate both on one store"
+        for result in results
+        for what, found, wanted in (
+            ("regions", result.scores, regions),
+            ("cases", next(iter(result.scores.values()))["dice"], cases),
+        )
+        if set(found) != set(wanted)
+    ]
+    lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
+    if not problems and not failed:
+        problems = list(lonely.values())
+    if problems:
+        raise InputError(*problems)
+    left_out = [
+        Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
+    ]
+    comparison = Comparison(runs, cases, regions, {}, (*failed, *left_out))
+    for variant in comparison.variants[1:]:
+        seeds = comparison.shared_seeds(variant)
+        comparison.differences[variant] = {
+            region: {
+                metric: paired_difference(
+                    *(comparison.values(name, region, metric, seeds) for name in (variant, baseline)),
+                    larger_is_better=LARGER_IS_BETTER[metric],
+                )
+                for metric in METRICS
+            }
+            for region in regions
+        }
+    return comparison
+
+
+def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
+    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+    return {
+        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
+        "train one of each with the same --seed"
+        for variant, own in seeds.items()
+        if not set(own) & set(seeds[baseline])
+    }

@@ -11,7 +11,7 @@ from typing import Tuple
 
 import pytest
 
-from cpu3d.compare import process
+from cpu3d.compare import run as compare_run
 from cpu3d.config import load_config, save_config
 from cpu3d.inference.evaluate import evaluate_split
 
@@ -88,6 +88,6 @@ def stage(make_run, monkeypatch) -> Stage:
     """In the place of the real program, `stand_in.py`."""
     template = make_run("template", shift=1)
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
-    monkeypatch.setattr(process, "PROGRAM", program)
-    monkeypatch.setattr(process, "POLL_S", 0.05)
+    monkeypatch.setattr(compare_run, "PROGRAM", program)
+    monkeypatch.setattr(compare_run, "POLL_S", 0.05)
     return Stage(template.parent, program)

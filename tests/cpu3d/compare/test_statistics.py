@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.compare.run import MEAN, Failed, read_run
 from cpu3d.compare.statistics import (
     bootstrap_mean,
+    compare,
     difference_from_json,
-    mean_and_sd_over_seeds,
     paired_difference,
     seed_bound,
 )
+from cpu3d.errors import InputError
 
 BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases; sums are exact in binary
 
@@ -23,12 +25,6 @@ def test_a_constant_shift_is_that_difference_with_an_interval_of_no_width():
     assert (found.better, found.worse, found.equal) == (0, 3, 0)
     assert (found.seeds, found.cases) == (2, 3)
     assert found.is_clear
-
-
-def test_identical_runs_do_not_differ():
-    found = paired_difference(BASE, BASE)
-    assert (found.mean, found.interval, found.equal) == (0, (0, 0), 3)
-    assert not found.is_clear
 
 
 def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are_better():
@@ -42,11 +38,6 @@ def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are
 def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
     """Means of (0, 1): 0 and 1 a quarter of the time each, 1/2 else: 2.5 % and 97.5 % are the ends."""
     assert bootstrap_mean(np.array([[0.0, 1.0]])) == (0, 1)
-
-
-def test_an_interval_over_one_axis_is_that_of_the_other():
-    values = np.arange(8.0) ** 2
-    assert bootstrap_mean(values[None]) == pytest.approx(bootstrap_mean(values[:, None]), rel=0.15)
 
 
 def test_of_many_independent_values_the_interval_is_the_normal_one():
@@ -68,21 +59,11 @@ def test_a_single_pair_has_no_interval():
     assert (found.mean, found.interval, found.is_clear) == (0.25, None, False)
 
 
-def test_the_same_values_give_the_same_interval():
-    values = np.random.default_rng(1).random((3, 5))
-    assert bootstrap_mean(values) == bootstrap_mean(values)
-
-
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_the_interval_lies_within_the_values(rows):
     values = np.array(rows)
     low, high = bootstrap_mean(values)
     assert values.min() - 1e-9 <= low <= high <= values.max() + 1e-9
-
-
-def test_the_sd_is_of_the_seeds_means():
-    assert mean_and_sd_over_seeds(np.array([[1.0, 3.0], [3.0, 5.0]])) == (3, pytest.approx(np.sqrt(2)))
-    assert mean_and_sd_over_seeds(np.array([[1.0, 3.0]])) == (2, None)
 
 
 @pytest.mark.parametrize("values", [np.zeros((2, 2)), np.zeros((0, 3)), np.zeros(3)])
@@ -99,13 +80,6 @@ def test_the_bound_of_the_seeds_is_students():
     assert seed_bound([0.1, 0.1, 0.1]) == 0
 
 
-def test_of_three_seeds_students_interval_is_2_7_times_the_bootstraps():
-    """So much narrower is the interval that resamples three seeds: what every report says of it."""
-    values = np.random.default_rng(0).normal(0, 1, (3, 1))
-    share = 1.96 * np.sqrt(2 / 3) * values.std(ddof=1) / np.sqrt(3)
-    assert seed_bound(values[:, 0]) / share == pytest.approx(2.7, abs=0.02)
-
-
 def test_a_difference_that_seeds_alone_may_make_does_not_count():
     """Three seeds are all better, by 0.1, 0.2 and 0.6: the interval leaves out 0, but Student's t is 0.657."""
     differences = np.array([[0.1], [0.2], [0.6]]) + np.zeros((1, 4))
@@ -117,12 +91,6 @@ def test_a_difference_that_seeds_alone_may_make_does_not_count():
     assert paired_difference(differences + 1, np.zeros((3, 4))).is_clear
 
 
-def test_with_one_seed_nothing_counts():
-    found = paired_difference([[0.9, 0.8, 0.7]], [[0.1, 0.1, 0.1]])
-    assert found.leaves_out_zero
-    assert not found.is_clear
-
-
 def test_a_difference_goes_to_json_and_back_and_one_without_a_bound_does_not_count():
     found = paired_difference(BASE - 0.125, BASE)
     content = json.loads(json.dumps(dataclasses.asdict(found)))
@@ -130,3 +98,59 @@ def test_a_difference_goes_to_json_and_back_and_one_without_a_bound_does_not_cou
     del content["seed_bound"]
     assert difference_from_json(content).mean == -0.125
     assert not difference_from_json(content).is_clear
+
+
+def results(make_run, **shifts):
+    return [
+        read_run(name, seed, make_run(name, seed, shift=shift), "test")
+        for name, shift in shifts.items()
+        for seed in (0, 1)
+    ]
+
+
+def test_runs_that_are_alike_do_not_differ(make_run):
+    found = compare(results(make_run, whole=0, same=0))
+    one = found.differences["same"][MEAN]["dice"]
+    assert (found.baseline, one.mean, one.interval, one.equal) == ("whole", 0, (0, 0), 2)
+
+
+def test_the_first_variant_is_what_others_are_paired_with(make_run):
+    found = compare(results(make_run, whole=0, off=1))
+    one = found.differences["off"]["ET"]
+    assert (one["dice"].mean, one["dice"].interval, one["dice"].worse) == (-1, (-1, -1), 2)
+    assert (one["hd95_mm"].mean, one["hd95_mm"].worse) == (1, 2), "a voxel of 1 mm along X"
+    assert found.cost("off", "train_peak_bytes") == 3 * 2**30
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_only_seeds_that_both_have_are_paired(make_run):
+    runs = results(make_run, whole=0, off=1)
+    assert compare(runs[:3]).differences["off"]["WT"]["dice"].seeds == 1
+    assert compare([runs[0], *runs[2:]]).differences["off"]["WT"]["dice"].seeds == 1
+    with pytest.raises(InputError, match=r"off must share a seed with whole, got \[1\] and \[0\]"):
+        compare([runs[0], runs[3]])
+
+
+def test_failed_runs_are_told_and_the_others_compared(make_run):
+    runs = results(make_run, whole=0, off=1)
+    lost = [Failed("off", 0, "train diverged")]
+    found = compare([*runs[:2], runs[3]], baseline="whole", failed=lost)
+    assert found.differences["off"]["WT"]["dice"].seeds == 1
+    assert found.to_json()["failed"] == ["off, seed 0, is left out: train diverged."]
+    found = compare([runs[0], runs[3]], baseline="whole", failed=[*lost, Failed("whole", 1, "train diverged")])
+    assert found.variants == ["whole"]
+    assert str(found.failed[-1]) == "off, seed 1, is left out: whole has no such seed."
+
+
+def test_without_a_baseline_there_is_nothing_to_compare(make_run):
+    runs = results(make_run, off=1)
+    with pytest.raises(InputError, match="baseline whole must have a run that ended well") as caught:
+        compare(runs, baseline="whole", failed=[Failed("whole", seed, "train diverged") for seed in (0, 1)])
+    assert caught.value.problems[1] == "whole, seed 0, is left out: train diverged."
+
+
+def test_runs_that_were_scored_on_other_cases_are_refused(make_run):
+    runs = results(make_run, whole=0)
+    del runs[1].scores["WT"]["dice"]["f"]
+    with pytest.raises(InputError, match="same cases as"):
+        compare(runs)

@@ -3,14 +3,38 @@ import math
 
 import pytest
 
-from cpu3d.compare.budget import Budget
-from cpu3d.compare.plan import courses, planned_runs, run_options, with_minutes
-from cpu3d.compare.variants import Variant, common_settings, half, parse_variant, resolved, usual_variants
+from cpu3d.compare.plan import (
+    Budget,
+    Variant,
+    budget_of,
+    courses,
+    grouped,
+    half,
+    parse_variant,
+    planned_runs,
+    resolve_variants,
+    run_options,
+    usual_variants,
+    with_minutes,
+)
 from cpu3d.errors import InputError
 from cpu3d.resolve import resolve
 from cpu3d.training.train import add_arguments
-from cpu3d.training_options import add_training_options, as_options, chosen_settings
+from cpu3d.training_options import chosen_settings
+from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
+
+
+def test_two_budgets_are_refused():
+    with pytest.raises(InputError, match="--epochs and --minutes"):
+        budget_of(3, None, 10, 100)
+
+
+@pytest.mark.parametrize("amount", [0, -1, float("nan"), float("inf")])
+def test_a_budget_that_is_none_is_refused(amount):
+    with pytest.raises(InputError, match="--voxels must be positive"):
+        budget_of(None, amount, None, 100)
+
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
 
@@ -22,7 +46,7 @@ def train_arguments(options):
 
 
 def found(store, *variants):
-    return [resolved(variant, store, read_host(), []) for variant in variants]
+    return resolve_variants(variants, store)
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
@@ -78,42 +102,14 @@ def test_a_name_is_one_of_a_folder(name):
         parse_variant(name, "", {}, None)
 
 
-def test_what_train_refuses_is_told_with_the_variants_name(phantom_store):
-    variant = Variant("huge", {**SMALL, "mode": "patch", "patch": [512, 512, 512]})
-    with pytest.raises(InputError, match="variant huge: --patch 512 512 512 must lie within"):
-        found(phantom_store, variant)
-
-
-def test_options_are_the_inverse_of_choosing_them():
-    parser = argparse.ArgumentParser()
-    add_training_options(parser)
-    words = (
-        "--mode patch --patch 8 16 24 --no-flip --residual --no-augment --regions WT ET --batch 2 --learning-rate 1e-3"
-    )
-    settings = chosen_settings(parser.parse_args(words.split()))
-    assert settings["flip"] is False
-    assert chosen_settings(parser.parse_args(as_options(settings))) == settings
-
-
-def test_the_usual_variants_are_whole_volumes_and_patches_of_half_their_grid(phantom_store):
-    whole, patch = found(phantom_store, *usual_variants(SMALL, None, phantom_store, read_host(), []))
-    assert (whole.config.mode, patch.config.mode) == ("whole", "patch")
-    assert patch.config.grid == half(whole.config.grid, 4)
-
-
 def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
     common = {**SMALL, "patch": [16, 8, 16], "foreground": 0.5, "patches_per_case": 5}
-    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store, read_host(), []))
+    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
     assert (whole.variant.name, patch.variant.name) == ("whole", "patch")
     assert (patch.config.grid, patch.config.foreground, patch.config.patches_per_case) == ((16, 8, 16), 0.5, 5)
     del common["patch"]
-    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store, read_host(), []))
+    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
     assert (patch.config.grid, patch.config.patches_per_case) == (half(whole.config.grid, 4), 5)
-
-
-def test_the_usual_variants_take_no_mode(phantom_store):
-    with pytest.raises(InputError, match="--mode must be left to the variants, got patch"):
-        usual_variants({**SMALL, "mode": "patch"}, None, phantom_store, read_host(), [])
 
 
 @pytest.mark.parametrize(
@@ -168,8 +164,93 @@ def test_under_a_budget_of_minutes_the_faster_step_is_taken_more_often(phantom_s
     assert [course["validations"] for course in timed] == [4, 4]
 
 
-@pytest.mark.parametrize("option", ["--seed 1", "--steps 10", "--validate-every 3", "--patience 1"])
-def test_what_the_comparison_decides_is_not_for_all_variants_either(option):
-    args = train_arguments(option.split())
-    with pytest.raises(InputError, match=f"compare must be without {option.split()[0]}"):
-        common_settings(args)
+def test_runs_that_differ_in_their_seed_alone_are_one_variant(make_run):
+    folders = [make_run("whole", 0), make_run("whole", 1), make_run("patch", 0, mode="patch", grid=(8, 8, 8))]
+    assert [(variant, seed) for variant, seed, _ in grouped(folders)] == [("whole", 0), ("whole", 1), ("patch", 0)]
+
+
+def test_variants_of_one_name_are_told_apart(make_run, tmp_path):
+    (tmp_path / "again").mkdir()
+    other = make_run("whole", 0, learning_rate=0.5).rename(tmp_path / "again" / "whole-seed0")
+    assert [variant for variant, _, _ in grouped([make_run("whole", 0), other])] == ["whole", "whole-2"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"store": "/elsewhere"},
+        {"policy": "lean"},
+        {"micro_batch": 1},
+        {"validate_every": 7, "validations": 2, "patience": 3},
+        {"device": "gpu:0", "read_mode": "ram", "save_minutes": 1.0},
+    ],
+)
+def test_where_and_how_a_run_was_computed_makes_no_variant(make_run, settings):
+    folders = [make_run("whole", 0), make_run("whole", 1, **settings)]
+    assert [(variant, seed) for variant, seed, _ in grouped(folders)] == [("whole", 0), ("whole", 1)]
+
+
+def test_what_batch_norm_sees_at_a_time_makes_one(make_run):
+    folders = [make_run(f"by-{n}", 0, norm="batch", batch=4, micro_batch=n) for n in (1, 2)]
+    assert [variant for variant, _, _ in grouped(folders)] == ["by-1", "by-2"]
+
+
+@pytest.mark.parametrize(
+    ("end", "is_over"),
+    [
+        ({"reason": "finished"}, True),
+        ({"reason": "early stop", "step": 2}, True),
+        ({"reason": "memory", "step": 3}, False),
+        ({"reason": "interrupted", "step": 3}, False),
+        ("none", False),
+    ],
+)
+def test_only_a_run_that_finished_or_stopped_early_was_trained_to_its_end(make_run, end, is_over):
+    folders = [make_run("whole"), make_run("other", learning_rate=0.5, end=end)]
+    if is_over:
+        assert len(grouped(folders)) == 2
+    else:
+        with pytest.raises(InputError, match="other-seed0 must have been trained to its end"):
+            grouped(folders)
+
+
+def test_a_run_that_is_being_trained_is_refused(make_run):
+    folders = [make_run("whole"), make_run("other", learning_rate=0.5)]
+    with locked(folders[1], "run"), pytest.raises(InputError, match=r"other-seed0 must be written by one process"):
+        grouped(folders)
+
+
+def test_unequal_budgets_are_refused_unless_time_was_equal(make_run):
+    """Steps of 1.5 s and a first one of 9 s."""
+    whole, long = make_run("whole", step_s=1.5), make_run("long", learning_rate=0.5, step_s=3.0, batch=2)
+    with pytest.raises(InputError, match=r"must have had one budget, got 0\.03277 million voxels in 18 s in .*long"):
+        grouped([whole, long])
+    assert len(grouped([whole, long], force=True)) == 2
+    same_time = make_run("other", learning_rate=0.1, batch=2)
+    assert len(grouped([whole, same_time])) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"split_hash": "0123456789ab"}, "share their split_hash, got {own} in .*first.* and 0123456789ab in .*other"),
+        ({"fold": "1/2"}, "share their fold, got none in .* and 1/2 in"),
+        ({"regions": ("WT",)}, "share their regions, got WT, TC, ET in .* and WT in"),
+    ],
+)
+def test_runs_of_other_cases_are_refused_with_both_values(make_run, tiny_store, settings, words):
+    folders = [make_run("first"), make_run("other", scored=False, **settings)]
+    with pytest.raises(InputError, match=words.format(own=tiny_store.manifest.split_hash)):
+        grouped(folders)
+
+
+def test_all_folders_that_are_no_trained_runs_are_named(make_run, tmp_path):
+    with pytest.raises(InputError) as caught:
+        grouped([tmp_path / "nothing", make_run("half", trained=False, scored=False)])
+    assert "nothing must hold a config.json" in caught.value.problems[0]
+    assert "half-seed0 must have been trained" in caught.value.problems[1]
+
+
+def test_two_runs_alike_are_refused(make_run):
+    with pytest.raises(InputError, match="alike with seed 0"):
+        grouped([make_run("one"), make_run("two")])
