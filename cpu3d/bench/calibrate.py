@@ -10,32 +10,62 @@ machine.
 Scratch of operations is not fitted: it follows from rules that were read off oneDNN's AVX-512 kernels. So the peaks of
 one of the networks are measured too, and printed beside what is predicted of them: more than a fifth between the two
 says that the rules do not hold here.
+
+`python -m cpu3d.bench.calibrate '{"engine": "itex", "networks": [...]}'` is one process; it prints one JSON line.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import gc
+import itertools
 import json
+import math
+import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import numpy as np
+import psutil
 from rich.console import Console
-from rich.table import Table
+from scipy.optimize import nnls
 
-from cpu3d.bench.campaign import describe
-from cpu3d.bench.fit_costs import fit_costs, straight_line
 from cpu3d.bench.harness import last_json_line
-from cpu3d.host.apply import ENGINES, installed
+from cpu3d.bench.step import WARM_UP_STEPS, made_up, profile_planes
+from cpu3d.bench.validate import describe
+from cpu3d.config import RunConfig
+from cpu3d.errors import InputError
+from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
+from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from memory_estimator.calibration import GROUPS, OWN, HostConstants, load_constants, shipped_constants, to_json
+from cpu3d.util.versions import versions
+from memory_estimator.allocator import use
+from memory_estimator.calibration import (
+    GROUPS,
+    OWN,
+    HostConstants,
+    load_constants,
+    runtime_ops,
+    shipped_constants,
+    to_json,
+)
 from memory_estimator.estimate import estimate
 from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
+from memory_estimator.program import Program, StepOp
+from memory_estimator.schema import add_options, check, from_args, option
+from memory_estimator.table import Table
+from memory_estimator.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
+from memory_estimator.training_step import training_step
 from memory_estimator.units import format_bytes
 from models.config import UNetConfig
 
@@ -48,21 +78,58 @@ BUDGET_S = 60
 QUIET = 0.1
 """CPUs that other processes may keep busy before the times are called disturbed."""
 
+OPTIMIZER_SCOPES = ("Adam", "SGD")
+
+KIND_BY_TYPE = (
+    ("BiasAddGrad", "bias_gradient"),
+    ("BatchNormGrad", "norm_gradient"),
+    ("BatchNorm", "norm"),
+    ("MaxPool3DGrad", "pool_gradient"),
+    ("MaxPool3D", "pool"),
+    ("Concat", "join"),
+    ("Slice", "slice"),
+    ("ReluGrad", "pointwise"),
+    ("AddN", "pointwise"),
+)
+"""Part of TensorFlow's name for a type of operation, and the group it is timed in; the first that fits counts."""
+
+
+Costs = Dict[str, Dict[str, float]]
+"""Group -> feature -> seconds a unit."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `calibrate` measures, and where it writes."""
+
+    engine: str = option(
+        "auto", help="default: auto, what `train` would use", choices=[e for e in ENGINES if e != "stock-no-onednn"]
+    )
+    all: bool = option(False, help="every engine that is installed, a minute each")
+    out: Path = option(OWN, help=f"default: {OWN.name} in the project's root", metavar="FILE")
+    name: str = option("", help="default: the CPU's name")
+
+    def __post_init__(self):
+        check(self, InputError)
+
+
+class Event(NamedTuple):
+    """One operation as the profiler saw it run."""
+
+    name: str
+    type: str
+    seconds: float
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    engines = [engine for engine in ENGINES if engine != "stock-no-onednn"]
-    parser.add_argument("--engine", choices=engines, default="auto", help="default: auto, what `train` would use")
-    parser.add_argument("--all", action="store_true", help="every engine that is installed, a minute each")
-    parser.add_argument(
-        "--out", type=Path, default=OWN, metavar="FILE", help=f"default: {OWN.name} in the project's root"
-    )
-    parser.add_argument("--name", default="", help="default: the CPU's name")
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    writable_folder(args.out.parent, "folder")
+    options = from_args(Options, args)
+    writable_folder(options.out.parent, "folder")
     host, begin = read_host(), time.perf_counter()
-    engines = [engine for engine in ("itex", "stock") if installed(engine)] if args.all else [args.engine]
+    engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
     dtypes = ["bfloat16", "float32"] if host.fast_bfloat16 else ["float32"]
     runs = [(engine, dtype) for engine in engines for dtype in dtypes]
     results: List[Tuple[str, Dict[str, Any]]] = []
@@ -71,21 +138,20 @@ def run(args: argparse.Namespace) -> int:
             left_s = BUDGET_S * len(engines) - (time.perf_counter() - begin)
             results.append((dtype, _measure(engine, dtype, host, left_s / (len(runs) - number))))
             advance()
-    constants = put_together(results, host, args.name)
+    constants = put_together(results, host, options.name)
     content = {
         **to_json(constants),
         "seconds": round(time.perf_counter() - begin, 1),
         "budget_s": BUDGET_S * len(engines),
         "networks_left_out": sum(len(result["left_out"]) for _, result in results),
         "cpus_busy_with_others": round(_busy_with_others(results), 2),
-        "check": [check(constants, dtype, result) for dtype, result in results],
+        "check": [check_peaks(constants, dtype, result) for dtype, result in results],
         "versions": results[-1][1]["versions"],
         "environment": results[-1][1]["environment"],
     }
     console = Console()
-    console.print(table(constants))
-    for line in content["check"]:
-        console.print(_told(line), highlight=False)
+    for table in (costs_table(constants), peaks_table(content["check"])):
+        console.print(table.rich())
     if content["networks_left_out"]:
         console.print(f"{content['networks_left_out']} networks left out: this host needs more than the time allotted")
     if content["cpus_busy_with_others"] > QUIET:
@@ -93,16 +159,16 @@ def run(args: argparse.Namespace) -> int:
             f"other processes kept {content['cpus_busy_with_others']:.1f} CPUs busy: times are too long, "
             "calibrate again when quiet"
         )
-        if _is_undisturbed(args.out, constants):
-            console.print(f"{args.out} left as it was: it was measured when quiet; remove it to have this one")
+        if _is_undisturbed(options.out, constants):
+            console.print(f"{options.out} left as it was: it was measured when quiet; remove it to have this one")
             return 0
-    write_json(args.out, content)
-    console.print(f"{args.out} written after {content['seconds']:.0f} s")
+    write_json(options.out, content)
+    console.print(f"{options.out} written after {content['seconds']:.0f} s")
     return 0
 
 
 def put_together(results: List[Tuple[str, Dict[str, Any]]], host: Host, name: str = "") -> HostConstants:
-    """Constants from (dtype, result of `cpu3d.bench.op_times.measure`) of each process, all of one host."""
+    """Constants from (dtype, result of `measure`) of each process, all of one host."""
     costs: Dict[str, Dict[str, Any]] = {}
     runtime: Dict[str, List[Dict[str, int]]] = {}
     for dtype, result in results:
@@ -115,8 +181,8 @@ def put_together(results: List[Tuple[str, Dict[str, Any]]], host: Host, name: st
     how = f"measured: calibrate, {today}"
     busy = _busy_with_others(results)
     disturbed = f", disturbed by other processes on {busy:.1f} CPUs" if busy > QUIET else ""
-    missing = [told for engine in costs for told in _fill_up(costs[engine], engine, shipped)]
-    filled = f"; not told apart here and taken from {shipped.name}: {', '.join(missing)}" if missing else ""
+    missing = [group for engine in costs for group in _fill_up(costs[engine], engine, shipped)]
+    filled = f"; not timed here and taken from {shipped.name}: {', '.join(missing)}" if missing else ""
     return HostConstants(
         name=name or host.cpu_model,
         cpu=host.cpu_model,
@@ -139,7 +205,7 @@ def put_together(results: List[Tuple[str, Dict[str, Any]]], host: Host, name: st
     )
 
 
-def check(constants: HostConstants, dtype: str, result: Dict[str, Any]) -> Dict[str, Any]:
+def check_peaks(constants: HostConstants, dtype: str, result: Dict[str, Any]) -> Dict[str, Any]:
     """The peaks of one network as measured, beside what these constants and the rules for scratch say of them.
 
     The process has run a tiny network before, whose remains are in the way: some per cent of the process's peak, and up
@@ -147,48 +213,192 @@ def check(constants: HostConstants, dtype: str, result: Dict[str, Any]) -> Dict[
     """
     found, engine = result["check"], result["engine"]
     job = Job(UNetConfig(**found["unet"]), tuple(found["shape"]), engine=engine, threads=constants.threads)
-    said = estimate(job, constants)
+    predicted = estimate(job, constants)
     return {
         "job": describe(job),
         "allocator_peak_bytes": {
             "measured": found["allocator_peak_bytes"],
-            "predicted": said.allocator_peak_bytes,
+            "predicted": predicted.allocator_peak_bytes,
         },
         "process_peak_bytes": {
             "measured": found["process_peak_bytes"],
-            "predicted": said.process_peak_bytes,
+            "predicted": predicted.process_peak_bytes,
         },
     }
 
 
-def table(constants: HostConstants) -> Table:
+def costs_table(constants: HostConstants) -> Table:
     """The main figures: baseline, and the rates that the costs come to."""
-    title = f"{constants.name}, {constants.threads} threads"
-    shown = Table(title=title, title_justify="left")
-    for column in (
-        "engine",
-        "dtype",
-        "baseline",
-        "forward",
-        "filter gradient",
-        "input gradient",
-        "norm",
-        "between ops",
-    ):
-        shown.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
+    rows = []
     for engine, by_dtype in constants.costs.items():
         for dtype, groups in by_dtype.items():
             rates = (_rate(groups, group) for group in ("conv", "conv_filter_gradient", "conv_input_gradient"))
             passing = groups.get("norm", {}).get("traffic")
-            shown.add_row(
-                engine,
-                dtype,
-                f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB",
-                *(f"{rate / 1e9:.0f} GFLOP/s" if rate else "-" for rate in rates),
-                f"{1e-9 / passing:.0f} GB/s" if passing else "-",
-                f"{groups['every_op']['seconds'] * 1e6:.0f} us",
+            rows.append(
+                (
+                    engine,
+                    dtype,
+                    f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB",
+                    *(f"{rate / 1e9:.0f} GFLOP/s" if rate else "-" for rate in rates),
+                    f"{1e-9 / passing:.0f} GB/s" if passing else "-",
+                    f"{groups['every_op']['seconds'] * 1e6:.0f} us",
+                )
             )
-    return shown
+    columns = ("engine", "dtype", "baseline", "forward", "filter gradient", "input gradient", "norm", "between ops")
+    return Table(columns, rows, title=f"{constants.name}, {constants.threads} threads", names=2)
+
+
+def peaks_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """What `check_peaks` found: the rules hold where errors are below a fifth."""
+    rows = []
+    for one in found:
+        for name in ("allocator_peak_bytes", "process_peak_bytes"):
+            measured, predicted = one[name]["measured"], one[name]["predicted"]
+            if measured:
+                error = f"{predicted / measured - 1:+.1%}"
+                what = name.replace("_bytes", "").replace("_", " ")
+                rows.append((one["job"], what, format_bytes(measured), format_bytes(predicted), error))
+    return Table(("check", "", "measured", "predicted", "error"), rows, names=2)
+
+
+# --- From timed operations to what a unit of each kind of work costs ---
+
+
+def fit_costs(networks: Sequence[Mapping[str, Any]]) -> Costs:
+    """Costs of each group from `measure`'s "networks".
+
+    Errors count as a share of the square root of the time: long operations matter more, short ones are not ignored.
+    Raises ValueError where nothing was timed.
+    """
+    by_group: Dict[str, List[Mapping[str, Any]]] = defaultdict(list)
+    timed = [network for network in networks if network["step_s"]]
+    if not timed:
+        raise ValueError("networks must hold timed steps, got none; ask for at least one step")
+    for network in timed:
+        for row in network["rows"]:
+            by_group[row["group"]].append(row)
+    costs = {group: _complete(_least_squares(rows)) for group, rows in by_group.items()}
+    left = [(network["step_s"] - _seconds(costs, network["rows"])) / network["ops"] for network in timed]
+    costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
+    return costs
+
+
+def straight_line(points: Sequence[Mapping[str, int]]) -> Dict[str, int]:
+    """{"bytes", "op_bytes"}: bytes of no operations, and of each, through the measured {"bytes", "ops"}."""
+    ops = np.array([point["ops"] for point in points], float)
+    size = np.array([point["bytes"] for point in points], float)
+    slope = float(np.polyfit(ops, size, 1)[0]) if len(set(ops)) > 1 else 0.0
+    slope = max(0.0, slope)
+    return {"bytes": round(float(np.mean(size - slope * ops))), "op_bytes": round(slope)}
+
+
+# --- One process: small steps, operation by operation ---
+
+
+def measure(request: Dict[str, Any]) -> Dict[str, Any]:
+    """Time the operations of a few steps of each of `request["networks"]`.
+
+    A network is {"unet", "shape", "steps"}. The result's "networks" have a row for every convolution and one for every
+    other group of operations: its features, summed, and its seconds, the median of the steps. "runtime" has what the
+    process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone. "check" has the
+    peaks of the first network that is timed, which nothing is fitted to.
+
+    Once `request["budget_s"]` is spent, no more steps are done; networks that would take more than is left are named in
+    "left_out". The first that is timed always is, for one step at least.
+    """
+    begin = time.perf_counter()
+    host, threads, tf = set_up(request["engine"])
+
+    engine = "itex" if "ITEX" in engine_name(tf) else "stock"
+    intra_op = tf.config.threading.get_intra_op_parallelism_threads()
+    found: List[Dict[str, Any]] = []
+    left_out: List[Dict[str, Any]] = []
+    runtime, check = None, None
+    second_a_flop = 0.0  # of the network timed last; unknown yet
+    for network in request["networks"]:
+        job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
+        program = training_step(job)
+        left_s = request["budget_s"] - (time.perf_counter() - begin)
+        if second_a_flop and (WARM_UP_STEPS + 1) * second_a_flop * _flops(program) > left_s:
+            left_out.append(network)
+            continue
+        is_first_timed = check is None and network["steps"] > 0
+        one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"], is_first_timed)
+        peaks = one.pop("peaks")
+        if is_first_timed:
+            check = {"unet": network["unet"], "shape": network["shape"], **peaks}
+        found.append(one)
+        runtime = runtime or _runtime(program)
+        if one["step_s"]:
+            second_a_flop = one["step_s"] / _flops(program)
+        gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
+    return {
+        "networks": found,
+        "left_out": left_out,
+        "check": check,
+        "runtime": runtime,
+        "engine": engine,
+        "engine_name": engine_name(tf),
+        "threads": intra_op,
+        "environment": in_force(threads),
+        "host": host.summary(),
+        "versions": versions(),
+    }
+
+
+def trace(tf: Any, step: Any) -> Tuple[float, List[Event]]:
+    """Run `step` under the profiler: its seconds, and its operations in the order they began."""
+    options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder, options)
+        try:
+            seconds = step()
+        finally:
+            tf.profiler.experimental.stop()
+        events = sorted(_events(Path(folder)))
+    return seconds, [event for _, event in events]
+
+
+def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[str, Any]]:
+    """What the events tell of the program's speed: {"group", "features", "seconds"}, in the same order for every step.
+
+    Operations are told apart by their order, which is the program's: names of gradients do not say whose they are. A
+    row is one operation where as many of its group ran as the program has, else the whole group.
+    Raises RuntimeError where the step ran others than the program says.
+    """
+    sizes = tensor_bytes(program)
+    convolutions = [op for op in program.ops if op.kind in CONVOLUTIONS]
+    ran = [event for event in events if "Conv3D" in event.type]
+    same = [
+        ("BackpropFilter" in event.type) == op.kind.endswith("filter_gradient") for op, event in zip(convolutions, ran)
+    ]
+    if len(ran) != len(convolutions) or not all(same):
+        raise RuntimeError(
+            f"a step must run the {len(convolutions)} convolutions of the closed form, got {len(ran)}, "
+            f"{sum(same)} of them in place; this TensorFlow does it otherwise"
+        )
+    found = [
+        {"group": group_of(op), "features": features(op, sizes, cache_bytes), "seconds": event.seconds}
+        for op, event in zip(convolutions, ran)
+    ]
+    ran_by_group: Dict[str, List[Event]] = defaultdict(list)
+    for event in events:
+        if "Conv3D" not in event.type:
+            ran_by_group[_group(event)].append(event)
+    ops_by_group: Dict[str, List[StepOp]] = defaultdict(list)
+    for op in program.ops:
+        if op.kind not in CONVOLUTIONS:
+            ops_by_group[group_of(op).replace("narrow_", "")].append(op)
+    for group, ops in ops_by_group.items():
+        each = [{"group": group_of(op), "features": features(op, sizes, cache_bytes)} for op in ops]
+        seconds = [event.seconds for event in ran_by_group[group]]
+        if len(seconds) == len(ops):
+            found += [{**row, "seconds": one} for row, one in zip(each, seconds)]
+        else:
+            found.append(
+                {"group": group, "features": _summed(row["features"] for row in each), "seconds": sum(seconds)}
+            )
+    return found
 
 
 # --- Private helpers ---
@@ -225,7 +435,7 @@ def _networks(dtype: str) -> List[Dict[str, Any]]:
 def _measure(engine: str, dtype: str, host: Host, budget_s: float) -> Dict[str, Any]:
     size = cache_bytes() or shipped_constants(host.isa).cache_bytes
     request = {"engine": engine, "cache_bytes": size, "networks": _networks(dtype), "budget_s": budget_s}
-    command = [sys.executable, "-m", "cpu3d.bench.op_times", json.dumps(request)]
+    command = [sys.executable, "-m", "cpu3d.bench.calibrate", json.dumps(request)]
     return last_json_line(command, f"calibration on {engine} in {dtype}")
 
 
@@ -262,12 +472,153 @@ def _is_undisturbed(path: Path, constants: HostConstants) -> bool:
     return there.cpu == constants.cpu and knows and busy <= QUIET
 
 
-def _told(line: Dict[str, Any]) -> str:
-    """One line of the check, in words."""
-    parts = []
-    for name, what in (("allocator_peak_bytes", "allocator peak"), ("process_peak_bytes", "process peak")):
-        measured, predicted = line[name]["measured"], line[name]["predicted"]
-        if measured:
-            error = f"{predicted / measured - 1:+.1%}"
-            parts.append(f"{what} {format_bytes(measured)}, predicted {format_bytes(predicted)} ({error})")
-    return f"check, {line['job']}: {'; '.join(parts)}"
+def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
+    there = [row for row in rows if row["seconds"] > 0]
+    names = sorted({name for row in there for name, amount in row["features"].items() if amount})
+    if not there or not names:
+        return {}
+    counted = np.array([[row["features"].get(name, 0.0) for name in names] for row in there])
+    if names == ["cached", "traffic"]:
+        # What lies in the cache is not slower: the second unknown is how much dearer it is beyond.
+        counted[:, 0] += counted[:, 1]
+    weight = np.array([1 / math.sqrt(row["seconds"]) for row in there])
+    scale = np.abs(counted).max(axis=0)
+    found, _ = nnls(counted / scale * weight[:, None], np.array([row["seconds"] for row in there]) * weight)
+    costs = dict(zip(names, (found / scale).tolist()))
+    if names == ["cached", "traffic"]:
+        costs["traffic"] += costs["cached"]
+    return costs
+
+
+def _complete(costs: Dict[str, float]) -> Dict[str, float]:
+    """Traffic costs the same beyond the cache as in it where only one was seen."""
+    for one, other in (("cached", "traffic"), ("traffic", "cached")):
+        if one in costs and other not in costs:
+            return {**costs, other: costs[one]}
+    return costs
+
+
+def _seconds(costs: Costs, rows: Sequence[Mapping[str, Any]]) -> float:
+    return sum(costs[row["group"]].get(name, 0.0) * amount for row in rows for name, amount in row["features"].items())
+
+
+def _measure_network(
+    tf: Any, job: Job, program: Program, steps: int, left_s: float, cache_bytes: int, with_peaks: bool
+) -> Dict[str, Any]:
+    """One network's entry of the result, of at most so many steps and not many more seconds; and its "peaks"."""
+    from cpu3d.training.learner import Learner
+
+    begin = time.perf_counter()
+    live_before = _live_bytes(tf)
+    learner = Learner(RunConfig(grid=job.shape, unet=job.unet))
+    image, target = made_up(tf, job.unet, 1, job.shape)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        learner.step(itertools.repeat((image, target)), 1e-4)
+        return time.perf_counter() - begin
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    peaks = _peaks(tf, step, live_before) if with_peaks else {}  # before the profiler takes memory of its own
+    before, traced = _busy_s(), []
+    while len(traced) < steps and (not traced or time.perf_counter() - begin + traced[-1][0] < left_s):
+        traced.append(trace(tf, step))
+    after = _busy_s()
+    return {
+        "step_s": statistics.median(seconds for seconds, _ in traced) if traced else None,
+        "steps": len(traced),
+        "others": _share_of_others(before, after) if traced else None,
+        "ops": len(program.ops),
+        "rows": _middle([rows(program, events, cache_bytes) for _, events in traced]),
+        "peaks": peaks,
+    }
+
+
+def _flops(program: Program) -> int:
+    return sum(op.flops for op in program.ops)
+
+
+def _live_bytes(tf: Any) -> int:
+    """What the allocator has given out; 0 where it keeps no count."""
+    try:
+        return int(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    except (ValueError, KeyError, tf.errors.OpError):
+        return 0
+
+
+def _peaks(tf: Any, step: Any, live_before: int) -> Dict[str, Optional[int]]:
+    """Both peaks after one more step, the allocator's without what was live before the network was built."""
+    from cpu3d.training.learner import allocator_peak_bytes
+
+    with contextlib.suppress(ValueError, tf.errors.OpError):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    step()
+    peak = allocator_peak_bytes()
+    return {
+        "allocator_peak_bytes": None if peak is None else peak - live_before,
+        "process_peak_bytes": peak_rss_bytes(),
+    }
+
+
+def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
+    """(when it began, operation) for every operation of a profile, in no order."""
+    for plane in profile_planes(folder):
+        for line in plane.lines:
+            if not line.name.startswith("tf_"):
+                continue
+            for event in line.events:
+                name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
+                if name and not name.endswith(":"):
+                    begin = line.timestamp_ns * 1000 + event.offset_ps
+                    yield begin, Event(name, kind, event.duration_ps / 1e12)
+
+
+def _group(event: Event) -> str:
+    """What an operation other than a convolution is timed as; what belongs to no layer is the loss."""
+    scope = event.name.split("/")[0]
+    if scope in OPTIMIZER_SCOPES or event.name.endswith("/Cast"):
+        return "update"
+    return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
+
+
+def _summed(many: Iterable[Features]) -> Features:
+    sums: Features = defaultdict(float)
+    for one in many:
+        for name, amount in one.items():
+            sums[name] += amount
+    return dict(sums)
+
+
+def _middle(steps: List[List[Dict[str, Any]]]) -> List[Dict[str, Any]]:
+    """One list of rows for several steps' lists: the median seconds of each row."""
+    return [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in zip(*steps)]
+
+
+def _busy_s() -> Optional[Tuple[float, float, float]]:
+    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took; None without."""
+    with contextlib.suppress(OSError, AttributeError):
+        own, every = psutil.Process().cpu_times(), psutil.cpu_times()
+        machine = every.user + every.nice + every.system + every.irq + every.softirq
+        return time.perf_counter(), own.user + own.system, machine
+    return None
+
+
+def _share_of_others(
+    before: Optional[Tuple[float, float, float]], after: Optional[Tuple[float, float, float]]
+) -> Optional[float]:
+    """CPUs that other processes kept busy meanwhile; None where that is not known."""
+    if before is None or after is None:
+        return None
+    clock, own, machine = (late - early for early, late in zip(before, after))
+    return max(0.0, machine - own) / clock
+
+
+def _runtime(program: Program) -> Dict[str, int]:
+    """What the process holds besides its tensors and oneDNN's scratch, and for how many operations."""
+    held = use(program).resident_bytes + max(op.hidden_bytes for op in program.ops)
+    return {"bytes": peak_rss_bytes() - held, "ops": runtime_ops(program)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

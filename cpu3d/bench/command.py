@@ -19,10 +19,8 @@ constants to this host, is a command of its own: every user wants it, these few 
 import argparse
 import inspect
 
-from cpu3d.bench import memory, step, tables, validate, windows
+from cpu3d.bench import faults, memory, scaling, step, tables, validate, windows
 from cpu3d.bench.data import command as data
-from cpu3d.bench.faults import command as faults
-from cpu3d.bench.scaling import command as scaling
 
 KINDS = {
     "step": step,

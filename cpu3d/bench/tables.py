@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.bench import windows
-from cpu3d.bench.data import markdown as data_markdown
-from cpu3d.bench.faults.markdown import faults_lines
-from cpu3d.bench.faults.markdown import newest as newest_faults
+from cpu3d.bench.data import command as data_command
+from cpu3d.bench.faults import faults_lines
+from cpu3d.bench.faults import newest as newest_faults
 from cpu3d.bench.harness import read_options, with_range, write_bytes
 from cpu3d.bench.memory import policies_table
-from cpu3d.bench.scaling.table import scaling_lines
+from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
-from cpu3d.bench.validation_page import page, summary_table
+from cpu3d.bench.validate import page, summary_table
 from cpu3d.compare.report import comparisons_markdown, summary_markdown
 from cpu3d.compare.resolutions import studies_markdown
 from cpu3d.errors import InputError
@@ -152,7 +152,7 @@ def _estimator(path: Path) -> List[str]:
 
 def _data(path: Path) -> List[str]:
     records = read_records(path, "data")
-    return [*data_markdown.targets_lines(records), "", *data_markdown.page_lines(records)]
+    return [*data_command.targets_lines(records), "", *data_command.page_lines(records)]
 
 
 def _compare(path: Path) -> List[str]:

@@ -12,13 +12,12 @@ import io
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.data.ct_phantom import ct_case
-from cpu3d.bench.data.scale import Scale
 from cpu3d.data.files.arrays import encode
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.phantom import write_phantom
@@ -32,6 +31,8 @@ from cpu3d.util.atomic import atomic_write, writable_folder, write_json
 from cpu3d.util.progress import bar
 from cpu3d.util.workers import run_jobs, worker_count
 
+Shape3 = Tuple[int, int, int]
+
 MARKER = "bench-data.json"
 """Says that a folder is the benchmark's own, and so may be cleaned."""
 
@@ -40,7 +41,82 @@ FOLDERS = ("case", "brains", "ct", "many", "scratch")
 NIBABEL_LEVEL = 1
 """The gzip level that nibabel writes with unless told otherwise."""
 
-CASE_ID = "BENCH_001"
+AIR_HU, TISSUE_HU, ORGAN_HU, NOISE_HU = -1024, 40, 110, 12
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes and counts of one benchmark."""
+
+    case: Shape3 = (240, 240, 155)
+    """Voxels of a brain, four channels each: BraTS."""
+    brains: int = 10
+    """Different brains that whole volumes are streamed from."""
+    ct: Shape3 = (512, 512, 300)
+    """Voxels of a CT, one channel."""
+    cts: int = 32
+    """Different CTs: S0's training set."""
+    patch: Shape3 = (96, 96, 96)
+    """S0's patch, cut from a CT or a brain."""
+    patches: int = 8
+    """Patches of a round, where one alone would be over before the clock has moved."""
+    batch: int = 2
+    """Patches a training step."""
+    filters: int = 2
+    depth: int = 4
+    """Of the network that is trained on patches: a step of it takes two cores a quarter of a second, about what the
+    network of S0's kind takes a GPU. With a longer step loading would hide behind it, whichever way it is done."""
+    warm_up: int = 4
+    train_steps: int = 40
+    """Training steps of a round, after those to warm up."""
+    grid_of_ladder: Shape3 = (96, 96, 96)
+    """Voxels around a brain's middle that the ladder's network sees."""
+    ladder_epochs: int = 2
+    """Timed ones a round; one before them is not."""
+    wait_steps: int = 12
+    """Steps of the trainer's own network, for the wait's share."""
+    wait_filters: int = 16
+    wait_depth: int = 5
+    core_volumes: int = 20
+    """Volumes over which the loader's processor time is taken."""
+    originals: int = 484
+    copies: int = 101
+    """Entries of the large store: S4's 484 cases and what it made of each."""
+    large_shape: Shape3 = (64, 64, 48)
+    """Voxels of the brains that those entries share."""
+    large_samples: int = 8000
+    """Samples streamed from the large store."""
+    peer_volumes: int = 6
+    """CTs that MONAI's data sets hold: all 32 decoded to float32 would be 10 GB."""
+    peer_epochs: int = 4
+
+
+FULL = Scale()
+
+TINY = Scale(
+    case=(32, 40, 28),
+    brains=2,
+    ct=(40, 36, 30),
+    cts=2,
+    patch=(16, 16, 16),
+    patches=2,
+    filters=2,
+    depth=2,
+    warm_up=1,
+    train_steps=2,
+    grid_of_ladder=(16, 16, 16),
+    ladder_epochs=1,
+    wait_steps=2,
+    wait_filters=2,
+    wait_depth=2,
+    core_volumes=2,
+    originals=5,
+    copies=3,
+    large_shape=(24, 24, 24),
+    large_samples=12,
+    peer_volumes=2,
+    peer_epochs=1,
+)
 
 
 class Files:
@@ -58,11 +134,8 @@ class Files:
     def one_case(self) -> Dict[str, Path]:
         """By name: "float32.nii.gz", "float32.nii" and the same of int16; the stores "npy", "float16", "b2nd"."""
         folder = self.folder / "case"
-        nifti = {
-            f"{dtype}.{ending}": folder / f"{dtype}.{ending}"
-            for dtype in ("float32", "int16")
-            for ending in ("nii.gz", "nii")
-        }
+        names = ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii")
+        nifti = {name: folder / name for name in names}
         stores = {name: folder / f"store-{name}" for name in ("npy", "float16", "b2nd")}
         told = "phantom" if self.case is None else str(Path(self.case).resolve())
         with _made(folder, {"shape": self.scale.case, "case": told}) as needed:
@@ -78,14 +151,9 @@ class Files:
                 if record.image_dtype != "int16":
                     raise InputError(f"--case {self.case} must hold whole numbers, got others; choose another case")
                 image = store.image(record.case_id)
-                for dtype in ("float32", "int16"):
-                    for ending in ("nii.gz", "nii"):
-                        write_volume(
-                            nifti[f"{dtype}.{ending}"],
-                            image.astype(dtype),
-                            _grid(image.shape[:3]),
-                            compression=NIBABEL_LEVEL,
-                        )
+                for name, path in nifti.items():
+                    array = image.astype(name.partition(".")[0])
+                    write_volume(path, array, _grid(image.shape[:3]), compression=NIBABEL_LEVEL)
         return {**nifti, **stores}
 
     def brains(self) -> Dict[str, Path]:
@@ -106,15 +174,17 @@ class Files:
         Raises InputError where the disk has no room for them.
         """
         folder = self.folder / "ct"
-        paths = {
-            "npy": folder / "store-npy",
-            "b2nd": folder / "store-b2nd",
-            "nii": folder / "dataset",
-            "gz": folder / "gz",
-        }
+        paths = {"npy": "store-npy", "b2nd": "store-b2nd", "nii": "dataset", "gz": "gz"}
+        paths = {name: folder / inner for name, inner in paths.items()}
         with _made(folder, {"shape": self.scale.ct, "cts": self.scale.cts}) as needed:
             if needed:
-                self._check_room(folder, 11 * int(np.prod(self.scale.ct)) * self.scale.cts)
+                needed_bytes = 11 * int(np.prod(self.scale.ct)) * self.scale.cts
+                free_bytes = shutil.disk_usage(self.folder).free
+                if free_bytes < needed_bytes:
+                    raise InputError(
+                        f"--workdir {self.folder} must have {needed_bytes / 1e9:.1f} GB free for {folder.name}, got"
+                        f" {free_bytes / 1e9:.1f}; choose another disk, or fewer --volumes"
+                    )
                 _write_cts(folder, self.scale.ct, self.scale.cts)
                 for name in ("npy", "b2nd"):
                     _store(folder / "dataset", paths[name], name)
@@ -124,9 +194,8 @@ class Files:
         """A store of `originals` x `copies` entries, all to train on, over the arrays of a few small phantoms."""
         folder, scale = self.folder / "many", self.scale
         store = folder / "store"
-        with _made(
-            folder, {"shape": scale.large_shape, "originals": scale.originals, "copies": scale.copies}
-        ) as needed:
+        sizes = {"shape": scale.large_shape, "originals": scale.originals, "copies": scale.copies}
+        with _made(folder, sizes) as needed:
             if needed:
                 _quietly(write_phantom, folder / "dataset", cases=4, shape=scale.large_shape, seed=2, workers=1)
                 _store(folder / "dataset", store, "npy")
@@ -149,14 +218,6 @@ class Files:
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
-    def _check_room(self, folder: Path, needed_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < needed_bytes:
-            raise InputError(
-                f"--workdir {self.folder} must have {needed_bytes / 1e9:.1f} GB free for {folder.name}, got"
-                f" {free_bytes / 1e9:.1f}; choose another disk, or fewer --volumes"
-            )
-
 
 def ct_files(folder: Path, compressed: bool) -> List[Tuple[Path, Path]]:
     """(image, label) of every CT in the folder "nii" or "gz" of `Files.cts`, in the store's order."""
@@ -178,6 +239,26 @@ def array_files(folder: Path) -> List[Path]:
 def files_of(path: Path) -> List[Path]:
     """A file itself; the arrays of a store."""
     return array_files(path) if path.is_dir() else [path]
+
+
+def ct_case(shape: Shape3, seed: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Image (X, Y, Z) int16 in Hounsfield units and label (X, Y, Z) uint8, 1 in an organ. A pure function of both.
+
+    Air lies outside an ellipse that changes along Z, without noise, as scanners give it; inside, fat and tissue change
+    smoothly under noise that no packer can shorten.
+    """
+    rng = np.random.default_rng([1, seed])
+    x, y, z = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in shape))
+    wide, high = 0.80 + 0.05 * np.cos(2 * z + seed), 0.60 + 0.05 * np.sin(3 * z)
+    body = (x / wide) ** 2 + (y / high) ** 2 < 1
+    centre = rng.uniform(-0.25, 0.25, 3).astype(np.float32)
+    organ = ((x - centre[0]) / 0.22) ** 2 + ((y - centre[1]) / 0.20) ** 2 + ((z - centre[2]) / 0.30) ** 2 < 1
+    value = 70 * np.sin(5 * x + rng.uniform(0, 6)) * np.cos(4 * y + rng.uniform(0, 6)) + 30 * np.sin(6 * z + 2 * x)
+    value = (value + TISSUE_HU).astype(np.float32)
+    value[organ] = ORGAN_HU
+    value += NOISE_HU * rng.standard_normal(shape, dtype=np.float32)
+    image = np.where(body, np.rint(value), AIR_HU).astype(np.int16)
+    return image, (organ & body).astype(np.uint8)
 
 
 # --- Private helpers ---
@@ -254,10 +335,8 @@ def _write_cts(folder: Path, shape: Tuple[int, int, int], count: int) -> None:
             (folder / name / inner).mkdir(parents=True)
     ids = [f"CT_{number + 1:03d}" for number in range(count)]
     jobs = [(str(folder), case_id, tuple(shape), number) for number, case_id in enumerate(ids)]
-    with (
-        contextlib.closing(run_jobs(_write_ct, jobs, worker_count(None))) as results,
-        bar("ct", total=count) as advance,
-    ):
+    results = run_jobs(_write_ct, jobs, worker_count(None))
+    with contextlib.closing(results), bar("ct", total=count) as advance:
         for _ in results:
             advance()
     content = {

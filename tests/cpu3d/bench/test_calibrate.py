@@ -1,29 +1,33 @@
 """`calibrate`: what it puts together, and once for real on tiny networks."""
 
-import argparse
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
-from cpu3d.errors import InputError
+from cpu3d.bench.calibrate import Event, fit_costs, rows, straight_line
+from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import load_constants, shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
+from memory_estimator.timing import CONVOLUTIONS
+from memory_estimator.training_step import training_step
 from models.config import UNetConfig
 
 
 def result(engine, size=600, ops=50, seconds=1e-3, others=0.0):
-    rows = [
+    found = [
         {"group": "conv", "features": {"work": 1e9}, "seconds": seconds},
         {"group": "norm", "features": {"traffic": 1e8}, "seconds": 2e-3},
     ]
     return {
         "engine": engine,
         "engine_name": f"TensorFlow 0.0, {engine}",
-        "networks": [{"rows": rows, "ops": 10, "step_s": seconds + 3e-3, "others": others}],
+        "networks": [{"rows": found, "ops": 10, "step_s": seconds + 3e-3, "others": others}],
         "left_out": [],
         "check": {
             "unet": {"depth": 2, "filters": 8},
@@ -58,15 +62,10 @@ def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named():
     assert "norm (itex" not in found.origins["costs"]
 
 
-def test_every_engine_that_was_measured_is_named_once():
-    results = [(dtype, result(engine)) for engine in ("itex", "stock") for dtype in ("bfloat16", "float32")]
-    assert calibrate.put_together(results, read_host()).record.endswith("TensorFlow 0.0, itex; TensorFlow 0.0, stock")
-
-
 def test_the_check_holds_measured_peaks_against_the_rules():
     results = [("float32", result("stock"))]
     constants = calibrate.put_together(results, read_host())
-    found = calibrate.check(constants, *results[0])
+    found = calibrate.check_peaks(constants, *results[0])
     job = Job(UNetConfig(depth=2, filters=8), (16, 16, 16), engine="stock", threads=3)
     said = estimate(job, constants)
     assert found["job"] == "16x16x16 f8 d2 b1 c4 k3 float32 stock instance adam"
@@ -88,8 +87,8 @@ def fake(monkeypatch, tmp_path):
 
         monkeypatch.setattr(calibrate, "_measure", measure)
         monkeypatch.setattr(calibrate, "installed", lambda engine: True)
-        args = argparse.Namespace(engine=engine, all=everything, out=out, name=f"{others}")
-        assert calibrate.run(args) == 0
+        more = ["--all"] if everything else ["--engine", engine]
+        assert main(["calibrate", *more, "--out", str(out), "--name", f"{others}"]) == 0
         return load_constants(out)
 
     run.budgets, run.out = budgets, out
@@ -122,8 +121,7 @@ def tiny(dtype):
 def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(calibrate, "_networks", tiny)
     out = tmp_path / "calibration.json"
-    args = argparse.Namespace(engine="auto", all=False, out=out, name="here")
-    assert calibrate.run(args) == 0
+    assert main(["calibrate", "--out", str(out), "--name", "here"]) == 0
     constants = load_constants(out)
     (engine,) = constants.costs
     for costs in constants.costs[engine].values():
@@ -139,8 +137,167 @@ def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path
     assert "calibration.json written after" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    args = argparse.Namespace(engine="auto", all=False, out=tmp_path / "file" / "c.json", name="")
-    with pytest.raises(InputError, match="must be a folder to write to"):
-        calibrate.run(args)
+    assert main(["calibrate", "--out", str(tmp_path / "file" / "c.json")]) == 2
+    assert "must be a folder to write to" in capsys.readouterr().err
+
+
+# --- Costs from timed operations ---
+
+
+def timed(group, costs, *counted):
+    """Operations that take exactly what `costs` say."""
+    return [
+        {"group": group, "features": one, "seconds": sum(costs[name] * amount for name, amount in one.items())}
+        for one in counted
+    ]
+
+
+def network(found, ops=100, between_s=0.0):
+    return {"rows": found, "ops": ops, "step_s": sum(row["seconds"] for row in found) + ops * between_s}
+
+
+def test_the_costs_that_the_times_were_made_with_are_found_again():
+    conv = {"work": 2e-12, "kernel": 3e-10}
+    norm = {"cached": 1e-11, "traffic": 4e-11}
+    found = fit_costs(
+        [
+            network(
+                timed("conv", conv, {"work": 1e10, "kernel": 1e4}, {"work": 1e9, "kernel": 1e7})
+                + timed("norm", norm, {"traffic": 1e8}, {"cached": 1e7}),
+                between_s=2e-5,
+            )
+        ]
+    )
+    assert found["conv"] == pytest.approx(conv)
+    assert found["norm"] == pytest.approx(norm)
+    assert found["every_op"]["seconds"] == pytest.approx(2e-5)
+
+
+def test_no_cost_is_below_zero_and_the_cache_is_never_slower():
+    slow_cache = timed("norm", {"cached": 4e-11, "traffic": 1e-11}, {"traffic": 1e8}, {"cached": 1e7})
+    found = fit_costs([network(slow_cache)])["norm"]
+    assert 0 < found["cached"] <= found["traffic"]
+
+
+def test_networks_that_were_not_timed_are_left_out_and_none_at_all_is_an_error():
+    one = network(timed("pool", {"traffic": 5e-11}, {"traffic": 1e8}))
+    assert fit_costs([one])["pool"] == pytest.approx({"traffic": 5e-11, "cached": 5e-11})  # small maps cost as much
+    assert fit_costs([{"rows": [], "ops": 3, "step_s": None}, one]) == fit_costs([one])
+    with pytest.raises(ValueError, match="must hold timed steps, got none"):
+        fit_costs([{"rows": [], "ops": 3, "step_s": None}])
+
+
+def test_the_runtimes_memory_is_a_line_over_operations_that_never_falls():
+    points = [{"bytes": 600, "ops": 50}, {"bytes": 700, "ops": 100}]
+    assert straight_line(points) == {"bytes": 500, "op_bytes": 2}
+    assert straight_line(points[:1]) == {"bytes": 600, "op_bytes": 0}
+    assert straight_line([points[0], {"bytes": 500, "ops": 100}]) == {"bytes": 550, "op_bytes": 0}
+
+
+# --- Which operation of the step a profiled event belongs to ---
+
+CACHE = 2**25
+
+UNET = UNetConfig(depth=2, filters=8, policy="speed")
+
+PROGRAM = training_step(Job(UNET, (32, 32, 32), engine="stock", threads=2))
+
+CONVS = [op for op in PROGRAM.ops if op.kind in CONVOLUTIONS]
+
+
+def event(op, seconds):
+    """As stock TensorFlow names it: gradients do not say whose they are."""
+    if op.kind.endswith("filter_gradient"):
+        return Event("Conv3DBackpropFilterV2_3", "_MklNativeConv3DBackpropFilterV2", seconds)
+    return Event("Conv3D", "_MklNativeConv3D", seconds)
+
+
+def test_convolutions_are_told_apart_by_their_order():
+    found = rows(PROGRAM, [event(op, float(number)) for number, op in enumerate(CONVS)], CACHE)
+    assert [row["seconds"] for row in found[: len(CONVS)]] == list(range(len(CONVS)))
+    assert [row["group"] for row in found[:2]] == ["first_conv", "conv"]
+
+
+def test_a_step_that_ran_others_is_refused():
+    events = [event(op, 1.0) for op in CONVS]
+    with pytest.raises(RuntimeError, match=rf"must run the {len(CONVS)} convolutions .* got {len(CONVS) - 1}"):
+        rows(PROGRAM, events[1:], CACHE)
+    swapped = [*events[:-2], events[-1], events[-2]]
+    if events[-1].type != events[-2].type:
+        with pytest.raises(RuntimeError, match="in place"):
+            rows(PROGRAM, swapped, CACHE)
+
+
+def test_everything_else_is_told_by_its_type_and_the_rest_is_loss():
+    norms = [op for op in PROGRAM.ops if op.kind == "norm"]
+    events = [
+        *(event(op, 0.0) for op in CONVS),
+        *(Event(f"act{i}/FusedBatchNormV3", "_MklNativeFusedBatchNormEx", 1.0 + i) for i in range(len(norms))),
+        Event("gradient_tape/act/FusedBatchNormGradV3", "_MklNativeFusedBatchNormGradV3", 10.0),
+        Event("Softplus", "Softplus", 20.0),
+        Event("Adam/mul_3", "Mul", 30.0),
+        Event("unet3d/encoder0_conv1/Conv3D/Cast", "Cast", 1.0),
+        Event("Sum_2", "Sum", 2.0),
+    ]
+    found = rows(PROGRAM, events, CACHE)
+    seconds = lambda group: [row["seconds"] for row in found if row["group"] == group]
+    assert seconds("norm") == [1.0 + i for i in range(len(norms))]
+    assert seconds("norm_gradient") == [10.0]
+    assert seconds("loss") == [22.0]
+    assert seconds("update") == [31.0]
+
+
+def test_a_group_timed_as_a_whole_counts_all_its_operations():
+    events = [*(event(op, 0.0) for op in CONVS), Event("a", "MaxPool3D", 1.0), Event("b", "MaxPool3D", 1.0)]
+    (pool,) = [row for row in rows(PROGRAM, events, CACHE) if row["group"] == "pool"]
+    assert pool["seconds"] == 2.0
+    assert pool["features"] == {"cached": sum(op.traffic_bytes for op in PROGRAM.ops if op.kind == "pool")}
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """`calibrate.measure` of networks by their filters within so many seconds, where 8 filters take 1 s a step."""
+    host, clock = read_host(), [0.0]
+    threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: 2)
+    tensorflow = SimpleNamespace(config=SimpleNamespace(threading=threading))
+
+    def one(tf, job, program, steps, left_s, cache_bytes, with_peaks):
+        step_s = calibrate._flops(program) / calibrate._flops(PROGRAM)
+        clock[0] += (2 + steps) * step_s
+        peaks = {"process_peak_bytes": 7} if with_peaks else {}
+        return {"step_s": step_s if steps else None, "ops": len(program.ops), "rows": [], "peaks": peaks}
+
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(calibrate, "set_up", lambda engine: (host, thread_plan(host), tensorflow))
+    monkeypatch.setattr(calibrate, "engine_name", lambda tf: "TensorFlow")
+    monkeypatch.setattr(calibrate, "_runtime", lambda program: {"bytes": 1, "ops": 1})
+    monkeypatch.setattr(calibrate, "_measure_network", one)
+
+    def run(budget_s, *wanted):
+        of = lambda filters: dataclasses.asdict(dataclasses.replace(UNET, filters=filters))
+        networks = [{"unet": of(filters), "shape": (32, 32, 32), "steps": steps} for filters, steps in wanted]
+        return calibrate.measure({"engine": "stock", "networks": networks, "budget_s": budget_s, "cache_bytes": CACHE})
+
+    return run
+
+
+def test_networks_that_take_longer_than_is_left_are_left_out(measure):
+    wanted = [(8, 0), (8, 3), (32, 3), (8, 2)]
+    of = lambda networks: [network["unet"]["filters"] for network in networks]
+    assert of(measure(1000, *wanted)["left_out"]) == []
+    short = measure(12, *wanted)  # 2 + 5 s are spent, 32 filters would take 3 steps of 15 s, 8 another 4 s
+    assert of(short["left_out"]) == [32]
+    assert len(short["networks"]) == 3
+
+
+def test_the_first_network_that_is_timed_is_measured_whatever_is_left(measure):
+    found = measure(0, (8, 0), (8, 3), (8, 3))
+    assert len(found["networks"]) == 2
+    assert len(found["left_out"]) == 1
+
+
+def test_peaks_are_checked_of_the_first_network_that_is_timed(measure):
+    check = measure(1000, (8, 0), (16, 3), (8, 3))["check"]
+    assert (check["unet"]["filters"], check["process_peak_bytes"]) == (16, 7)

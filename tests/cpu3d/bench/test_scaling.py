@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.bench import scaling
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.scaling import command as scaling
-from cpu3d.bench.scaling import processes as scaling_processes
-from cpu3d.bench.scaling import work
-from cpu3d.bench.scaling.command import compare_workers, cores_each, ways
-from cpu3d.bench.scaling.loopback import loopback_bytes_per_s
-from cpu3d.bench.scaling.picture import draw_scaling
-from cpu3d.bench.scaling.processes import measure_together
-from cpu3d.bench.scaling.table import gap, gap_lines, scaling_lines, title_of
+from cpu3d.bench.scaling import (
+    compare_workers,
+    cores_each,
+    draw_scaling,
+    gap,
+    gap_table,
+    loopback_bytes_per_s,
+    measure_together,
+    scaling_lines,
+    ways,
+)
 from cpu3d.bench.tables import SCALING, scaling_records
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import topology_of
@@ -105,8 +109,8 @@ def test_under_a_quota_nothing_is_bound():
         ([1], 0, r"--workers must have a number above 1, got \[1\]"),
         ([0, 2], 0, r"--workers must have a number above 1, got \[0, 2\]"),
         ([81], 0, "workers must have whole sockets or equal parts of them, and a core each, got 81 on 80 cores"),
-        ([4], 21, "--cores-per-worker must be at most 20 with 4 workers here, got 21"),
-        ([4], -1, "--cores-per-worker must be at least 1, got -1"),
+        ([4], 21, "--cores-per-worker must be at least 1 and at most 20 with 4 workers, got 21"),
+        ([4], -1, "--cores-per-worker must be at least 1 .* got -1"),
     ],
 )
 def test_workers_that_cannot_be_laid_are_refused(workers, asked, problem):
@@ -136,9 +140,9 @@ def test_the_gap_adds_up_and_is_told(measured):
         "all-reduce": pytest.approx(0.04), "packing": pytest.approx(0.06), "rest": pytest.approx(0.03),
     }  # fmt: skip
     assert sum(parts.values()) == pytest.approx(2.3 - 2.0)
-    (line,) = gap_lines(result)
-    assert "2 workers take +300 ms a step more than one: in parts +20 ms (+1.0%), contention +100 ms (+5.0%)," in line
-    assert "20.0 MB pass each way at 0.50 GB/s, 25% of a plain socket" in line
+    (row,) = gap_table(result).rows
+    assert row[1:4] == ("+300 (+15.0%)", "+20 (+1.0%)", "+100 (+5.0%)")
+    assert row[-1] == "0.50 (25%)"  # 20 MB each way in 0.04 s
 
 
 def test_rounds_go_in_turn_and_a_row_is_its_middle_round(measured):
@@ -157,29 +161,22 @@ def test_rounds_go_in_turn_and_a_row_is_its_middle_round(measured):
     )
 
 
-def test_the_estimator_reads_what_the_bench_writes(measured, tmp_path):
-    result = result_of()
-    append_record(tmp_path / SCALING, "scaling", result)
-    assert len(read_scaling(tmp_path / SCALING)) == 1
-
-
-def test_the_markdown_has_a_table_the_gap_and_the_estimator_s_error(measured, tmp_path):
+def test_the_estimator_reads_what_the_bench_writes_and_the_newest_counts(measured, tmp_path):
     result = result_of()
     for one in ({**result, "loopback_bytes_per_s": 1e9}, result):
         append_record(tmp_path / SCALING, "scaling", one)
     records = scaling_records(tmp_path)
-    assert [one["loopback_bytes_per_s"] for one in records] == [2e9]  # the newer one
+    assert [one["loopback_bytes_per_s"] for one in records] == [2e9]
     lines = scaling_lines(records)
     assert "| 2 workers | 2 | 2.30 (2.30 to 2.30) | 0.870 | 87.0% | 1.00 |" in lines
     assert "| 1 worker | 1 | 2.00 (2.00 to 2.00) | 0.500 | - | 1.00 |" in lines
-    assert lines[-1].startswith("The estimator's steps of several workers are off by -")
-    assert lines[-1].endswith("which flatters.")
+    assert "which flatters: -" in lines[-1]
 
 
 def test_the_picture_is_a_png_also_where_a_part_is_below_zero(measured):
     result = result_of()
     row_of(result, "apart", 2)["compute_s"] = 1.9
-    assert draw_scaling(result, title_of(result))[:4] == b"\x89PNG"
+    assert draw_scaling(result)[:4] == b"\x89PNG"
 
 
 def test_a_socket_passes_all_bytes():
@@ -204,13 +201,13 @@ print(json.dumps({"rank": request["rank"], "cpus": request["cpus"], "addresses":
 @pytest.fixture
 def fake(monkeypatch):
     """Processes that answer without TensorFlow."""
-    real = scaling_processes.start
+    real = scaling.start
 
     def start(command, output, environ, cwd):
         assert environ.get("TF_NUM_INTRAOP_THREADS") != "7"
         return real([sys.executable, "-c", FAKE, command[-1]], output, environ, cwd)
 
-    monkeypatch.setattr(scaling_processes, "start", start)
+    monkeypatch.setattr(scaling, "start", start)
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
 
 
@@ -231,7 +228,7 @@ def test_one_that_fails_ends_the_others_and_is_named(fake):
 
 def test_bad_input_is_told(capsys):
     assert main(["bench", "scaling", "--shape", "32", "32", "32", "--rounds", "0"]) == 2
-    assert "--rounds must be at least 1" in capsys.readouterr().err
+    assert "rounds must be at least 1, got 0" in capsys.readouterr().err
     assert main(["bench", "scaling", "--shape", "32", "32", "32", "--workers", "1"]) == 2
     assert "--workers must have a number above 1" in capsys.readouterr().err
 
@@ -273,12 +270,12 @@ class Clock:
 
 def test_a_call_and_its_messages_are_told_apart(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(work.time, "perf_counter", lambda: clock.now)
-    assert work.Timed(clock, clock).fixed_costs() == pytest.approx((Clock.CALL_S, Clock.MESSAGE_S))
+    monkeypatch.setattr(scaling.time, "perf_counter", lambda: clock.now)
+    assert scaling.Timed(clock, clock).fixed_costs() == pytest.approx((Clock.CALL_S, Clock.MESSAGE_S))
 
 
 def test_a_worker_alone_takes_its_own_weights_for_those_of_both():
-    exchange = work.AsOfTwo(Clock())
+    exchange = scaling.AsOfTwo(Clock())
     assert list(exchange.sum(np.array([1.0, 2.0, 7.0, 0.0]))) == [1.0, 2.0, 7.0, 7.0]
     assert (exchange.rank, exchange.count, len(exchange.sum_s)) == (0, 2, 1)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.faults.checks import run_differences
+from cpu3d.bench.faults import run_differences
 from cpu3d.config import RunConfig
 from cpu3d.data.phantom import write_phantom
 from cpu3d.data.prepare import prepare

@@ -1,14 +1,17 @@
-"""The benchmark's files: the same voxels in every form, found again by a second run, removed without a trace."""
+"""The benchmark's files, the same voxels in every form; rounds that take turns; pages dropped; a disk made slow."""
 
 import dataclasses
+import os
 
 import nibabel
 import numpy as np
 import pytest
 
-from cpu3d.bench.data.ct_phantom import AIR_HU, ct_case
-from cpu3d.bench.data.files import Files, array_files, ct_files
-from cpu3d.bench.data.scale import TINY
+from cpu3d.bench.data import timing
+from cpu3d.bench.data.files import AIR_HU, TINY, Files, array_files, ct_case, ct_files
+from cpu3d.bench.data.timing import drop_pages, in_turn, read_through, resident_bytes, slow_disk, touch
+from cpu3d.data.files.read_mode import MEMORY, file_system
+from cpu3d.data.phantom import write_phantom
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 
@@ -72,10 +75,10 @@ def test_files_are_made_once_and_anew_for_other_sizes(tmp_path):
     assert open_store(other["npy"]).manifest.largest_shape == (28, 28, 24)
 
 
-def test_a_real_case_can_take_the_phantom_s_place(tmp_path, real_cases):
-    case = real_cases / "brats-gli-real" / "BraTS-GLI-99001-000"
-    files = Files(tmp_path / "work", TINY, case)
-    assert open_store(files.one_case()["npy"]).cases("train")[0].shape == (240, 240, 155)
+def test_a_case_of_one_s_own_can_take_the_phantom_s_place(tmp_path):
+    write_phantom(tmp_path / "mine", cases=1, shape=(28, 28, 24), seed=5, workers=1)
+    store = open_store(Files(tmp_path / "work", TINY, tmp_path / "mine").one_case()["npy"])
+    assert store.cases("train")[0].shape == (28, 28, 24)
 
 
 def test_a_disk_without_room_for_the_cts_is_told_before_any_is_written(tmp_path):
@@ -100,3 +103,65 @@ def test_cleaning_removes_what_was_made_and_nothing_else(tmp_path):
     (files.folder / "notes.txt").write_text("mine")
     files.clean()
     assert [path.name for path in files.folder.iterdir()] == ["notes.txt"]
+
+
+def test_variants_take_turns_and_a_first_round_is_not_counted():
+    calls = []
+
+    def variant(name, seconds):
+        def work(number):
+            calls.append((name, number))
+            return seconds + number
+
+        return work
+
+    found = in_turn({"a": variant("a", 1.0), "b": variant("b", 10.0)}, 2)
+    assert found == {"a": [1.0, 2.0], "b": [10.0, 11.0]}
+    assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_touching_reads_one_value_of_every_page_in_either_order(order):
+    array = np.zeros((64, 64), np.float32, order=order)
+    array.ravel(order="K")[::1024] = 1
+    assert touch(array) == 4
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    if file_system(tmp_path) in MEMORY:
+        pytest.skip("needs a temporary folder on a disk: pages of a file system in memory cannot be dropped")
+    return tmp_path
+
+
+def test_pages_are_there_after_reading_and_gone_after_dropping(on_disk):
+    path = on_disk / "file"
+    path.write_bytes(os.urandom(300_000))
+    read_through([path])
+    assert resident_bytes(path) == 300_000
+    assert drop_pages([path]) == 0
+    assert resident_bytes(path) == 0
+    read_through([path])
+    assert resident_bytes(path) == 300_000
+
+
+def test_pages_in_use_are_told_as_kept(on_disk):
+    path = on_disk / "file"
+    path.write_bytes(os.urandom(400_000))
+    drop_pages([path])
+    held = np.memmap(path, np.uint8, "r")
+    assert held[:4096].sum() > 0
+    assert 0 < drop_pages([path]) <= 1
+
+
+def test_a_slow_disk_is_a_group_that_goes_or_none(tmp_path, monkeypatch):
+    with slow_disk(tmp_path, 20_000_000) as group:
+        assert not group or os.path.isdir(group)
+    assert not group or not os.path.exists(group)
+    made = tmp_path / "groups" / "blkio"
+    made.mkdir(parents=True)
+    (made / "cgroup.procs").touch()
+    monkeypatch.setattr(timing, "CGROUPS", tmp_path / "groups")
+    with slow_disk(tmp_path, 1000) as group:
+        assert group == ""  # without the setting there is no controller
+    assert [path.name for path in made.iterdir()] == ["cgroup.procs"]
