@@ -28,11 +28,16 @@ from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.scaling.memory import of_one
+from memory_estimator.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds
 
 LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
 or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
+
+
+VARIABLES = ("weights", "optimizer slots", "averaged weights")
+"""Groups of the estimator's tensors that a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def pick_policy(
     if job is None:
         return under(config, "speed"), "policy speed: nothing is known of this engine's memory"
     try:
-        price = _priced(host, volumes, find_constants(job.threads, host), workers=workers)
+        price = _priced(host, volumes, find_constants(job.threads, host), workers=workers, timed=_is_timed(config))
         choice = fastest_that_fits(job, price, host.free_bytes)
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -129,7 +134,8 @@ def foresee(
     """
     job = job_of(config, thread_plan(host).intra_op, cases)
     try:
-        return job and _priced(host, volumes, find_constants(job.threads, host), workers=workers)(job)
+        constants = job and find_constants(job.threads, host)
+        return job and _priced(host, volumes, constants, workers=workers, timed=_is_timed(config))(job)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -244,6 +250,11 @@ def card_for_log(config: RunConfig) -> Dict[str, Union[int, str]]:
 # --- Private helpers ---
 
 
+def _is_timed(config: RunConfig) -> bool:
+    """Whether steps are timed before the run, to fit it into a budget of minutes."""
+    return bool(config.budget_minutes) and not config.steps
+
+
 def _card_bytes(config: RunConfig) -> int:
     return gpu.gpu_bytes(job_of(dataclasses.replace(config, engine="stock"), threads=1, cases=0))
 
@@ -254,12 +265,18 @@ def _priced(
     constants: HostConstants,
     accuracy: Optional[Accuracy] = None,
     workers: int = 1,
+    timed: bool = False,
 ) -> Price:
-    """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound."""
+    """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound.
+
+    Where steps are `timed` before the run, its variables are held as they were, beside those that the steps change.
+    """
 
     def price(job: Job) -> Estimate:
         said = of_one(estimate(job, constants, accuracy, host.memory_bytes), workers)
         beside = volumes.bytes(job) if volumes else 0
+        if timed:
+            beside += sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
         return dataclasses.replace(said, upper_bound_bytes=said.upper_bound_bytes + beside)
 
     return price

@@ -81,7 +81,7 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
         return dataset
     table = read_patients(patients, [case.case_id for case in dataset.cases])
     cases = tuple(replace(case, patient_id=table[case.case_id]) for case in dataset.cases)
-    return replace(dataset, cases=cases, patient_rules=dict.fromkeys(table, TABLE))
+    return replace(dataset, cases=cases, patient_rules={case.case_id: TABLE for case in cases})
 
 
 def describe_labels(dataset: Dataset) -> List[str]:

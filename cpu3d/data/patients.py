@@ -36,8 +36,8 @@ def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
 
-    Lines of other cases are ignored, and so is a header. Raises InputError for a file that cannot be read, for lines
-    that are no pair, and for a case of `case_ids` that has no patient or two.
+    All of its lines, a header among them, and at least `case_ids`. Raises InputError for a file that cannot be read,
+    for lines that are no pair, and for a case of `case_ids` that has no patient or two.
     """
     try:
         lines = read_regular(path).decode("utf-8-sig").splitlines()
@@ -65,7 +65,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         ]
     if problems:
         raise InputError(*problems)
-    return {case_id: patients[case_id] for case_id in case_ids}
+    return patients
 
 
 def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:

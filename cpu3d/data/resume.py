@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Sized, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Sized, Union
 
 from cpu3d.data.case import source_name
 from cpu3d.data.files.arrays import FORMATS, file_sha256
@@ -84,6 +84,10 @@ def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify
         for case_id, record in recorded.items()
         if case_id in found and not _same_sources(found[case_id], record, dataset.folder, verify)
     ]
+    recorded_as: Dict[str, Set[str]] = {}
+    for files in dataset.cases:
+        if files.case_id in recorded:
+            recorded_as.setdefault(files.patient_id, set()).add(recorded[files.case_id].patient_id)
     return (
         [f"case {case_id} is new in {dataset.folder}" for case_id in new]
         + [f"case {case_id} is no longer whole in {dataset.folder}" for case_id in gone]
@@ -91,6 +95,11 @@ def content_differences(store_dir: Path, old: Manifest, dataset: Dataset, verify
         + [
             f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good"
             for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases})
+        ]
+        + [
+            f"patient {patient} counts as {len(those)} patients, {', '.join(sorted(those))}, which folds may part"
+            for patient, those in recorded_as.items()
+            if len(those) > 1
         ]
     )
 

@@ -32,7 +32,7 @@ def split_cases(
     if len(order) < needed:
         raise InputError(
             f"--split {' '.join(f'{fraction:g}' for fraction in fractions)} must have at least {needed} patients, got"
-            f" {len(order)}; add cases, or put them all into training with --split 1 0 0"
+            f" {len(order)}; add cases, say who is whose with --patients, or train on all of them with --split 1 0 0"
         )
     split, start = {}, 0
     for name, count in zip(SPLITS, _shares(len(order), [share / total for share in fractions])):

@@ -243,12 +243,15 @@ def channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]
 def codes_for(predictor: Any, files: CaseFiles, choice: str = "auto") -> Codes:
     """The label codes that a case is written in; `choice` is what --codes takes.
 
-    Raises InputError where they have none for a region of the run.
+    By "auto" they are those of the case's own data set, or the store's where those are not known or lack a region of
+    the run. Raises InputError where codes that were chosen lack one.
     """
     of, labels = (choice, LABEL_CODES.get(choice)) if choice != "auto" else label_codes_of(files) or (STORE, None)
     if labels is None:
         return Codes(STORE, predictor.labels, predictor.regions)
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
+    if choice == "auto" and not set(predictor.regions) <= set(regions):
+        return Codes(STORE, predictor.labels, predictor.regions)
     problems = [
         f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
         f" written, got {', '.join(f'{code} {label}' for code, label in labels.items())}; choose other --codes"

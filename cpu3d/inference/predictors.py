@@ -6,6 +6,7 @@
 The one place where commands that predict set up TensorFlow; importing this does not.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, List, Optional, Sequence
 
@@ -43,8 +44,15 @@ def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: st
 
 
 def zeroes_nan(configs: Sequence[RunConfig]) -> bool:
-    """Whether NaN and infinite voxels became background in the store of any run; False of a store that is gone."""
-    return any(settings_of(Path(config.store)).zero_nan for config in configs)
+    """Whether NaN and infinite voxels became background in the store of any run.
+
+    False of a store that is gone, damaged or out of reach: what a run learnt does not hang on its store.
+    """
+    for config in configs:
+        with contextlib.suppress(OSError, InputError):
+            if settings_of(Path(config.store)).zero_nan:
+                return True
+    return False
 
 
 def trained_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:

@@ -30,6 +30,7 @@ from memory_estimator.gpu import CONTEXT_BYTES, gpu_bytes
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from models.config import UNetConfig
+from models.layer_plan import layer_plan
 
 GIB = 2**30
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
@@ -280,3 +281,11 @@ def test_the_log_of_a_run_on_a_card_says_what_was_predicted_of_it():
     told = card_for_log(ON_CARD)
     assert (told["card_bytes"], told["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
     assert "not verified" in told["constants"]
+
+
+def test_steps_that_are_timed_before_the_run_hold_its_variables_twice():
+    config = RunConfig(unet=UNetConfig(dtype="bfloat16"), grid=(64, 64, 64), engine="itex")
+    timed = dataclasses.replace(config, budget_minutes=4.0)
+    parameters = sum(op.trainable + op.frozen for op in layer_plan(config.unet, config.grid))
+    more = foresee(timed, HOST, 8).upper_bound_bytes - foresee(config, HOST, 8).upper_bound_bytes
+    assert more == pytest.approx(12 * parameters, rel=0.01), "weights and Adam's two slots"

@@ -9,7 +9,7 @@ from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.label_map import with_label_map
 from cpu3d.data.layouts import CaseFiles, Dataset, Problem, labels_in_use, read_dataset, regions_of
-from cpu3d.data.patients import TABLE, patient_of
+from cpu3d.data.patients import TABLE, patient_of, read_patients
 from cpu3d.data.prepare import convert_all, write_quarantine
 from cpu3d.data.records import SPLITS, CaseRecord, Manifest, SourceFile, remake
 from cpu3d.data.resume import finished_cases, left_out, settings_of, sweep
@@ -79,6 +79,8 @@ def append(
                 f"--patients must name a table, as store {store_dir} knows its patients from one, got none; give one"
                 " that says which of them the new cases are of"
             )
+        if patients is not None:
+            _refuse_other_patients(store_dir, old, read_patients(patients, ()))
         out = left_out(store_dir)
         finished = finished_cases(store_dir, new, dataset.folder, verify=True)
         left = [files for files in new if files.case_id not in finished]
@@ -148,6 +150,18 @@ def deal_cases(
 def _patient_of(case: CaseRecord, layout: str) -> str:
     """As recorded, or by its name where the record is from before names were read in every layout."""
     return case.patient_id if case.patient_id != case.case_id else patient_of(case.case_id, layout)[0]
+
+
+def _refuse_other_patients(store_dir: Path, manifest: Manifest, table: Mapping[str, str]) -> None:
+    """Raise, naming every one, where a table gives a case of the store another patient: its split is by the old one."""
+    problems = [
+        f"case {case.case_id} must be of the patient that store {store_dir} has, {_patient_of(case, manifest.layout)},"
+        f" got {table[case.case_id]}; prepare a new store with this table"
+        for case in manifest.cases
+        if table.get(case.case_id, case.patient_id) not in (case.patient_id, _patient_of(case, manifest.layout))
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def _refuse_other_kind(store_dir: Path, manifest: Manifest, dataset: Dataset) -> None:

@@ -67,7 +67,7 @@ def test_other_names_tell_the_patient_in_the_layout_that_has_time_points():
 )
 def test_a_table_of_patients_may_be_written_as_spreadsheets_do(tmp_path, text):
     (tmp_path / "table").write_text(text)
-    assert read_patients(tmp_path / "table", ["a", "b"]) == {"a": "p", "b": "p"}
+    assert {"a": "p", "b": "p"}.items() <= read_patients(tmp_path / "table", ["a", "b"]).items()
 
 
 @pytest.mark.parametrize(
@@ -178,3 +178,14 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     assert manifest.patient_rules == {TABLE: 4}
     (name,) = [name for name, ids in old.split.items() if "b" in ids]
     assert manifest.split[name] == ("b", "d")
+
+
+def test_a_table_that_parts_what_the_store_has_as_one_patient_each_is_refused(tmp_path, dataset):
+    data, store, table = dataset("a", "b", "c"), tmp_path / "store", tmp_path / "table"
+    prepare(data, store, **THIRDS)
+    table.write_text("a,p\nb,p\nc,q\nd,q\n")
+    with pytest.raises(InputError, match=r"case a must be of the patient that store .* has, a, got p"):
+        append(store, dataset("d", folder="more"), workers=1, patients=table)
+    prepare(data, tmp_path / "together", fractions=(1, 0, 0), workers=1)
+    with pytest.raises(InputError, match="patient p counts as 2 patients, a, b"):
+        prepare(data, tmp_path / "together", fractions=(1, 0, 0), workers=1, patients=table)

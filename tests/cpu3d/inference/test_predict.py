@@ -121,17 +121,18 @@ def test_other_codes_can_be_chosen(images, call, tmp_path):
         np.testing.assert_array_equal(read_volume(tmp_path / choice / "new.nii.gz")[0], np.array(codes)[truth])
 
 
-def test_a_region_without_a_code_in_the_images_data_set_is_refused_unless_other_codes_are_chosen(
+def test_a_region_without_a_code_in_the_images_data_set_has_the_stores_and_is_refused_where_codes_are_chosen(
     predictor, images, call, tmp_path
 ):
     paths, _ = images
     predictor.labels = {**predict.LABEL_CODES["brats2023"], 4: "resection cavity"}
     predictor.regions = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
     with pytest.raises(InputError, match=r"region RC .* brats2017"):
-        call("--image", paths["old"], paths["new"], "--out", tmp_path / "out")
+        call("--image", paths["old"], "--out", tmp_path / "chosen", "--codes", "brats2017")
+    assert call("--image", paths["old"], paths["new"], "--out", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out/old.json").read_text())["codes_of"] == predict.STORE
     content = json.loads((tmp_path / "out/new.json").read_text())  # the codes of the release, and one more
     assert (content["codes_of"], content["label_codes"]["4"]) == ("brats2023", "resection cavity")
-    assert call("--image", paths["old"], "--out", tmp_path / "out", "--codes", "store") == 0
     predictor.labels, predictor.regions = {0: "background", 5: "oedema"}, {"oedema": (5,)}  # a label for a region
     assert call("--image", paths["old"], "--out", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out/old.json").read_text())["regions"] == {"oedema": [2]}
