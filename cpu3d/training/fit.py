@@ -10,7 +10,7 @@ import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 import psutil
@@ -40,6 +40,7 @@ from cpu3d.training.stop_signals import noted_signals
 from cpu3d.training.validation import validate
 from cpu3d.training.watch import TensorBoard, TrainingBar
 from cpu3d.util.versions import versions
+from memory_estimator.files import typed
 from memory_estimator.host import Host
 
 MEMORY = 1
@@ -401,6 +402,10 @@ class Fit:
         """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
         found = newest(self.folder) if self._exchange.is_chief else None
         if found:
+            try:
+                typed(found.state, _State, "state")
+            except ValueError as error:
+                raise InputError(f"checkpoint {found.path} must hold a run's state, got {error}; delete it") from None
             self.learner.restore(found.arrays)
         told = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
         if not told:
@@ -457,6 +462,15 @@ class Fit:
 
 
 # --- Private helpers ---
+
+
+class _State(TypedDict):
+    """What of a checkpoint's state a run goes on from."""
+
+    step: int
+    best: Optional[float]
+    stale_validations: int
+    trained_s: float
 
 
 def _not_finite(losses: np.ndarray) -> List[int]:

@@ -30,7 +30,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.resolve import resolve
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
-from cpu3d.training.checkpoint_history import checkpoints, newest
+from cpu3d.training.checkpoint_history import checkpoints, newest, write_next
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Outcome
 from cpu3d.training.plan_lines import plan_lines
@@ -330,6 +330,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_st
     append_event(tmp_path, {"event": "step", "step": 1})
     start(phantom_store, tmp_path)
     assert read_events(tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
+def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
+    fit = start(phantom_store, tmp_path)
+    state = {"step": 2, "best": None, "stale_validations": 0, "trained_s": 1.0}
+    write_next(tmp_path, 2, fit.learner.arrays(), {**state, name: value}, keep=1)
+    with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
+        start(phantom_store, tmp_path)
+    write_next(tmp_path, 2, fit.learner.arrays(), state, keep=1)
+    assert start(phantom_store, tmp_path).step == 2
 
 
 def test_how_files_are_read_is_planned_logged_free_to_change_and_gives_the_same_weights(phantom_store, tmp_path):
