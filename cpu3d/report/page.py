@@ -57,8 +57,3 @@ def gib(size_bytes: Any) -> str:
 
 def percent(share: Any) -> str:
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
-
-
-def duration(seconds: Any) -> str:
-    """ "1:02:03", and "-" for nothing or what is not known."""
-    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"

@@ -19,10 +19,11 @@ from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import ranked, scores_path, warning
 from cpu3d.report import pictures
-from cpu3d.report.page import duration, flat, gib, percent, render_page
+from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Line
 from cpu3d.report.run_files import RunFiles, gather
 from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.words import duration
 from memory_estimator.units import GIB
 
 

@@ -1,8 +1,7 @@
 """Lists, numbers and tables as pages, the terminal and the docs tell them."""
 
+import datetime
 from typing import Any, Iterable, List, Optional, Sequence
-
-from cpu3d.report.page import duration
 
 
 def listed(items: Iterable[Any]) -> str:
@@ -36,6 +35,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: S
     for position, cells in enumerate(rows):
         lines.append(_row([f"**{cell}**" for cell in cells] if position in bold else cells))
     return lines
+
+
+def duration(seconds: Any) -> str:
+    """ "1:02:03", and "-" for nothing or what is not known."""
+    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"
 
 
 # --- Private helpers ---
