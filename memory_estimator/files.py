@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -58,7 +59,7 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
-    """Parsed JSON as `kind`: a dataclass, a TypedDict, a Tuple, List, Dict or Optional of those, or a plain type.
+    """Parsed JSON as `kind`: a dataclass or TypedDict, a Tuple, Sequence, List, Dict or Optional of them, a plain type.
 
     Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
     with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, where a
@@ -71,10 +72,13 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
         return typed(content, inner[0], name)
     if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
         return _typed_record(content, kind, name)
-    if origin in (tuple, list) and isinstance(content, list):
-        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(content)
+    if origin in (tuple, Sequence, list) and isinstance(content, list):
+        made, is_open = list if origin is list else tuple, origin is not tuple or inner[-1] is ...
+        if is_open and inner[0] is str and set(map(type, content)) <= {str}:
+            return made(content)  # in no time, as there may be half a million ids of cases
+        kinds = inner[:1] * len(content) if is_open else inner
         if len(kinds) == len(content):
-            return origin(typed(one, of, f"{name}[{i}]") for i, (one, of) in enumerate(zip(content, kinds)))
+            return made(typed(one, of, f"{name}[{i}]") for i, (one, of) in enumerate(zip(content, kinds)))
     elif origin is dict and isinstance(content, dict):
         if inner[0] is not int or all(key.isdecimal() and key.isascii() and len(key) < 19 for key in content):
             return {inner[0](key): typed(value, inner[1], f"{name}.{key}") for key, value in content.items()}

@@ -13,6 +13,7 @@ import numpy as np
 from cpu3d.data.record_check import check_record
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import InputError
+from memory_estimator.files import typed
 
 SCHEMA = 2
 """Version of the store's layout and of its records. A store of another version is refused, never guessed at."""
@@ -253,12 +254,8 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
 
 
 def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) -> Manifest:
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    fields["labels"] = {int(code): name for code, name in content["labels"].items()}
-    fields["regions"] = {name: tuple(codes) for name, codes in content["regions"].items()}
-    fields["split"] = {name: tuple(content["split"][name]) for name in SPLITS}
-    fields["patient_rules"] = {rule: int(cases) for rule, cases in content.get("patient_rules", {}).items()}
-    return Manifest(cases=cases, **fields)
+    """The manifest that `content` is, over `cases`. Raises ValueError where it is none."""
+    return dataclasses.replace(typed({**content, "cases": []}, Manifest, "manifest"), cases=cases)
 
 
 def case_from_json(content: Mapping[str, Any]) -> CaseRecord:

@@ -122,6 +122,8 @@ def change_manifest(folder, change):
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
         (lambda content: content.update(records=None), "complete"),
+        (lambda content: content.update(unlabelled=3), "manifest.unlabelled must be"),
+        (lambda content: content.update(largest_box=[1, "x", 1]), r"manifest.largest_box\[1\] must be int, got x"),
         (lambda content: content["split"]["val"].append("a"), "case a of store .* must be in one split, got two"),
         (lambda content: content["split"]["val"].append("c"), "must hold 3 cases, got 2"),
         (lambda content: content["records"].update(bytes=7), "must be 7 bytes long"),
