@@ -141,7 +141,7 @@ def test_a_convolution_that_stops_early_is_found(tf, small, monkeypatch):
 
 def test_a_convolution_that_is_slow_above_the_limit_is_told(tf, small, monkeypatch):
     seconds = module._seconds
-    times = iter([0.5, 40.0])
+    times = iter([40.0, 0.5])
     monkeypatch.setattr(module, "_seconds", lambda work: (next(times), seconds(work)[1]))
     check = module.large_tensor(tf, HOST, "auto")
     assert check.state == "warn"
