@@ -1,4 +1,4 @@
-from cpu3d.plan import make_plan  # noqa
+from cpu3d.plan import make_plan
 
 
 def resolve(store, run_folder, host, settings, recipe, gpus=(), workers=1):

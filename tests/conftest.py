@@ -14,6 +14,10 @@ from memory_estimator.host import read_host
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the first test that computes would take a card for all of them
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores: one thread each.
+    os.environ.update(OMP_NUM_THREADS="1", TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="1")
+
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))
 

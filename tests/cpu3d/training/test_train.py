@@ -62,7 +62,7 @@ def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(phantom_store, 
 
 WAYS = [
     {"policy": "speed", "ema": 0.9},
-    {"policy": "lean", "batch": 2, "ema": 0.9},
+    {"policy": "lean", "batch": 2, "ema": 0.9, "depth": 2},
     {"batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "depth": 2, **PATCH},
     {"resolution": 0.5, "validations": 1, "depth": 2},
 ]
@@ -80,7 +80,7 @@ def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predict
 
 
 VARIANTS = [
-    {"batch": 2, "residual": True, "up": "upsampling", "policy": "balanced"},
+    {"batch": 2, "residual": True, "up": "upsampling", "policy": "balanced", "depth": 2},
     {"norm": "batch", "batch": 4, "micro_batch": 2, "extent": "full", "deep_supervision": True, "dtype": "bfloat16"},
     {"network": "cicek2016", "channels": ["T2w", "FLAIR"], "optimizer": "sgd", "rotation_deg": 10.0, "scaling": 0.1},
 ]
