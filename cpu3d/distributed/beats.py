@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Dict, Tuple
 
 from cpu3d.distributed.patiently import Patiently
-from cpu3d.training.guard.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
+from cpu3d.training.heartbeat import Heartbeat, process_start, read_heartbeats, this_place
 from cpu3d.util.child import family
 
 

@@ -7,7 +7,7 @@ from typing import List
 from cpu3d.distributed.beats import is_here
 from cpu3d.distributed.follow import say
 from cpu3d.errors import InputError
-from cpu3d.training.guard.heartbeat import Heartbeat, read_heartbeats
+from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 
 MOST_S = 60.0
 """So long is waited for them, and as long as three of their steps: they finish the one they are in, and save."""

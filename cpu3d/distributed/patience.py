@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Iterable, Sequence
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
-from cpu3d.training.guard.heartbeat import STEP_PHASES, Heartbeat
+from cpu3d.training.heartbeat import STEP_PHASES, Heartbeat
 
 TOGETHER = (MemoryRunsOutError.exit_code, 130, 143)
 """How workers end that have agreed to: they do so after the same step, and the chief saves."""
@@ -15,7 +15,7 @@ IDLE = ("starting", "ended")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long each wait may take. A process that hangs is ended by `cpu3d.training.guard`, or by a second Ctrl-C."""
+    """How long each wait may take. One that hangs is ended by its watchdog, or by a second Ctrl-C."""
 
     poll_s: float = 0.2
     look_s: float = 5.0

@@ -21,7 +21,7 @@ from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.lost import GONE, SILENCE_S, SILENT, lost
 from cpu3d.distributed.meeting import peer_of
 from cpu3d.errors import InputError, WorkerLostError
-from cpu3d.training.guard.heartbeat import is_suspended
+from cpu3d.training.heartbeat import is_suspended
 
 MEMORY_BYTES = 32 * 2**20
 """Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""

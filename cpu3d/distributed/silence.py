@@ -1,6 +1,6 @@
 """Which worker processes of this host are silent: their heartbeats do not change any more, though they live.
 
-A worker reports its own stalls (`cpu3d.training.guard`); one that was suspended, or holds Python's lock, cannot.
+A worker reports its own stalls (`cpu3d.training.watchdog`); one that was suspended, or holds Python's lock, cannot.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Callable, Dict, Sequence, Tuple
 
 from cpu3d.distributed.beats import is_here
-from cpu3d.training.guard.heartbeat import Heartbeat, is_suspended, read_heartbeats
+from cpu3d.training.heartbeat import Heartbeat, is_suspended, read_heartbeats
 from cpu3d.util.child import family
 
 SUSPENDED_S = 60.0

@@ -15,7 +15,7 @@ from cpu3d.distributed.patience import PATIENCE, Patience
 from cpu3d.distributed.patiently import Patiently
 from cpu3d.distributed.running import STOPPED, WORDS, Job, Running, start_job
 from cpu3d.errors import InputError, Interrupted, WorkerLostError
-from cpu3d.training.guard.heartbeat import Heartbeat, is_suspended
+from cpu3d.training.heartbeat import Heartbeat, is_suspended
 from cpu3d.util.child import last_words, told_of_signals
 
 LOST = WorkerLostError.exit_code

@@ -38,8 +38,8 @@ from cpu3d.host.gpu import HostGpus, fits_memory, why_no_card
 from cpu3d.host.thread_plan import share_of
 from cpu3d.resolve import resolve
 from cpu3d.training.checkpoint_history import BEST, checkpoints
-from cpu3d.training.guard.guard import Guard
 from cpu3d.training.run_log import read_events
+from cpu3d.training.watchdog import Guard
 from cpu3d.training_options import add_training_options, chosen_settings
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked

@@ -15,7 +15,7 @@ from cpu3d.distributed import earlier, launch, plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS
-from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
+from cpu3d.training.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
 from cpu3d.util.child import ROOT
 
 STAND_IN = """
@@ -224,7 +224,7 @@ MAIN = """
 import sys
 from cpu3d.__main__ import main
 from cpu3d.distributed import earlier, launch, plan
-from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
+from cpu3d.training.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
 from cpu3d.host.example_hosts import EXAMPLE_HOSTS
 plan.PROGRAM, launch.read_topology = tuple(sys.argv[1:3]), lambda: EXAMPLE_HOSTS["xeon-2x28"][1]
 sys.exit(main(sys.argv[3:]))

@@ -1,7 +1,7 @@
 import pytest
 
 from cpu3d.distributed.patience import Patience
-from tests.cpu3d.training.guard.beats import beat
+from tests.cpu3d.training.beats import beat
 
 PATIENCE = Patience(settle_s=8, saving_s=300, hears_s=20, grace_s=100, unforeseen_s=3600)
 

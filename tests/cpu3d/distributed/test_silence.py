@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.distributed.beats import Beats
 from cpu3d.distributed.silence import Silence, SilenceBelow
-from cpu3d.training.guard.heartbeat import Heartbeat, heartbeat_path, process_start, this_place, write_heartbeat
+from cpu3d.training.heartbeat import Heartbeat, heartbeat_path, process_start, this_place, write_heartbeat
 from cpu3d.util.child import family
 
 

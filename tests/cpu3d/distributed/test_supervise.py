@@ -16,7 +16,7 @@ from cpu3d.distributed.running import Job
 from cpu3d.distributed.supervise import WorkerFailedError, supervise
 from cpu3d.errors import Interrupted
 from cpu3d.util.child import ROOT
-from tests.cpu3d.training.guard.beats import beat
+from tests.cpu3d.training.beats import beat
 
 QUICK = Patience(poll_s=0.02, look_s=0.1, settle_s=0.6, hears_s=0.6, grace_s=5.0)
 

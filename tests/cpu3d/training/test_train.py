@@ -35,7 +35,6 @@ from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Outcome
 from cpu3d.training.plan_lines import plan_lines
 from cpu3d.training.run_log import append_event, forget_after, read_events
-from cpu3d.training.stop_signals import noted_signals
 from cpu3d.training.train import train
 from cpu3d.training_options import add_training_options, with_settings
 from cpu3d.util.lock import locked
@@ -527,15 +526,6 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
     again = subprocess.run([*command, "--epochs", str(state["step"] // 4 + 1)], cwd=ROOT, env=os.environ, check=False)
     assert again.returncode == 0
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == state["step"] // 4 + 1
-
-
-def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
-    with noted_signals() as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert signal.SIGTERM in stop
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 def test_validations_are_as_many_as_asked_for_and_evenly_spread(phantom_store, tmp_path):
