@@ -34,7 +34,7 @@ from cpu3d.inference.options import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
 from cpu3d.report.page import flat
-from cpu3d.training.checkpoint_history import checkpoints
+from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training_options import AUGMENT_FIELDS, UNET_FIELDS, add_training_options, chosen_settings, with_settings
 from cpu3d.util.atomic import PARTIAL, writable_folder, write_json

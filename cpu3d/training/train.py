@@ -37,7 +37,7 @@ from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory, why_no_card
 from cpu3d.host.thread_plan import share_of
 from cpu3d.resolve import resolve
-from cpu3d.training.checkpoint_history import BEST, checkpoints
+from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
 from cpu3d.training_options import add_training_options, chosen_settings

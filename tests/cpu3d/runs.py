@@ -5,8 +5,7 @@ import pytest
 
 from cpu3d.config import save_config
 from cpu3d.resolve import resolve
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
 from memory_estimator.host import read_host

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from cpu3d.training.checkpoint_history import newest
+from cpu3d.training.checkpoint import newest
 from cpu3d.training.run_log import read_events
 from cpu3d.util.child import family
 

@@ -26,7 +26,7 @@ from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
 from cpu3d.data.write_cases import Settings
 from cpu3d.inference.predictor import load_predictor
-from cpu3d.training.checkpoint_history import checkpoints, newest
+from cpu3d.training.checkpoint import checkpoints, newest
 from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
 

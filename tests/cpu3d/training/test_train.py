@@ -30,7 +30,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.resolve import resolve
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
-from cpu3d.training.checkpoint_history import checkpoints, newest, write_next
+from cpu3d.training.checkpoint import checkpoints, newest, write_next
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Outcome
 from cpu3d.training.plan_lines import plan_lines

@@ -14,8 +14,7 @@ from cpu3d.__main__ import main
 from cpu3d.config import load_config, save_config
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError
 from cpu3d.resolve import resolve
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import newest
+from cpu3d.training.checkpoint import load_checkpoint, newest
 from cpu3d.training.feeds import Parts
 from cpu3d.training.plan_lines import plan_lines
 from cpu3d.training.train import train
