@@ -18,8 +18,7 @@ import psutil
 from cpu3d.config import RunConfig
 from cpu3d.data.sharding import Share
 from cpu3d.data.store import Store
-from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import (
     DivergedError,
     InputError,

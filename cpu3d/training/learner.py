@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.config import RunConfig
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host

@@ -28,9 +28,8 @@ from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.words import by, count
-from cpu3d.distributed.broadcast import text_from_chief
+from cpu3d.distributed.all_reduce import Exchange, join, text_from_chief
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
-from cpu3d.distributed.strategy import Exchange, join
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.describe import describe
