@@ -33,7 +33,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from rich.console import Console
 from rich.progress import Progress
 
-from cpu3d.config import load_config
 from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import (
     HOROVOD,
@@ -54,9 +53,7 @@ from cpu3d.host.example_hosts import hosts_table, topology_of
 from cpu3d.host.plan_table import describe_plans, overridden
 from cpu3d.host.thread_plan import default_workers, thread_plans
 from cpu3d.host.topology import Topology, cpu_ranges, read_topology
-from cpu3d.recipes import RECIPES
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
-from cpu3d.training_options import chosen_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
@@ -111,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
     training = _training(options.train)
     topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
-    _check_batch(training, plan.cluster)
     commands = _commands(plan, options.train, Path(training.run))
     if options.dry_run:
         _show(plan, topology(), commands)
@@ -255,22 +251,6 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
     train.add_arguments(parser)
     return parser.parse_args(list(options[1:]))
-
-
-def _check_batch(training: argparse.Namespace, cluster: Cluster) -> None:
-    """That the batch can be shared, as far as that is known before the store is read. The chief's host has the run."""
-    settings, run, workers = chosen_settings(training), Path(training.run), cluster.workers
-    if "batch_per_worker" in settings or not (cluster.is_chief or "batch" in settings):
-        return
-    saved = training.recipe is None and (run / "config.json").is_file()
-    start = load_config(run) if saved else RECIPES[training.recipe or "brats-regions"]()
-    batch = settings.get("batch", start.batch)
-    if batch % workers:
-        more = -(-batch // workers) * workers
-        raise InputError(
-            f"--batch must be a multiple of the {workers} workers, got {batch}; take --batch {more}, or "
-            "--batch-per-worker 1"
-        )
 
 
 # --- What is shown and started ---

@@ -192,25 +192,6 @@ def test_the_exit_code_is_the_failing_workers(program, tmp_path):
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("options", [("--batch", 3), ()])
-def test_a_batch_that_cannot_be_shared_is_refused_once_and_before_anything_starts(program, tmp_path, options):
-    with pytest.raises(InputError, match=r"--batch must be a multiple of the 2 workers, got (1|3); take --batch (2|4)"):
-        launched("--workers", 2, *train(tmp_path, *options))
-    assert not (tmp_path / "run").exists()
-
-
-def test_only_the_chiefs_host_knows_the_batch_of_a_run_that_goes_on(program, tmp_path):
-    hosts = ("--hosts", "a,b", "--workers", 1, "--dry-run")
-    assert launched(*hosts, "--host-index", 1, *train(tmp_path)) == 0
-    for options in (("--host-index", 0), ("--host-index", 1, "train", "--batch", 3)):
-        with pytest.raises(InputError, match="--batch must be a multiple"):
-            launched(*hosts, *options[:2], *train(tmp_path, *options[3:]))
-
-
-def test_a_batch_for_each_worker_can_always_be_shared(program, tmp_path):
-    assert launched("--workers", 4, "--dry-run", *train(tmp_path, "--batch-per-worker", 1)) == 0
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

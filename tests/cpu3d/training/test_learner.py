@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.training.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count, take_region
 from memory_estimator.host import read_host

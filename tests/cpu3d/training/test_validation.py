@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner, allocator_peak_bytes
 from cpu3d.training.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.training.validation import validate
