@@ -39,6 +39,8 @@ class Option:
     one_of: str = ""
     """Options with the same word here exclude each other."""
     positional: bool = False
+    rest: bool = False
+    """Positional, and takes all words that follow, options of others too."""
     repeat: bool = False
     """Given again for each element of a tuple."""
     name: str = ""
@@ -102,7 +104,9 @@ def add_options(
             more["action"] = "append"
             if count == "+":
                 del more["nargs"]
-        if spec.positional:
+        if spec.rest:
+            target.add_argument(field.name, **{**more, "nargs": argparse.REMAINDER})
+        elif spec.positional:
             target.add_argument(field.name, **more)
         else:
             needed = required and field.default is dataclasses.MISSING
@@ -114,10 +118,10 @@ def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
 
 
-def from_args(cls: Type[T], args: argparse.Namespace, **more: Any) -> T:
-    """The dataclass with the options that were given, its defaults for the others. Raises ValueError out of range."""
+def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError, **more: Any) -> T:
+    """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
     found = cls(**{**given(cls, args), **more})
-    check(found)
+    check(found, error)
     return found
 
 
@@ -144,7 +148,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
             for one in value:
                 words += [flag, *_words(one)]
         else:
-            words += [*([] if spec.positional else [flag]), *_words(value)]
+            words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
     return words
 
 

@@ -35,9 +35,8 @@ from rich.console import Console
 from cpu3d.data.phantom import write_phantom
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import BEST, checkpoints, step_of
-from cpu3d.training.checkpoint_history import newest as newest_checkpoint
+from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
+from cpu3d.training.checkpoint import newest as newest_checkpoint
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start

@@ -33,9 +33,8 @@ from rich.console import Console
 from cpu3d.bench.harness import ROOT, ProcessFailedError
 from cpu3d.bench.step import add_step_options, made_up, step_request
 from cpu3d.config import RunConfig
-from cpu3d.distributed import strategy
-from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.hosts import LOOPBACK, free_ports
+from cpu3d.distributed import all_reduce
+from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
@@ -265,13 +264,13 @@ def measure_together(
 # --- One worker ---
 
 
-class Timed(strategy.Exchange):
+class Timed(all_reduce.Exchange):
     """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others.
 
     What that one costs by itself, the trainer does not have: `fixed_costs` measures it, to be taken off.
     """
 
-    def __init__(self, tf: Any, inner: strategy.Exchange):
+    def __init__(self, tf: Any, inner: all_reduce.Exchange):
         self._tf, self._inner = tf, inner
         self.rank, self.count = inner.rank, inner.count
         self.wait_s: List[float] = []
@@ -320,7 +319,7 @@ class Timed(strategy.Exchange):
         return whole_s - messages * message_s, message_s
 
 
-class AsOfTwo(strategy.Exchange):
+class AsOfTwo(all_reduce.Exchange):
     """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
 
     count = 2
@@ -349,9 +348,9 @@ def work(request: Dict[str, Any]) -> Dict[str, Any]:
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone
     folder, rank, count = Path(request["folder"]), request["rank"], request["count"]
     _, threads, tf = set_up(request["engine"])
-    exchange: strategy.Exchange = strategy.ALONE
+    exchange: all_reduce.Exchange = all_reduce.ALONE
     if request["addresses"]:
-        exchange = Timed(tf, strategy.join(Cluster(tuple(request["addresses"]), rank)))  # as between hosts
+        exchange = Timed(tf, all_reduce.join(Cluster(tuple(request["addresses"]), rank)))  # as between hosts
     elif request["in_parts"]:
         exchange = AsOfTwo(tf)
     from cpu3d.training.learner import Learner, parameter_count

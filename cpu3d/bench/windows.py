@@ -49,7 +49,7 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.options import Inference
 from cpu3d.inference.predictors import store_of_run, trained_predictor
 from cpu3d.patch_plan import usual_patch
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.versions import versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.schema import add_options, option

@@ -27,14 +27,14 @@ from rich.console import Console
 from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.store import Store
-from cpu3d.distributed.plan import of_nobody
+from cpu3d.distributed.cluster import without_cluster
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.inference.evaluate import METRICS, UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.options import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
 from cpu3d.report.page import flat
-from cpu3d.training.checkpoint_history import checkpoints
+from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training_options import AUGMENT_FIELDS, UNET_FIELDS, add_training_options, chosen_settings, with_settings
 from cpu3d.util.atomic import PARTIAL, writable_folder, write_json
@@ -472,7 +472,7 @@ def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, 
     """A process, and the signals of ours that it was sent, each as SIGINT: the second one stops it unsaved."""
     children: List[subprocess.Popen] = []
     with told_of_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
-        child = start(command, output, of_nobody(os.environ), cwd=ROOT)
+        child = start(command, output, without_cluster(os.environ), cwd=ROOT)
         children.append(child)
         if signals:  # while it was being started
             child.send_signal(signal.SIGINT)

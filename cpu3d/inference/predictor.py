@@ -17,8 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.options import Inference, check_inference, window_of
 from cpu3d.inference.sliding_window import sliding_window
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 

@@ -16,8 +16,7 @@ import numpy as np
 import psutil
 
 from cpu3d.data.sharding import Share
-from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import (
     DivergedError,
     InputError,
@@ -29,14 +28,12 @@ from cpu3d.errors import (
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.plan import Plan
-from cpu3d.training.checkpoint_history import checkpoints, newest, set_aside, step_of, write_best, write_next
+from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
-from cpu3d.training.guard.guard import UNGUARDED, Unguarded
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
-from cpu3d.training.run_log import append_event, forget_after, read_events
-from cpu3d.training.stop_signals import noted_signals
+from cpu3d.training.run_log import TensorBoard, TrainingBar, append_event, forget_after, read_events
 from cpu3d.training.validation import validate
-from cpu3d.training.watch import TensorBoard, TrainingBar
+from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.versions import versions
 from memory_estimator.files import typed
 from memory_estimator.host import Host

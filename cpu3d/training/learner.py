@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy

@@ -12,31 +12,29 @@ one of them.
 
 import argparse
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
 
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import open_store
 from cpu3d.data.words import count
-from cpu3d.distributed.broadcast import text_from_chief
+from cpu3d.distributed.all_reduce import join
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
-from cpu3d.distributed.strategy import Exchange, join
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import share_of
-from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import AUTO, RunConfig, add_training_options, chosen_settings, load_config, save_config
-from cpu3d.training.checkpoint_history import BEST, checkpoints
-from cpu3d.training.guard.guard import Guard
+from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
+from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import read_host
 from memory_estimator.units import format_seconds
 
 
@@ -96,9 +94,9 @@ def train(
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
         engine = engine_name(tf)
-        exchange = join(cluster, say=_say)
+        exchange = join(cluster, plan=plan and {**plan.to_json(), "engine_name": engine}, say=_say)
         if cluster.workers > 1:
-            plan = _agreed(plan, exchange, store, host, engine)
+            plan = plan or plan_of_chief(exchange.plan, store, host, engine)
             if plan.saved is None and not cluster.is_chief:
                 refuse_what_does_not_fit()
         config = plan.config
@@ -152,13 +150,6 @@ _console = Console(stderr=True)
 def _say(*lines: str) -> None:
     for line in lines:
         _console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _agreed(plan: Optional[Plan], exchange: Exchange, store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, on this worker's store and host. Raises InputError for a store or an engine not the chief's."""
-    text = json.dumps({**plan.to_json(), "engine_name": engine}) if plan else ""
-    content = json.loads(text_from_chief(exchange, text))
-    return plan or plan_of_chief(content, store, host, engine)
 
 
 @contextlib.contextmanager

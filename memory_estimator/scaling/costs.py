@@ -25,7 +25,7 @@ ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart
 as many that do the same and do not exchange; one with the cores of all of them."""
 
 PIECE_BYTES = 16 * 2**20
-"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.mirrored`)."""
+"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ import pytest
 
 from cpu3d.plan import make_plan
 from cpu3d.settings import save_config
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_log import read_events

@@ -37,7 +37,7 @@ from cpu3d.inference.export.usage import usage
 from cpu3d.inference.export.verify import Case, NotReadableError, check_fits, verify
 from cpu3d.inference.predict import add_zero_nan, channels_of, find_cases
 from cpu3d.inference.predictors import store_of_run, zeroes_nan
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.versions import versions

@@ -15,9 +15,9 @@ from cpu3d.data.folds import with_fold
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.report.status.advice import advice, without_advice
-from cpu3d.report.status.worker_state import SILENT_S, WorkerState, beat_age_s, state_of
-from cpu3d.training.checkpoint_history import checkpoints, step_of
-from cpu3d.training.guard.heartbeat import Heartbeat, heartbeat_path, read_heartbeats
+from cpu3d.report.status.worker_state import WorkerState, state_of
+from cpu3d.training.checkpoint import checkpoints, step_of
+from cpu3d.training.heartbeat import SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, recent_events
 from memory_estimator.units import format_seconds
 

@@ -1,16 +1,12 @@
 """What a heartbeat, read now and here, says of its worker."""
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from cpu3d.training.guard.heartbeat import BEAT_S, Heartbeat, heartbeat_path, is_suspended, process_start, this_place
+from cpu3d.training.heartbeat import BEAT_S, Heartbeat, beat_age_s, life_of, this_place
 from memory_estimator.units import format_seconds
-
-SILENT_S = 60.0
-"""A beat so old counts as none: twelve are missing, and a network's file system shows new ones within seconds."""
 
 FINE = ("running", "starting", "stopping", "finished")
 """States that need nobody."""
@@ -47,29 +43,21 @@ def state_of(run: Path, heartbeat: Heartbeat, now: Optional[float] = None) -> Wo
     now = time.time() if now is None else now
     if heartbeat.exit_code is not None:
         return WorkerState(BY_EXIT_CODE.get(heartbeat.exit_code, "failed"), heartbeat.reason)
-    age, who = beat_age_s(run, heartbeat, now), f"process {heartbeat.pid} on {heartbeat.host_name}"
-    here = heartbeat.place == this_place()
-    if here and process_start(heartbeat.pid) != heartbeat.process_start:
+    who, here = f"process {heartbeat.pid} on {heartbeat.host_name}", heartbeat.place == this_place()
+    life = life_of(run, heartbeat, now)
+    if life == "dead":
         return WorkerState(
             "dead",
             f"{who} is gone without a word, as after kill -9, a crash, or for want of memory (`dmesg` tells the last)",
         )
-    if here and is_suspended(heartbeat.pid):
+    if life == "suspended":
         return WorkerState("suspended", f"{who} was stopped by a signal; `kill -CONT {heartbeat.pid}` lets it go on")
     if heartbeat.stalled:
         return WorkerState("stalled", heartbeat.stalled)
-    if age > SILENT_S:
+    if life == "silent":
+        age = beat_age_s(run, heartbeat, now)
         look = f"look at {who}" if here else f"look on {heartbeat.host_name} whether process {heartbeat.pid} lives"
         return WorkerState("silent", f"no beat for {format_seconds(age)}, where one comes every {BEAT_S:g} s; {look}")
     if heartbeat.stop:
         return WorkerState("stopping", heartbeat.stop)
     return WorkerState("starting" if heartbeat.phase == "starting" else "running")
-
-
-def beat_age_s(run: Path, heartbeat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
-    try:
-        written = os.stat(heartbeat_path(run, heartbeat.rank)).st_mtime
-    except OSError:
-        written = heartbeat.beat
-    return max(0.0, min(now - heartbeat.beat, now - written))

@@ -31,7 +31,7 @@ from cpu3d.bench.faults import (
     store_differences,
     wait_for,
 )
-from cpu3d.training.checkpoint_history import checkpoints, write_best, write_next
+from cpu3d.training.checkpoint import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event
 from cpu3d.util.records import read_records
 

@@ -30,7 +30,7 @@ from cpu3d.compare.run import (
 from cpu3d.data.extent import grid_size
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import scores_path
-from cpu3d.training.checkpoint_history import checkpoints
+from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.util.child import ROOT
 

@@ -18,12 +18,12 @@ from cpu3d.plan import Plan
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
-from cpu3d.training.checkpoint_history import checkpoints, newest, write_next
+from cpu3d.training.checkpoint import checkpoints, newest, write_next
 from cpu3d.training.feeds import Parts
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Outcome
 from cpu3d.training.run_log import append_event, forget_after, read_events
-from cpu3d.training.stop_signals import noted_signals
+from cpu3d.training.watchdog import noted_signals
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
 from tests.cpu3d.distributed.threads import together

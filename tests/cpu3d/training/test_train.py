@@ -23,7 +23,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.options import Inference
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.settings import load_config
-from cpu3d.training.checkpoint_history import newest
+from cpu3d.training.checkpoint import newest
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner
 from cpu3d.training.run_log import read_events

@@ -15,9 +15,9 @@ from cpu3d.errors import InputError
 from cpu3d.report.status import command
 from cpu3d.report.status.description import describe
 from cpu3d.report.status.run_status import run_status
-from cpu3d.training.guard.heartbeat import heartbeat_path, write_heartbeat
+from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.training.run_log import append_event, read_events, recent_events
-from tests.cpu3d.training.guard.beats import beat
+from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
 
@@ -227,7 +227,7 @@ def test_damaged_files_are_told_and_the_rest_is_shown(run):
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
     told = words(run)
     assert "run: unknown" in told
-    assert "must be JSON with a schema" in told
+    assert "must be a whole heartbeat" in told
     assert "step: 120 of 4,000" in told
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from cpu3d.report.status.worker_state import state_of
-from cpu3d.training.guard.heartbeat import heartbeat_path, process_start, write_heartbeat
-from tests.cpu3d.training.guard.beats import beat
+from cpu3d.training.heartbeat import heartbeat_path, process_start, write_heartbeat
+from tests.cpu3d.training.beats import beat
 
 
 def state(run, one, written_s_ago=0.0):

@@ -1,7 +1,7 @@
 """run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
 
-No result of a run: it is replaced in one move but not flushed to the disk, and a file that cannot be written stops
-nothing. `status` reads it, on the worker's host or on another one that sees the folder.
+It is no result of a run: replaced in one move but not flushed to the disk. Whether a worker is alive is told by its
+heartbeat's age, for `status` and `launch` alike, on the worker's host or on another one that sees the folder.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -30,8 +31,11 @@ PHASES = ("starting", "waiting for data", "computing", "validating", "saving", *
 BEAT_S = 5.0
 """Time between two beats, and the most between a change of phase and the file."""
 
+SILENT_S = 60.0
+"""A worker whose last beat is older is not alive: twelve beats are missing, and network file systems lag by seconds."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Heartbeat:
     """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's host."""
 
@@ -76,7 +80,7 @@ class Heartbeat:
     """Of the last checkpoint of this attempt."""
     checkpoint_time: Optional[float] = None
     stalled: str = ""
-    """The sentence of a stall."""
+    """Why the worker hangs, in a sentence."""
     stop: str = ""
     """Why the run is to stop after this step."""
     reason: str = ""
@@ -85,11 +89,8 @@ class Heartbeat:
     """What the process ends with; None while it runs."""
 
 
-class Unreadable(str):
-    """In the place of a heartbeat: what is wrong with its file."""
-
-
 def heartbeat_path(run: Path, rank: int) -> Path:
+    """The file of a worker's heartbeat."""
     return Path(run) / "heartbeats" / f"worker-{rank}.json"
 
 
@@ -109,7 +110,7 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
 
 
 def read_heartbeats(run: Path) -> Dict[int, Any]:
-    """By rank, the Heartbeat of each worker, or an `Unreadable`; {} for a run without any."""
+    """By rank, each worker's Heartbeat, or a str of what is wrong with its file; {} for a run without any."""
     found: Dict[int, Any] = {}
     with contextlib.suppress(OSError):
         for path in sorted((Path(run) / "heartbeats").iterdir()):
@@ -117,6 +118,35 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
             if rank:
                 found[int(rank[1])] = _read(path)
     return found
+
+
+def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
+    ages = [now - beat.beat]
+    with contextlib.suppress(OSError):
+        ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
+    return max(0.0, min(ages))
+
+
+def life_of(run: Path, beat: Heartbeat, now: Optional[float] = None) -> str:
+    """Whether a worker is alive: "alive", "silent", "suspended", "dead", or "ended" where it has noted its end.
+
+    Alive is who has beaten within SILENT_S. At the worker's own place its process tells more: "dead" is one that is
+    gone, "suspended" one that a signal has stopped.
+    """
+    if beat.exit_code is not None:
+        return "ended"
+    if beat.place == this_place():
+        if not is_here(beat):
+            return "dead"
+        if is_suspended(beat.pid):
+            return "suspended"
+    return "silent" if beat_age_s(run, beat, time.time() if now is None else now) > SILENT_S else "alive"
+
+
+def is_here(beat: Heartbeat) -> bool:
+    """Whether the heartbeat's process lives at this place: numbers repeat on other hosts, and here after its end."""
+    return beat.place == this_place() and process_start(beat.pid) == beat.process_start
 
 
 def this_place() -> str:
@@ -131,9 +161,7 @@ def this_place() -> str:
 def process_start(pid: int) -> Optional[int]:
     """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
     fields = _stat(pid)
-    if fields is None:
-        return None if Path("/proc/self/stat").is_file() else _start_by_psutil(pid)
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def is_suspended(pid: int) -> bool:
@@ -143,8 +171,6 @@ def is_suspended(pid: int) -> bool:
 
 
 # --- Private helpers ---
-
-ANEW = "a worker that lives writes it anew with its next beat"
 
 
 def _stat(pid: int) -> Optional[List[str]]:
@@ -160,22 +186,8 @@ def _stat(pid: int) -> Optional[List[str]]:
 def _read(path: Path) -> Any:
     try:
         content = read_json(path)
-        schema = content.pop("schema")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return Unreadable(f"{path} must be JSON with a schema, got {error!r}; {ANEW}")
-    if schema != SCHEMA:
-        return Unreadable(f"{path} must have schema {SCHEMA}, got {schema}; look with the version that runs")
-    try:
+        if content.pop("schema") != SCHEMA:
+            return f"{path} must have schema {SCHEMA}; look with the version that runs"
         return typed(content, Heartbeat, "heartbeat")
-    except ValueError as error:
-        return Unreadable(f"{path} must be complete, got {error}; {ANEW}")
-
-
-def _start_by_psutil(pid: int) -> Optional[int]:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time())
-    except psutil.Error:
-        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{path} must be a whole heartbeat, got {error!r}; a worker that lives soon writes another"
