@@ -37,7 +37,7 @@ from rich.console import Console
 from scipy.optimize import nnls
 
 from cpu3d.bench.harness import last_json_line
-from cpu3d.bench.step import WARM_UP_STEPS, made_up, profile_planes
+from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.bench.validate import describe
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
@@ -572,6 +572,19 @@ def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
                 if name and not name.endswith(":"):
                     begin = line.timestamp_ns * 1000 + event.offset_ps
                     yield begin, Event(name, kind, event.duration_ps / 1e12)
+
+
+def profile_planes(folder: Path) -> Iterator[Any]:
+    """Everything in the profiles under `folder`. Raises RuntimeError where this TensorFlow writes another format."""
+    try:
+        # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2
+    except ImportError as error:
+        raise RuntimeError(f"the profile must be readable, got {error}; use TensorFlow 2.15 or 2.21") from None
+    for path in folder.rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(path.read_bytes())
+        yield from space.planes
 
 
 def _group(event: Event) -> str:

@@ -2,7 +2,7 @@
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
-    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png --timeline step.png
+    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png
     ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
     ./run.sh bench validate --record records/memory.jsonl
@@ -23,30 +23,26 @@ from cpu3d.bench import faults, memory, scaling, step, tables, validate, windows
 from cpu3d.bench.data import command as data
 
 KINDS = {
-    "step": step,
-    "memory": memory,
-    "engines": step.Engines,
-    "validate": validate,
-    "tables": tables,
-    "data": data,
-    "windows": windows,
-    "scaling": scaling,
-    "faults": faults,
+    "step": (step, step.add_arguments, step.run),
+    "memory": (memory, memory.add_arguments, memory.run),
+    "engines": (step.run_engines, step.add_engine_arguments, step.run_engines),
+    "validate": (validate, validate.add_arguments, validate.run),
+    "tables": (tables, tables.add_arguments, tables.run),
+    "data": (data, data.add_arguments, data.run),
+    "windows": (windows, windows.add_arguments, windows.run),
+    "scaling": (scaling, scaling.add_arguments, scaling.run),
+    "faults": (faults, faults.add_arguments, faults.run),
 }
+"""Kind -> what its help is the docstring of, how its options are added, how it is run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, kind in KINDS.items():
-        words = inspect.getdoc(kind)
-        sub = kinds.add_parser(
-            name,
-            help=words.splitlines()[0],
-            description=words,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        kind.add_arguments(sub)
-        sub.set_defaults(bench_run=kind.run)
+    for name, (documented, add, run_kind) in KINDS.items():
+        words, style = inspect.getdoc(documented), argparse.RawDescriptionHelpFormatter
+        sub = kinds.add_parser(name, help=words.splitlines()[0], description=words, formatter_class=style)
+        add(sub)
+        sub.set_defaults(bench_run=run_kind)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,7 @@ them. The probabilities lie in the run folder while this runs, 110 MB a case and
 
 import argparse
 import dataclasses
-import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -28,8 +26,8 @@ from cpu3d.bench.harness import (
     Output,
     Result,
     draw_bars,
+    in_fresh_process,
     in_turn,
-    last_json_line,
     read_options,
     summary,
     times,
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     _check(run_dir, config, store, cases, options.weights)
     result = compare_ways(run_dir, store, cases, ways, rounds=options.rounds, weights=options.weights, device=device)
     result["split"] = options.split
-    output.publish("windows", result, windows_table(result), lambda: draw_windows(result))
+    output.publish("windows", result, [windows_table(result)], lambda: draw_windows(result))
     return 0
 
 
@@ -143,7 +141,7 @@ def compare_ways(
         def measure(way: Way, number: int) -> Result:
             answers[way.name].mkdir(exist_ok=True)
             own = {"inference": way.inference.to_json(), "answers": None if number else str(answers[way.name])}
-            result = in_fresh_process({**request, "cases": list(cases), **own})
+            result = in_fresh_process(predict_cases, {**request, "cases": list(cases), **own})
             return {**result, "seconds": statistics.fmean(one["seconds"] for one in result["cases"].values())}
 
         turns = {way.name: lambda number, way=way: measure(way, number) for way in ways}
@@ -316,12 +314,7 @@ def figures(difference: np.ndarray) -> Dict[str, float]:
 # --- In the measuring process ---
 
 
-def in_fresh_process(request: Dict[str, Any]) -> Result:
-    """`work(request)` in a new process. Raises ProcessFailedError where that dies."""
-    return last_json_line([sys.executable, "-m", "cpu3d.bench.windows", json.dumps(request)], "bench windows")
-
-
-def work(request: Dict[str, Any]) -> Result:
+def predict_cases(request: Dict[str, Any]) -> Result:
     """Seconds of each case, from its image to its probabilities, what was seen of it, and the process's peaks.
 
     `request` has run, weights, store, cases, inference (an `Inference` as JSON), device ("cpu" or a card) and answers,
@@ -364,9 +357,8 @@ def work(request: Dict[str, Any]) -> Result:
 
 def _ways(config: RunConfig, store: Store, windows: Sequence[Sequence[int]], overlaps: Sequence[float]) -> List[Way]:
     """One pass, and every window with every overlap, each once. Raises InputError for what a network cannot take."""
-    if not windows:
-        grid = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
-        windows = [config.grid if config.is_patch else usual_patch(grid, config.unet.divisor)]
+    grid = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
+    windows = windows or [config.grid if config.is_patch else usual_patch(grid, config.unet.divisor)]
     ways = [Way(ONE_PASS, Inference(one_pass=True))]
     for window in map(tuple, windows):
         try:
@@ -460,7 +452,3 @@ def _answers(folder: Path, case_id: str) -> np.ndarray:
 def _mean_and_p99(difference: Result) -> str:
     """Such as "0.0021 (0.035)"."""
     return f"{difference['mean']:.2g} ({difference['p99']:.2g})"
-
-
-if __name__ == "__main__":
-    print(json.dumps(work(json.loads(sys.argv[1]))))

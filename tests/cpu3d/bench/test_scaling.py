@@ -4,14 +4,12 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 
 import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import scaling
-from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.scaling import (
     compare_workers,
     cores_each,
@@ -19,7 +17,6 @@ from cpu3d.bench.scaling import (
     gap,
     gap_table,
     loopback_bytes_per_s,
-    measure_together,
     scaling_lines,
     ways,
 )
@@ -31,9 +28,9 @@ from cpu3d.util.records import append_record
 from memory_estimator.scaling.costs import read_scaling, row_of
 
 
-def answer(step_s, wait_s=(), sum_s=(), packing_s=(), **more):
+def answer(step_s, wait_s=(), exchange_s=(), packing_s=(), **more):
     return {
-        "step_s": list(step_s), "wait_s": list(wait_s), "sum_s": list(sum_s), "packing_s": list(packing_s),
+        "step_s": list(step_s), "wait_s": list(wait_s), "exchange_s": list(exchange_s), "packing_s": list(packing_s),
         "parameters": 5_000_000, "process_peak_bytes": 2**30, "engine_name": "TensorFlow 2.15.1", "threads": {},
         "versions": {}, **more,
     }  # fmt: skip
@@ -183,50 +180,7 @@ def test_a_socket_passes_all_bytes():
     assert loopback_bytes_per_s(3 * 2**20 + 5) > 1e6
 
 
-FAKE = """
-import json, os, sys, time
-request = json.loads(sys.argv[1])
-if request["rank"] == request.get("fails"):
-    print("no memory")
-    sys.exit(7)
-if "fails" in request:
-    time.sleep(60)
-if not request["cpus"]:
-    assert os.environ["TF_NUM_INTRAOP_THREADS"] == os.environ["OMP_NUM_THREADS"] == "2"
-print("noise")
-print(json.dumps({"rank": request["rank"], "cpus": request["cpus"], "addresses": len(request["addresses"])}))
-"""
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """Processes that answer without TensorFlow."""
-    real = scaling.start
-
-    def start(command, output, environ, cwd):
-        assert environ.get("TF_NUM_INTRAOP_THREADS") != "7"
-        return real([sys.executable, "-c", FAKE, command[-1]], output, environ, cwd)
-
-    monkeypatch.setattr(scaling, "start", start)
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
-
-
-def test_processes_answer_by_rank(fake):
-    assert measure_together({}, [[3], [5]], threads=2, exchanging=True, in_parts=False) == [
-        {"rank": 0, "cpus": [3], "addresses": 2},
-        {"rank": 1, "cpus": [5], "addresses": 2},
-    ]
-    assert measure_together({}, [[]], threads=2, exchanging=False, in_parts=False)[0]["addresses"] == 0
-
-
-def test_one_that_fails_ends_the_others_and_is_named(fake):
-    with pytest.raises(
-        ProcessFailedError, match="worker 1 must end with a line of JSON, exited with 7 saying: no memory"
-    ):
-        measure_together({"fails": 1}, [[3], [5]], threads=1, exchanging=True, in_parts=False)
-
-
-def test_bad_input_is_told(capsys):
+def test_bad_input_is_refused(capsys):
     assert main(["bench", "scaling", "--shape", "32", "32", "32", "--rounds", "0"]) == 2
     assert "rounds must be at least 1, got 0" in capsys.readouterr().err
     assert main(["bench", "scaling", "--shape", "32", "32", "32", "--workers", "1"]) == 2

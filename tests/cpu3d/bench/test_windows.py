@@ -104,7 +104,7 @@ def compare(tiny_store, tiny_run, monkeypatch):
     """Compares ways that answer as told, each round: (seconds, peak MiB, probabilities by case) or an error."""
 
     def compare(answers, cases, rounds=1, **more):
-        def answer(request):
+        def answer(work, request):
             assert request["device"] == more.get("device", "cpu")
             inference = request["inference"]
             told = answers[ONE_PASS if inference["one_pass"] else "x".join(map(str, inference["window"]))].pop(0)
@@ -187,7 +187,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
 
     start(phantom_store, tmp_path / "run")._save_best()  # an untrained network has seams as well
     # Workers are called instead of started; what goes in and comes out passes through JSON all the same.
-    call = lambda request: json.loads(json.dumps(windows.work(json.loads(json.dumps(request)))))
+    call = lambda work, request: json.loads(json.dumps(work(json.loads(json.dumps(request)))))
     monkeypatch.setattr(windows, "in_fresh_process", call)
     record = tmp_path / "windows.jsonl"
     asked = ["--window", "16", "16", "16", "--window", "48", "48", "48", "--rounds", "1", "--record", str(record)]
@@ -220,7 +220,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(tiny_run, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(windows, "in_fresh_process", lambda request: pytest.fail("something was measured"))
+    monkeypatch.setattr(windows, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
     (tiny_run / "checkpoints").mkdir()
     (tiny_run / "checkpoints" / "best.npz").touch()
     assert main(["bench", "windows", "--run", str(tiny_run), *arguments]) == 2
