@@ -19,8 +19,7 @@ constants to this host, is a command of its own: every user wants it, these few 
 import argparse
 import inspect
 
-from cpu3d.bench import faults, memory, scaling, step, tables, validate, windows
-from cpu3d.bench.data import command as data
+from cpu3d.bench import data, faults, memory, scaling, step, tables, validate, windows
 
 KINDS = {
     "step": (step, step.add_arguments, step.run),

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from cpu3d.bench import windows
-from cpu3d.bench.data import command as data_command
+from cpu3d.bench import data, windows
 from cpu3d.bench.faults import faults_lines
 from cpu3d.bench.faults import newest as newest_faults
 from cpu3d.bench.harness import read_options, with_range, write_bytes
@@ -150,11 +149,6 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
-def _data(path: Path) -> List[str]:
-    records = read_records(path, "data")
-    return [*data_command.targets_lines(records), "", *data_command.page_lines(records)]
-
-
 def _compare(path: Path) -> List[str]:
     records = read_records(path, "compare")
     return [*summary_markdown(records), "", *comparisons_markdown(records)]
@@ -185,7 +179,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "engines": ("Engines", lambda path: engines_table(read_records(path, "engines")[-1]).markdown()),
     "policies": ("Memory policies", _policies),
     "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
-    "data": ("Loading", _data),
+    "data": ("Loading", lambda path: data.page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _compare),
     "resolutions": ("Resolution, effective batch and learning rate", _resolutions),
     "windows": ("One pass against a sliding window", _windows),
