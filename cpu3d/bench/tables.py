@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.bench import data, windows
-from cpu3d.bench.faults import faults_lines
-from cpu3d.bench.faults import newest as newest_faults
+from cpu3d.bench.faults import faults_table
 from cpu3d.bench.harness import read_options, with_range, write_bytes
 from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
@@ -171,7 +170,8 @@ def _windows(path: Path) -> List[str]:
 
 
 def _faults(path: Path) -> List[str]:
-    return [line for record in newest_faults(read_records(path, "faults")) for line in (*faults_lines(record), "")]
+    records = newest(read_records(path, "faults"), lambda record: (record["workers"], record["host"]["cpu"]))
+    return [line for record in records for line in (*faults_table(record).markdown(), "")]
 
 
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {

@@ -11,7 +11,6 @@ from cpu3d.bench import calibrate
 from cpu3d.bench.calibrate import Event, fit_costs, rows, straight_line
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import load_constants, shipped_constants
-from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.timing import CONVOLUTIONS
@@ -29,12 +28,6 @@ def result(engine, size=600, ops=50, seconds=1e-3, others=0.0):
         "engine_name": f"TensorFlow 0.0, {engine}",
         "networks": [{"rows": found, "ops": 10, "step_s": seconds + 3e-3, "others": others}],
         "left_out": [],
-        "check": {
-            "unet": {"depth": 2, "filters": 8},
-            "shape": [16, 16, 16],
-            "allocator_peak_bytes": 10**7,
-            "process_peak_bytes": 10**9,
-        },
         "runtime": {"bytes": size, "ops": ops},
         "threads": 3,
         "versions": {},
@@ -62,17 +55,6 @@ def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named():
     assert "norm (itex" not in found.origins["costs"]
 
 
-def test_the_check_holds_measured_peaks_against_the_rules():
-    results = [("float32", result("stock"))]
-    constants = calibrate.put_together(results, read_host())
-    found = calibrate.check_peaks(constants, *results[0])
-    job = Job(UNetConfig(depth=2, filters=8), (16, 16, 16), engine="stock", threads=3)
-    said = estimate(job, constants)
-    assert found["job"] == "16x16x16 f8 d2 b1 c4 k3 float32 stock instance adam"
-    assert found["allocator_peak_bytes"] == {"measured": 10**7, "predicted": said.allocator_peak_bytes}
-    assert found["process_peak_bytes"] == {"measured": 10**9, "predicted": said.process_peak_bytes}
-
-
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     """A calibration that measures nothing: call it with what other processes kept busy; the file it writes."""
@@ -81,11 +63,11 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "read_host", lambda: host)
 
     def run(others, engine="stock", everything=False):
-        def measure(engine, dtype, host, budget_s):
-            budgets.append(budget_s)
-            return result(engine, others=others)
+        def measure(work, request):
+            budgets.append(request["budget_s"])
+            return result(request["engine"], others=others)
 
-        monkeypatch.setattr(calibrate, "_measure", measure)
+        monkeypatch.setattr(calibrate, "in_fresh_process", measure)
         monkeypatch.setattr(calibrate, "installed", lambda engine: True)
         more = ["--all"] if everything else ["--engine", engine]
         assert main(["calibrate", *more, "--out", str(out), "--name", f"{others}"]) == 0
@@ -129,18 +111,8 @@ def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path
         assert sum(costs["conv"].values()) > 0
     assert constants.baseline_bytes[engine] > 0
     content = json.loads(out.read_text())
-    # How far they are apart hangs on the CPU's kernels: that is what the check is there to show.
-    for line in content["check"]:
-        for peak in ("allocator_peak_bytes", "process_peak_bytes"):
-            assert min(line[peak]["predicted"], line[peak]["measured"]) > 0
     assert "tensorflow" in content["versions"]
     assert "calibration.json written after" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["calibrate", "--out", str(tmp_path / "file" / "c.json")]) == 2
-    assert "must be a folder to write to" in capsys.readouterr().err
 
 
 # --- Costs from timed operations ---
@@ -263,11 +235,10 @@ def measure(monkeypatch):
     threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: 2)
     tensorflow = SimpleNamespace(config=SimpleNamespace(threading=threading))
 
-    def one(tf, job, program, steps, left_s, cache_bytes, with_peaks):
-        step_s = calibrate._flops(program) / calibrate._flops(PROGRAM)
+    def one(tf, job, program, steps, left_s, cache_bytes):
+        step_s = sum(op.flops for op in program.ops) / sum(op.flops for op in PROGRAM.ops)
         clock[0] += (2 + steps) * step_s
-        peaks = {"process_peak_bytes": 7} if with_peaks else {}
-        return {"step_s": step_s if steps else None, "ops": len(program.ops), "rows": [], "peaks": peaks}
+        return {"step_s": step_s if steps else None, "ops": len(program.ops), "rows": []}
 
     monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(calibrate, "set_up", lambda engine: (host, thread_plan(host), tensorflow))
@@ -296,8 +267,3 @@ def test_the_first_network_that_is_timed_is_measured_whatever_is_left(measure):
     found = measure(0, (8, 0), (8, 3), (8, 3))
     assert len(found["networks"]) == 2
     assert len(found["left_out"]) == 1
-
-
-def test_peaks_are_checked_of_the_first_network_that_is_timed(measure):
-    check = measure(1000, (8, 0), (16, 3), (8, 3))["check"]
-    assert (check["unet"]["filters"], check["process_peak_bytes"]) == (16, 7)
