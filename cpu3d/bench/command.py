@@ -8,8 +8,8 @@
     ./run.sh bench validate --record records/memory.jsonl
     ./run.sh bench tables --records records --out docs/results.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
-    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl --picture scaling.png
-    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl --picture windows.png
+    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl
+    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl
     ./run.sh bench faults --kills 50 --workdir faults --record records/faults.jsonl
 
 A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's

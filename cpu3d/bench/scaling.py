@@ -1,7 +1,7 @@
 """One worker against several on this host: computing and exchanging timed apart, and what becomes of the gap.
 
     ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --rounds 3 --record records/scaling.jsonl
-    ./run.sh bench scaling --shape 128 128 128 --workers 2 4 --cores-per-worker 14 --picture scaling.png
+    ./run.sh bench scaling --shape 128 128 128 --workers 2 4 --cores-per-worker 14
 
 Each worker is a process held to cores of its own and does the trainer's own step on made-up data. In turn, round by
 round: one worker; one that adds its gradients up and updates its weights apart, as several have to; several that
@@ -13,10 +13,8 @@ a second. The estimator takes its constants for several hosts from the record.
 import argparse
 import itertools
 import os
-import socket
 import statistics
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,6 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.util.versions import versions
-from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.options import add_network_options
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
@@ -50,8 +47,6 @@ SUMS, CHAINED = 20, 9
 """Sums of a single number that are timed, and sums one after the other in one graph: what each of these takes more
 there is of its messages, not of the call."""
 
-LOOPBACK_BYTES, PIECE_BYTES = 256 * 2**20, 2**20
-
 THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 NOT_PASSED_ON = ("TF_CONFIG", *THREADS, "KMP_AFFINITY")
@@ -59,9 +54,6 @@ NOT_PASSED_ON = ("TF_CONFIG", *THREADS, "KMP_AFFINITY")
 
 PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
-
-COLOURS = {"one worker": PALETTE[5], "in parts": "#cccccc", "contention": PALETTE[0], "rest": "#999999",
-           "packing": PALETTE[3], "all-reduce": PALETTE[1], "waiting": PALETTE[4]}  # fmt: skip
 
 Way = Tuple[str, int, List[List[int]]]
 """Its name, its number of workers, and the CPUs of each process."""
@@ -78,8 +70,9 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network_options(parser)
-    for cls in (StepOptions, Options, Output):
-        add_options(parser, cls)
+    add_options(parser, StepOptions)
+    add_options(parser, Options)
+    add_options(parser, Output, only=("json", "record"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     each = cores_each(topology, options.workers, options.cores_per_worker)
     result = compare_workers(request, ways(topology, options.workers, each), cores=each, rounds=options.rounds)
     result.update(cores_per_worker=each, host=topology.host.summary())
-    output.publish("scaling", result, [scaling_table(result), gap_table(result)], lambda: draw_scaling(result))
+    output.publish("scaling", result, [scaling_table(result), gap_table(result)])
     return 0
 
 
@@ -128,18 +121,7 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, cores: int
 
     A row's figures are all of the round with its median step, so that a step's parts add up to it.
     """
-    loopback: List[float] = []
-
-    def measure(name: str, count: int, cpus: List[List[int]]) -> Result:
-        if name == ALONE:
-            loopback.append(loopback_bytes_per_s())
-        threads = cores * (count if name == WIDE else 1)
-        in_parts = name in (IN_PARTS, APART)
-        return _one_round(
-            measure_together(request, cpus, threads=threads, exchanging=name == TOGETHER, in_parts=in_parts)
-        )
-
-    turns = {way[:2]: lambda _, way=way: measure(*way) for way in found}
+    turns = {way[:2]: lambda _, way=way: _one_round(measure_together(request, *way, threads=cores)) for way in found}
     measured, _ = in_turn(turns, rounds, "scaling", keep_going=False)
     rows, threads_in_force = [], {}
     for name, count, cpus in found:
@@ -152,71 +134,36 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, cores: int
             base["step_s"] / one["step_s"] / (count if name == WIDE else 1)
             for base, one in zip(measured[ALONE, 1], per_round)
         ]
-        rows.append(
-            {
-                "name": name,
-                "workers": count,
-                "processes": len(cpus),
-                "cpus": [list(share) for share in cpus],
-                **row,
-                "process_peak_bytes": max(one["process_peak_bytes"] for one in per_round),
-                "step_s_min": min(one["step_s_min"] for one in per_round),
-                "step_s_max": max(one["step_s_max"] for one in per_round),
-                "rounds": [one["step_s"] for one in per_round],
-                "efficiency": statistics.median(shares),
-                "efficiency_min": min(shares),
-                "efficiency_max": max(shares),
-            }
-        )
+        row["process_peak_bytes"] = max(one["process_peak_bytes"] for one in per_round)
+        row["step_s_min"] = min(one["step_s_min"] for one in per_round)
+        row["step_s_max"] = max(one["step_s_max"] for one in per_round)
+        row.update(efficiency=statistics.median(shares), efficiency_min=min(shares), efficiency_max=max(shares))
+        about = {"name": name, "workers": count, "processes": len(cpus), "cpus": [list(share) for share in cpus]}
+        rows.append({**about, **row, "rounds": [one["step_s"] for one in per_round]})
     return {
         **request,
         "gradient_bytes": GRADIENT_BYTES * facts["parameters"],
-        "loopback_bytes_per_s": statistics.median(loopback),
         "rows": rows,
         **{name: facts[name] for name in ("engine_name", "versions")},
         "threads": threads_in_force,
     }
 
 
-# --- Several processes at a time ---
-
-
-def loopback_bytes_per_s(total_bytes: int = LOOPBACK_BYTES) -> float:
-    """The rate of one TCP connection of this host with itself, one way: what an exchange over gRPC is held against."""
-
-    def send(address: Any) -> None:
-        with socket.create_connection(address) as connection:
-            for begin in range(0, total_bytes, PIECE_BYTES):
-                connection.sendall(bytes(min(PIECE_BYTES, total_bytes - begin)))
-
-    with socket.create_server((LOOPBACK, 0)) as server:
-        begin = time.perf_counter()
-        sender = threading.Thread(target=send, args=(server.getsockname(),), daemon=True)
-        sender.start()
-        connection, _ = server.accept()
-        piece = bytearray(PIECE_BYTES)
-        with connection:
-            while connection.recv_into(piece):
-                pass
-        seconds = time.perf_counter() - begin
-        sender.join()
-    return total_bytes / seconds
-
-
 def measure_together(
-    request: Dict[str, Any], cpus: Sequence[Sequence[int]], *, threads: int, exchanging: bool, in_parts: bool
+    request: Dict[str, Any], name: str, count: int, cpus: Sequence[Sequence[int]], *, threads: int
 ) -> List[Result]:
     """What `work` returns in as many processes as `cpus` has shares, all at once; by rank.
 
-    A share without CPUs is a process that is held to none, of so many threads. Raises ProcessFailedError where one of
-    them fails, once all have been ended.
+    A share without CPUs is a process that is held to none, of so many threads, or of `count` times as many for WIDE.
+    Raises ProcessFailedError where one of them fails, once all have been ended.
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
-        addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if exchanging else []
-        shared = {**request, "addresses": addresses, "in_parts": in_parts, "folder": folder, "count": len(cpus)}
+        addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if name == TOGETHER else []
+        shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART)}
+        shared.update(folder=folder, count=len(cpus))
         environ = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
         if not all(cpus):
-            environ.update(dict.fromkeys(THREADS, str(threads)))
+            environ.update(dict.fromkeys(THREADS, str(threads * (count if name == WIDE else 1))))
         own = ({"rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus))
         return run_together([command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ)
 
@@ -364,7 +311,7 @@ def work(request: Dict[str, Any]) -> Result:
     }
 
 
-# --- The record as tables and a picture ---
+# --- The record as tables ---
 
 
 def gap(result: Mapping[str, Any], workers: int) -> Dict[str, float]:
@@ -414,9 +361,8 @@ def gap_table(result: Mapping[str, Any]) -> Table:
         columns = list(parts)
         rate = 2 * (row["workers"] - 1) / row["workers"] * result["gradient_bytes"] / row["exchange_s"]
         more = (f"{1000 * s:+.0f} ({s / alone_s:+.1%})" for s in (row["step_s"] - alone_s, *parts.values()))
-        rows.append(
-            (f"{row['workers']} workers", *more, f"{rate / 1e9:.2f} ({rate / result['loopback_bytes_per_s']:.0%})")
-        )
+        of_socket = f" ({rate / result['loopback_bytes_per_s']:.0%})" if "loopback_bytes_per_s" in result else ""
+        rows.append((f"{row['workers']} workers", *more, f"{rate / 1e9:.2f}{of_socket}"))
     return Table(("ms more a step than one", "all", *columns, "GB/s each way (of a plain socket)"), rows)
 
 
@@ -428,35 +374,6 @@ def scaling_lines(records: Sequence[Mapping[str, Any]]) -> List[str]:
     errors = ", ".join(f"{error:+.1%}" for error in predicted_errors(records))
     constants = "the other records" if len(records) > 1 else "the same record, which flatters"
     return [*lines, f"Errors of the estimator's steps of several workers, by constants of {constants}: {errors}."]
-
-
-def draw_scaling(result: Mapping[str, Any]) -> bytes:
-    """A bar each way, seconds of a step; those of several workers in their parts. PNG. A part below zero is noise."""
-    rows, alone_s = result["rows"], row_of(result, ALONE, 1)["step_s"]
-    figure = new_figure(9.6, 0.45 * len(rows) + 1.6)
-    axes = figure.add_subplot()
-    plain(axes, "")
-    axes.grid(False, axis="y")
-    parts = [{"one worker": row["step_s"]} for row in rows]
-    for place, row in enumerate(rows):
-        if row["name"] == TOGETHER:
-            parts[place] = {"one worker": alone_s, **gap(result, row["workers"])}
-    left = [0.0] * len(rows)
-    for name, colour in COLOURS.items():
-        widths = [max(one.get(name, 0.0), 0.0) for one in parts]
-        axes.barh(range(len(rows)), widths, 0.62, left=left, color=colour, label=name)
-        left = [begin + width for begin, width in zip(left, widths)]
-    for place, (row, end) in enumerate(zip(rows, left)):
-        text = f" {row['step_s']:.2f} s" + ("" if row["name"] == ALONE else f", efficiency {row['efficiency']:.0%}")
-        axes.text(end, place, text, fontsize=8, va="center")
-    axes.set_yticks(range(len(rows)), [_name(row) for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, 1.35 * max(left))
-    axes.set_xlabel("seconds of a step", fontsize=9)
-    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=7)
-    figure.suptitle(_title(result), fontsize=9, fontweight="bold", x=0.01, ha="left")
-    figure.tight_layout(pad=0.6, rect=(0, 0, 1, 0.98))
-    return png(figure)
 
 
 # --- Private helpers ---

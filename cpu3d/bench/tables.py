@@ -59,10 +59,10 @@ to the most of the rounds. How each was measured stands in the help of its comma
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --page docs/validation.md`: what was measured comes from records/memory.jsonl (`./run.sh
-bench validate`), what is predicted from the code as it stands. Each configuration ran in a fresh process; the peaks are
-TensorFlow's and the kernel's own counts, the time is the median of the steps from the third on. Errors are signed, as
-shares of what was measured: +2 % is predicted too high.
+Made by `./run.sh bench tables --records records --page docs/validation.md`: what was measured comes from
+records/memory.jsonl (`bench validate`), what is predicted from the code as it stands. Each configuration ran in a fresh
+process; the peaks are TensorFlow's and the kernel's own counts, the time is the median of the steps from the third on.
+Errors are signed, as shares of what was measured: +2 % is predicted too high.
 
 Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels. The rules (what
 each operation keeps, the scratch of a kernel, how the allocator grows) are not held out: they were found with runs of
