@@ -9,7 +9,6 @@ machine. Scratch of operations is not fitted: `bench validate --first 3` shows w
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import gc
@@ -21,7 +20,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import psutil
@@ -188,20 +187,15 @@ def put_together(results: Measured, host: Host, name: str = "") -> HostConstants
 def costs_table(constants: HostConstants) -> Table:
     """The main figures: baseline, and the rates that the costs come to."""
     rows = []
-    for engine, by_dtype in constants.costs.items():
-        for dtype, groups in by_dtype.items():
-            rates = (_rate(groups, group) for group in ("conv", "conv_filter_gradient", "conv_input_gradient"))
-            passing = groups.get("norm", {}).get("traffic")
-            rows.append(
-                (
-                    engine,
-                    dtype,
-                    f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB",
-                    *(f"{rate / 1e9:.0f} GFLOP/s" if rate else "-" for rate in rates),
-                    f"{1e-9 / passing:.0f} GB/s" if passing else "-",
-                    f"{groups['every_op']['seconds'] * 1e6:.0f} us",
-                )
-            )
+    for engine, dtype, groups in (
+        (e, d, groups) for e, found in constants.costs.items() for d, groups in found.items()
+    ):
+        rates = [_rate(groups, group) / 1e9 for group in ("conv", "conv_filter_gradient", "conv_input_gradient")]
+        passing = groups.get("norm", {}).get("traffic")
+        cells = [f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB"]
+        cells += [f"{rate:.0f} GFLOP/s" if rate else "-" for rate in rates]
+        cells += [f"{1e-9 / passing:.0f} GB/s" if passing else "-", f"{groups['every_op']['seconds'] * 1e6:.0f} us"]
+        rows.append((engine, dtype, *cells))
     columns = ("engine", "dtype", "baseline", "forward", "filter gradient", "input gradient", "norm", "between ops")
     return Table(columns, rows, title=f"{constants.name}, {constants.threads} threads", names=2)
 
@@ -222,7 +216,7 @@ def fit_costs(networks: Sequence[Mapping[str, Any]]) -> Costs:
     for network in timed:
         for row in network["rows"]:
             by_group[row["group"]].append(row)
-    costs = {group: _complete(_least_squares(rows)) for group, rows in by_group.items()}
+    costs = {group: _least_squares(rows) for group, rows in by_group.items()}
     left = [(network["step_s"] - _seconds(costs, network["rows"])) / network["ops"] for network in timed]
     costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
     return costs
@@ -332,9 +326,10 @@ def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[s
         if len(seconds) == len(ops):
             found += [{**row, "seconds": one} for row, one in zip(each, seconds)]
         else:
-            found.append(
-                {"group": group, "features": _summed(row["features"] for row in each), "seconds": sum(seconds)}
-            )
+            sums: Features = defaultdict(float)
+            for name, amount in (pair for row in each for pair in row["features"].items()):
+                sums[name] += amount
+            found.append({"group": group, "features": dict(sums), "seconds": sum(seconds)})
     return found
 
 
@@ -379,7 +374,7 @@ def _rate(groups: Dict[str, Dict[str, float]], group: str) -> float:
 
 def _busy_with_others(results: Measured) -> float:
     """CPUs that other processes kept busy during the worst of the measurements."""
-    return max((network["others"] or 0.0 for _, result in results for network in result["networks"]), default=0.0)
+    return max((network["others"] for _, result in results for network in result["networks"]), default=0.0)
 
 
 def _fill_up(by_dtype: Dict[str, Any], engine: str, shipped: HostConstants) -> Iterator[str]:
@@ -419,14 +414,8 @@ def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
     costs = dict(zip(names, (found / scale).tolist()))
     if names == ["cached", "traffic"]:
         costs["traffic"] += costs["cached"]
-    return costs
-
-
-def _complete(costs: Dict[str, float]) -> Dict[str, float]:
-    """Traffic costs the same beyond the cache as in it where only one was seen."""
-    for one, other in (("cached", "traffic"), ("traffic", "cached")):
-        if one in costs and other not in costs:
-            return {**costs, other: costs[one]}
+    elif {"cached", "traffic"} & set(names):  # the same beyond the cache as in it where only one was seen
+        costs = {"cached": costs.get("traffic"), "traffic": costs.get("cached"), **costs}
     return costs
 
 
@@ -454,40 +443,31 @@ def _measure_network(
     before, traced = _busy_s(), []
     while len(traced) < steps and (not traced or time.perf_counter() - begin + traced[-1][0] < left_s):
         traced.append(trace(tf, step))
+    clock_s, own_s, machine_s = _busy_s() - before
     of_steps = [rows(program, events, cache_bytes) for _, events in traced]
     return {
         "step_s": statistics.median(seconds for seconds, _ in traced) if traced else None,
         "steps": len(traced),
-        "others": _share_of_others(before, _busy_s()) if traced else None,
+        "others": max(0.0, machine_s - own_s) / clock_s if traced else 0.0,
         "ops": len(program.ops),
         "rows": [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in zip(*of_steps)],
     }
 
 
 def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
-    """(when it began, operation) for every operation of a profile, in no order."""
-    for plane in profile_planes(folder):
-        for line in plane.lines:
-            if not line.name.startswith("tf_"):
-                continue
-            for event in line.events:
+    """(when it began, operation) for every operation of the profiles under `folder`, in no order."""
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    for path in folder.rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(path.read_bytes())
+        for plane, line in ((one, line) for one in space.planes for line in one.lines):
+            for event in line.events if line.name.startswith("tf_") else ():
                 name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
                 if name and not name.endswith(":"):
                     begin = line.timestamp_ns * 1000 + event.offset_ps
                     yield begin, Event(name, kind, event.duration_ps / 1e12)
-
-
-def profile_planes(folder: Path) -> Iterator[Any]:
-    """Everything in the profiles under `folder`. Raises RuntimeError where this TensorFlow writes another format."""
-    try:
-        # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-        from tensorflow.tsl.profiler.protobuf import xplane_pb2
-    except ImportError as error:
-        raise RuntimeError(f"the profile must be readable, got {error}; use TensorFlow 2.15 or 2.21") from None
-    for path in folder.rglob("*.xplane.pb"):
-        space = xplane_pb2.XSpace()
-        space.ParseFromString(path.read_bytes())
-        yield from space.planes
 
 
 def _group(event: Event) -> str:
@@ -498,31 +478,11 @@ def _group(event: Event) -> str:
     return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
 
 
-def _summed(many: Iterable[Features]) -> Features:
-    sums: Features = defaultdict(float)
-    for one in many:
-        for name, amount in one.items():
-            sums[name] += amount
-    return dict(sums)
-
-
-def _busy_s() -> Optional[Tuple[float, float, float]]:
-    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took; None without."""
-    with contextlib.suppress(OSError, AttributeError):
-        own, every = psutil.Process().cpu_times(), psutil.cpu_times()
-        machine = every.user + every.nice + every.system + every.irq + every.softirq
-        return time.perf_counter(), own.user + own.system, machine
-    return None
-
-
-def _share_of_others(
-    before: Optional[Tuple[float, float, float]], after: Optional[Tuple[float, float, float]]
-) -> Optional[float]:
-    """CPUs that other processes kept busy meanwhile; None where that is not known."""
-    if before is None or after is None:
-        return None
-    clock, own, machine = (late - early for early, late in zip(before, after))
-    return max(0.0, machine - own) / clock
+def _busy_s() -> np.ndarray:
+    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took."""
+    own, every = psutil.Process().cpu_times(), psutil.cpu_times()
+    machine = sum(getattr(every, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    return np.array([time.perf_counter(), own.user + own.system, machine])
 
 
 def _runtime(program: Program) -> Dict[str, int]:

@@ -2,7 +2,7 @@
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
-    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png
+    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16
     ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
     ./run.sh bench validate --record records/memory.jsonl

@@ -205,10 +205,6 @@ def peer_options(command: str) -> str:
     return " ".join(word for word in shlex.split(command) if "/" not in word)
 
 
-def last_json_line(command, who, cwd=ROOT, look=None, environment=None):
-    return run_together([command], who, cwd=cwd, environ=environment, look=look)[0]
-
-
 # --- Several ways, in turn ---
 
 

@@ -1,7 +1,7 @@
 """Measure what the real training step takes of memory, in a fresh process, beside what the estimator predicts.
 
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
-    ./run.sh bench memory --shape 128 128 128 --picture process.png --trace process.mprof
+    ./run.sh bench memory --shape 128 128 128 --trace process.mprof
     ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
 
 Takes the estimator's arguments, --recipe and --run among them; of a run it measures the step alone, without averaged
@@ -39,14 +39,14 @@ from cpu3d.bench.harness import (
     with_range,
     write_bytes,
 )
-from cpu3d.bench.step import WARM_UP_STEPS, measure, title_of
+from cpu3d.bench.step import WARM_UP_STEPS, has_plain, measure, title_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
 from cpu3d.util.atomic import writable_folder
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
 from memory_estimator.job import Job
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     threads = getattr(args, "threads", None)
     if options.trace:
         writable_folder(options.trace.parent, "folder")
-    _check(options, turns, getattr(args, "policy", None))
+    _check(options, turns, output, getattr(args, "policy", None))
     request = _request(args, options)
     if options.policies:
         result = compare_policies(request, turns.peer, turns.rounds, threads)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if predicted:
         result["errors"]["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
-    output.publish("memory", result, [_table(result)], lambda: draw_process(seen, moments, result))
+    output.publish("memory", result, [_table(result)])
     if options.trace:
         write_bytes(options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]])))
     return 0
@@ -160,7 +160,9 @@ def compare_policies(
 
     Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
     """
-    variants = {PLAIN: {"plain": True, "micro_batch": request["batch"]}}  # the plain graph computes a batch as a whole
+    variants: Dict[str, Any] = {}
+    if has_plain(UNetConfig(**request["unet"])):  # it computes a batch as a whole
+        variants[PLAIN] = {"plain": True, "micro_batch": request["batch"]}
     variants.update({policy: {"unet": {**request["unet"], "policy": policy}} for policy in POLICIES})
     # Peers first: a command that is wrong is found out before ours took their time.
     ways: Dict[str, Any] = {command: lambda _, command=command: run_peer(command) for command in peers}
@@ -170,7 +172,7 @@ def compare_policies(
     found, failures = in_turn(ways, rounds, "memory")
     measured = [one for name in variants for one in found[name] if one]
     if not measured:
-        raise failures[PLAIN]
+        raise failures[BASELINE]
     unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"]
     unit_bytes *= 2 if request["unet"]["dtype"] == "bfloat16" else 4
     facts = {name: measured[0][name] for name in HOST_FACTS}
@@ -264,28 +266,6 @@ def mprof_trace(seen: Sequence[Resident], moments: Sequence[Moment], command: st
     return ("\n".join(lines) + "\n").encode()
 
 
-def draw_process(seen: Sequence[Resident], moments: Sequence[Moment], result: Result) -> bytes:
-    """Anonymous memory and file pages over time, the steps as grey bands, the predicted peak as a line. PNG."""
-    figure = new_figure(7.2, 3.2)
-    axes = figure.add_subplot()
-    plain(axes, title_of(result))
-    start = seen[0].time_s if seen else 0
-    times_s = [one.time_s - start for one in seen]
-    anonymous, pages = ([getattr(one, name) / GIB for one in seen] for name in ("anonymous_bytes", "file_bytes"))
-    axes.stackplot(times_s, anonymous, pages, colors=(PALETTE[0], PALETTE[4]), labels=("anonymous", "file pages"))
-    for number, (_, begin, end) in enumerate(moments):
-        axes.axvspan(begin - start, end - start, color="#000000", alpha=0.10 if number % 2 else 0.05, linewidth=0)
-    if result["predicted"]:
-        peak = result["predicted"]["process_peak_bytes"] / GIB
-        axes.axhline(peak, color=PALETTE[1], linewidth=1.4, linestyle="--", label=f"predicted peak, {peak:.2f} GiB")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds since the start of the process")
-    axes.set_ylabel("resident, GiB")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=3)
-    figure.tight_layout(pad=0.6)
-    return png(figure)
-
-
 # --- Private helpers ---
 
 
@@ -294,14 +274,14 @@ def _threads(count: Optional[int]) -> Dict[str, str]:
     return {} if count is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(count))
 
 
-def _check(options: MemoryOptions, turns: Turns, policy: Optional[str]) -> None:
+def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optional[str]) -> None:
     """Raise InputError for options that contradict each other, and for peers that cannot be run."""
     if options.policies:
-        one = {"policy": policy, "trace": options.trace}
-        problems = [f"{name} must be left out with --policies, got {one[name]}; drop it" for name in one if one[name]]
+        given, rule = {"policy": policy, "trace": options.trace}, "be left out with --policies, got it; drop it"
     else:
-        many = {"peer": turns.peer, "rounds": turns.rounds > 1}
-        problems = [f"{name} must come with --policies, got it alone; add that" for name in many if many[name]]
+        given = {"peer": turns.peer, "rounds": turns.rounds > 1, "picture": output.picture}
+        rule = "come with --policies, got it alone; add that"
+    problems = [f"{name} must {rule}" for name, value in given.items() if value]
     if problems:
         raise InputError(*problems)
     check_peers(turns.peer)

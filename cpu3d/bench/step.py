@@ -344,40 +344,43 @@ class PlainLearner:
         import tensorflow as tf
 
         from cpu3d.training.learner import optimizer_of
+        from cpu3d.training.losses import dice_cross_entropy
 
         self.model = build_plain(config.unet, config.grid, config.batch)
         self.optimizer = optimizer_of(config)
-        self.optimizer.build(self.model.trainable_variables)
-        self._step = tf.function(self._train)
+        variables = self.model.trainable_variables
+        self.optimizer.build(variables)
+
+        @tf.function
+        def train(image, target):
+            with tf.GradientTape() as tape:
+                loss, dice = dice_cross_entropy(target, self.model(image, training=True))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return loss, dice
+
+        self._train = train
 
     def step(self, parts: Iterator[Tuple[Any, Any]], learning_rate: float) -> Tuple[float, np.ndarray]:
         """One optimizer step on the next of `parts`: its loss and the Dice of each region."""
         self.optimizer.learning_rate.assign(learning_rate)
-        loss, dice = self._step(*next(parts))
+        loss, dice = self._train(*next(parts))
         return float(loss), dice.numpy()
 
-    def _train(self, image, target):
-        import tensorflow as tf
 
-        from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
-
-        with tf.GradientTape() as tape:
-            logits = self.model(image, training=True)
-            loss_of = deep_supervision_loss if isinstance(logits, (list, tuple)) else dice_cross_entropy
-            loss, dice = loss_of(target, logits)
-        variables = self.model.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss, dice
+def has_plain(config: UNetConfig) -> bool:
+    """Whether `build_plain` builds this network."""
+    return config.norm == "instance" and config.up == "transposed" and not config.residual | config.deep_supervision
 
 
 def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int) -> Any:
-    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order."""
+    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order.
+
+    With instance norm and transposed convolutions, without residual blocks and deep supervision: see `has_plain`.
+    """
     import tensorflow as tf
 
     from models.layers import precision
-    from models.norm import MOMENTUM
 
-    config.check_shape(shape)
     keras, kind = tf.keras.layers, {"dtype": precision(config)}
 
     class InstanceNorm(keras.Layer):
@@ -395,39 +398,18 @@ def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int
             found = [fused(one, self.gamma, self.beta, **more)[0] for one in samples]
             return tf.concat(found, 0) if len(found) > 1 else found[0]
 
-    norms = {
-        "instance": lambda: InstanceNorm(**kind),
-        "batch": lambda: keras.BatchNormalization(epsilon=EPSILON, momentum=MOMENTUM, **kind),
-        "none": lambda: lambda x: x,
-    }
-
-    def convolution(x, channels, kernel, use_bias):
-        return keras.Conv3D(channels, kernel, padding="same", use_bias=use_bias, **kind)(x)
-
     def block(x, widths):
-        entry, bias = x, config.norm == "none"  # a bias where no norm follows
-        x = keras.ReLU(**kind)(norms[config.norm]()(convolution(x, widths[0], 3, bias)))
-        x = norms[config.norm]()(convolution(x, widths[1], 3, bias))
-        if config.residual:
-            x = keras.Add(**kind)([x, convolution(entry, widths[1], 1, False)])
-        return keras.ReLU(**kind)(x)
-
-    def up(x, width):
-        if config.up == "transposed":
-            return keras.Conv3DTranspose(width, 2, strides=2, use_bias=False, **kind)(x)
-        return keras.UpSampling3D(2, **kind)(convolution(x, width, 1, False))
+        for width in widths:
+            x = keras.Conv3D(width, 3, padding="same", use_bias=False, **kind)(x)
+            x = keras.ReLU(**kind)(InstanceNorm(**kind)(x))
+        return x
 
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype)
-    skips, levels = [], []
+    skips = []
     for level in range(config.depth):
-        x = keras.MaxPool3D(2, **kind)(x) if level else x
-        x = block(x, config.encoder_widths(level))
+        x = block(keras.MaxPool3D(2, **kind)(x) if level else x, config.encoder_widths(level))
         skips.append(x)
     for level in reversed(range(config.depth - 1)):
-        x = keras.Concatenate(**kind)([skips[level], up(x, config.up_width(level))])
-        x = block(x, config.decoder_widths(level))
-        levels.append(x)
-    # As in build_unet3d: the finest first, then from the deepest up.
-    sources = [x, *levels[:-1]] if config.deep_supervision else [x]
-    logits = [convolution(source, config.outputs, 1, True) for source in sources]
-    return tf.keras.Model(image, logits if config.deep_supervision else logits[0])
+        up = keras.Conv3DTranspose(config.up_width(level), 2, strides=2, use_bias=False, **kind)(x)
+        x = block(keras.Concatenate(**kind)([skips[level], up]), config.decoder_widths(level))
+    return tf.keras.Model(image, keras.Conv3D(config.outputs, 1, **kind)(x))

@@ -9,7 +9,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import memory
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.memory import compare_policies, draw_policies, draw_process, mprof_trace, policies_table
+from cpu3d.bench.memory import compare_policies, draw_policies, mprof_trace, policies_table
 from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
 from cpu3d.host.memory import Resident
@@ -24,7 +24,7 @@ TINY = ["--shape", "32", "32", "32", "--filters", "8", "--depth", "3", "--steps"
 
 
 def test_peaks_trace_and_prediction_of_a_step(tmp_path, capsys):
-    files = {"record": "r/memory.jsonl", "trace": "t.mprof", "picture": "p.png"}
+    files = {"record": "r/memory.jsonl", "trace": "t.mprof"}
     options = [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
     assert main(["bench", "memory", *TINY, "--json", *options]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -38,7 +38,6 @@ def test_peaks_trace_and_prediction_of_a_step(tmp_path, capsys):
         assert result["errors"][name] == pytest.approx(result["predicted"][name] / result[name] - 1)
     lines = (tmp_path / "t.mprof").read_text().splitlines()
     assert sum(line.startswith("FUNC step ") for line in lines) == 4  # two to warm up, two timed
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     (kept,) = read_records(tmp_path / files["record"], "memory")
     assert {**kept, "schema": 0, "kind": "", "date": ""} == {**result, "schema": 0, "kind": "", "date": ""}
     (one,) = read_measured(tmp_path / files["record"])
@@ -199,9 +198,3 @@ def test_mprof_reads_the_trace_as_its_own(tmp_path):
     assert read["mem_usage"] == [70, 80, 90, 100, 110, 120]
     # begin, end, MiB at the begin, MiB at the end, depth of the call
     assert read["func_timestamp"]["step"] == [[102, 104, 90, 110, 0], [104, 105, 110, 120, 0]]
-
-
-@pytest.mark.parametrize(("seen", "moments"), [(SEEN, MOMENTS), ([], []), (SEEN[:1], [])])
-def test_a_picture_is_drawn_of_whatever_was_seen(seen, moments):
-    result = {"shape": [8, 8, 8], "batch": 1, "unet": vars(UNetConfig()), "predicted": PREDICTED}
-    assert draw_process(seen, moments, result).startswith(b"\x89PNG")
