@@ -19,12 +19,13 @@ import itertools
 import json
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
@@ -62,10 +63,23 @@ NORMS = ("instance", "batch", "instance", "instance")
 FOLDER_KILLS, IN_VAIN = 5, 10
 """Most kills of one folder; folders in a row in which no kill came in time, after which the rest is given up."""
 
-CASES, SHAPE, STEPS, KEEP = 16, (32, 40, 32), 240, 3
+CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 20, 3
 
 RUN = (
-    *("--steps", STEPS, "--validations", 12, "--batch", 2, "--save-minutes", 0.004, "--keep", KEEP, "--ema", 0.9),
+    *(
+        "--steps",
+        STEPS,
+        "--validations",
+        STEPS // VALIDATED_EVERY,
+        "--batch",
+        2,
+        "--save-minutes",
+        0.004,
+        "--keep",
+        KEEP,
+        "--ema",
+        0.9,
+    ),
     *("--filters", 4, "--depth", 3, "--dtype", "float32", "--policy", "speed", "--deterministic"),
 )
 """Steps of milliseconds, enough of them to be killed in between, with saves by time and by validation."""
@@ -104,19 +118,9 @@ class Aim:
     not_before: float = 0.0
     """Share of the run's steps, 0 to 1, that must be logged first."""
     delay: float = 0.0
-    """How far into the phase, as a share of what it took undisturbed: 0 to 1."""
+    """How far into the phase, as a share of the shortest that it took undisturbed: 0 to 1."""
     victim: int = 0
     """Rank of the worker to kill."""
-
-
-@dataclass(frozen=True)
-class Usual:
-    """How the work goes undisturbed."""
-
-    seconds: Mapping[str, float]
-    """Phase -> how long it takes, the shortest of those that come again; ANYWHERE is the whole process."""
-    validations: Sequence[int]
-    """Steps after which there is one."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Result:
         "cases": CASES,
         "shape": list(SHAPE),
         "options": [str(one) for one in RUN],
-        "usual_s": dict(bench.usual.seconds),
+        "usual_s": bench.usual_s,
         "lives": folders,
         "missed": kills - done,
         "seconds": time.monotonic() - begin,
@@ -211,20 +215,17 @@ class Bench:
         self.log, self.store = folder / "output.txt", folder / "store"
         write_phantom(folder / "phantom", cases=CASES, shape=SHAPE, seed=0)
         cases_s, whole_s = self._undisturbed("", self.store, (self.store / "cases").is_dir)
-        seconds = {PREPARING: whole_s - cases_s}
-        tail = Tail(self.reference(NORMS[0]))
-        seconds[STARTING], seconds[ANYWHERE] = self._undisturbed(
-            NORMS[0], self.reference(NORMS[0]), lambda: bool(tail.newest())
-        )
-        events = read_events(self.reference(NORMS[0]))
+        self.usual_s = {PREPARING: whole_s - cases_s}
+        tail, run = Tail(self.reference(NORMS[0])), self.reference(NORMS[0])
+        self.usual_s[STARTING], self.usual_s[ANYWHERE] = self._undisturbed(NORMS[0], run, lambda: bool(tail.newest()))
+        events = read_events(run)
         for phase, event, name in (
             (COMPUTING, "step", "step_s"),
             (VALIDATING, "validation", "seconds"),
             (SAVING, "checkpoint", "seconds"),
+            (SAVING_BY_TIME, "checkpoint", "seconds"),
         ):
-            seconds[phase] = min(found[name] for found in events if found["event"] == event)
-        seconds[SAVING_BY_TIME] = seconds[SAVING]
-        self.usual = Usual(seconds, [found["step"] for found in events if found["event"] == "validation"])
+            self.usual_s[phase] = min(found[name] for found in events if found["event"] == event)
 
     def reference(self, norm: str) -> Path:
         """The folder of the run that was trained undisturbed."""
@@ -247,7 +248,7 @@ class Bench:
             tail = Tail(folder)
 
             def wait(start_s: float, alive: Alive, aim=aim, tail=tail) -> bool:
-                return aim is not None and wait_for(aim, self.usual, folder, tail, start_s, alive)
+                return aim is not None and wait_for(aim, self.usual_s[aim.phase], folder, tail, start_s, alive)
 
             victim = aim.victim if aim and norm and self.workers > 1 else None
             ended = attempt(self.command(norm, folder), self.log, victim=victim, wait=wait)
@@ -257,7 +258,7 @@ class Bench:
                     problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see {self.log}")
                 break
             found, wrong = left_of_run(folder) if norm else left_of_store(folder)
-            hit = phase_hit(folder, tail.newest(), self.usual) if norm else PREPARING
+            hit = phase_hit(folder, tail.newest()) if norm else PREPARING
             problems += wrong
             if ended.exit_code == 0:
                 problems.append("the command must not end with code 0 when one of its processes was killed")
@@ -317,7 +318,7 @@ class Tail:
         return []
 
 
-def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, alive: Alive) -> bool:
+def wait_for(aim: Aim, usual_s: float, folder: Path, tail: Tail, begin: float, alive: Alive) -> bool:
     """Wait until the moment that `aim` means; False when the process that began at `begin` has ended before."""
 
     def has_come() -> bool:
@@ -326,7 +327,7 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, ali
         event = tail.newest()
         if not event or event["step"] < aim.not_before * STEPS:
             return False
-        is_step, is_validated = event["event"] == "step", event["step"] in usual.validations
+        is_step, is_validated = event["event"] == "step", event["step"] % VALIDATED_EVERY == 0
         if aim.phase == SAVING:
             return event["event"] == "validation"
         if aim.phase == SAVING_BY_TIME:
@@ -336,7 +337,7 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, ali
     while alive():
         if has_come():
             since = begin if aim.phase in (STARTING, ANYWHERE) else time.monotonic()
-            moment = since + aim.delay * usual.seconds[aim.phase]
+            moment = since + aim.delay * usual_s
             while alive() and time.monotonic() < moment:
                 time.sleep(max(min(POLL_S, moment - time.monotonic()), 0))
             return alive()
@@ -344,7 +345,7 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, ali
     return False
 
 
-def phase_hit(run: Path, event: Dict[str, Any], usual: Usual) -> str:
+def phase_hit(run: Path, event: Dict[str, Any]) -> str:
     """In which phase a training was that is dead now, by its newest event and what it has left."""
     if not event:
         return STARTING
@@ -355,7 +356,7 @@ def phase_hit(run: Path, event: Dict[str, Any], usual: Usual) -> str:
     is_unlogged = kind == "step" and bool(newest) and step_of(newest[0]) == step
     if kind == "validation" or is_unlogged or any(partials(run / "checkpoints")):
         return SAVING
-    return VALIDATING if kind == "step" and step in usual.validations else COMPUTING
+    return VALIDATING if kind == "step" and step % VALIDATED_EVERY == 0 else COMPUTING
 
 
 def partials(folder: Path) -> List[Path]:
@@ -376,19 +377,19 @@ def attempt(
         begin = time.monotonic()
         child = start([*PROGRAM, *command], output, cwd=ROOT)
         try:
-            process = psutil.Process(child.pid)
+            process, problems = psutil.Process(child.pid), []
             target = process if victim is None else _worker(process, victim)
-            problems: List[str] = []
             is_time = wait(begin, lambda: child.poll() is None)
             at_s, killed = time.monotonic() - begin, False
             with contextlib.suppress(psutil.Error):
                 if is_time and target:
                     members = process.children(recursive=True)
-                    at_s = time.monotonic() - begin
                     target.kill()
-                    killed = True
+                    at_s, killed = time.monotonic() - begin, True
                     problems = _wait_until_gone(child, members)
             child.wait()
+            if victim is None:  # one that had ended by then was not killed
+                killed = child.returncode == -signal.SIGKILL
             return Ended(child.returncode, killed, at_s, time.monotonic() - begin - at_s, problems)
         finally:
             if child.poll() is None:
