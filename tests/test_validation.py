@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.bench.tables import VALIDATION, validation
-from cpu3d.bench.validate import page
+from cpu3d.bench.tables import VALIDATION, page, validation
 from memory_estimator.accuracy import SHIPPED, load_accuracy
 from memory_estimator.digest import digest, to_json
 from memory_estimator.validation import targets
