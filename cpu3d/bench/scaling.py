@@ -42,10 +42,9 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.util.atomic import atomic_write, writable_folder
-from cpu3d.util.child import start, told_of_signals
+from cpu3d.util.child import forward_signals, start
 from cpu3d.util.progress import bar
-from cpu3d.util.records import append_record
-from cpu3d.util.versions import versions
+from cpu3d.util.records import append_record, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
@@ -245,7 +244,7 @@ def measure_together(
         if not all(cpus):
             environ.update(dict.fromkeys(THREADS, str(threads)))
         processes: List[subprocess.Popen] = []
-        signals = stack.enter_context(told_of_signals(processes, lambda number: number))
+        signals = stack.enter_context(forward_signals(processes, lambda number: number))
         stack.callback(_end, processes)
         for rank, share in enumerate(cpus):
             content = json.dumps({**shared, "rank": rank, "cpus": list(share)})

@@ -16,7 +16,7 @@ from cpu3d.distributed.patiently import Patiently
 from cpu3d.distributed.running import STOPPED, WORDS, Job, Running, start_job
 from cpu3d.errors import InputError, Interrupted, WorkerLostError
 from cpu3d.training.guard.heartbeat import Heartbeat, is_suspended
-from cpu3d.util.child import last_words, told_of_signals
+from cpu3d.util.child import forward_signals, last_words
 
 LOST = WorkerLostError.exit_code
 
@@ -51,7 +51,7 @@ def supervise(
     """
     running: List[Running] = []
     children: List[subprocess.Popen] = []
-    with told_of_signals(children, as_signal=_as_told) as told:
+    with forward_signals(children, as_signal=_as_told) as told:
         try:
             for job in jobs:
                 running.append(start_job(job, patience.dies_s))

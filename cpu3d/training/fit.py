@@ -39,7 +39,7 @@ from cpu3d.training.schedule import learning_rate, steps_within
 from cpu3d.training.stop_signals import noted_signals
 from cpu3d.training.validation import validate
 from cpu3d.training.watch import TensorBoard, TrainingBar
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.files import typed
 from memory_estimator.host import Host
 

@@ -29,8 +29,7 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.data.files.read_mode import file_system
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, read_records
-from cpu3d.util.versions import versions
+from cpu3d.util.records import append_record, read_records, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, check, from_args, option

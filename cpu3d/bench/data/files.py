@@ -28,8 +28,8 @@ from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, writable_folder, write_json
+from cpu3d.util.child import run_jobs, worker_count
 from cpu3d.util.progress import bar
-from cpu3d.util.workers import run_jobs, worker_count
 
 Shape3 = Tuple[int, int, int]
 
