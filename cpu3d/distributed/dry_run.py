@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cpu3d.distributed.plan import HOROVOD, Plan, environ_of
-from cpu3d.host.plan_table import describe_plans, overridden
+from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
 from cpu3d.host.topology import Topology, cpu_ranges
 

@@ -51,9 +51,8 @@ from cpu3d.distributed.running import Job
 from cpu3d.distributed.silence import Silence, SilenceBelow
 from cpu3d.distributed.supervise import supervise
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import hosts_table, topology_of
 from cpu3d.host.thread_plan import default_workers, thread_plans
-from cpu3d.host.topology import Topology, read_topology
+from cpu3d.host.topology import Topology, hosts_table, read_topology, topology_of
 from cpu3d.recipes import RECIPES
 from cpu3d.training_options import chosen_settings
 from cpu3d.util.atomic import writable_folder

@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
-from cpu3d.host.memory_policy import MemoryPolicy, memory_policy, set_memory_policy
+from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
 from memory_estimator.engines import itex_is_installed
@@ -41,13 +41,14 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
     in force `host.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
     Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
     """
-    _check_engine(engine)
+    installed(engine)
     if "tensorflow" in sys.modules:
         raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     _hold_to(plan.cpus)
-    if plan.memory_nodes and (memory_policy() or MemoryPolicy("default")).mode == "default":  # else it is numactl's
+    policy = memory_policy()
+    if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
         set_memory_policy(plan.memory_policy, plan.memory_nodes)
     if engine != "auto":
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
@@ -63,7 +64,6 @@ def import_tensorflow(engine: str = "auto") -> Any:
     Raises InputError when the engine is not installed, when a thread variable is no number, or when tf.keras is
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
-    _check_engine(engine)
     if not installed(engine):
         raise InputError(
             "engine must be installed, got itex without intel-extension-for-tensorflow; run `./run.sh setup` with "
@@ -86,10 +86,10 @@ def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = ALO
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
     What every command that computes begins with. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. Nothing computes on a card but
-    what has asked for it by its name, such as "gpu:0": TensorFlow with CUDA would take one by itself. Where the process
-    has imported TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is
-    raised where it computes already on another device. Raises InputError for workers that the host cannot be laid with.
+    the host; it gets its part of the cores, and the host that is returned is all of it. A card is used only where it is
+    named, such as "gpu:0". Where the process has imported TensorFlow before, the plan is only returned; engine and
+    device are still checked, and RuntimeError is raised where it computes on another device. Raises InputError for
+    numbers of workers that `thread_plans` refuses.
     """
     topology = read_topology()
     # Later what is read is this process's part already.
@@ -121,7 +121,9 @@ def engine_name(tf: Any) -> str:
 
 
 def installed(engine: str) -> bool:
-    """Whether an engine can be asked for here. Imports nothing."""
+    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES."""
+    if engine not in ENGINES:
+        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
 
 
@@ -129,7 +131,7 @@ def installed_versions() -> Tuple[Optional[str], Optional[str]]:
     """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
     tensorflow = _version("tensorflow") or _version("tensorflow-cpu")
     if tensorflow is None and importlib.util.find_spec("tensorflow"):
-        tensorflow = "of a version not told"
+        tensorflow = "unknown version"
     return tensorflow, _version("intel-extension-for-tensorflow")
 
 
@@ -138,16 +140,10 @@ def installed_versions() -> Tuple[Optional[str], Optional[str]]:
 
 def _hold_to(cpus: Tuple[int, ...]) -> None:
     """Let every thread of this process run on these CPUs alone; () leaves them. Threads to come inherit it."""
-    if not cpus or not hasattr(os, "sched_setaffinity") or set(cpus) == os.sched_getaffinity(0):
-        return
-    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-        with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
-            os.sched_setaffinity(int(thread), cpus)
-
-
-def _check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
+    if cpus and hasattr(os, "sched_setaffinity") and set(cpus) != os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+                os.sched_setaffinity(int(thread), cpus)
 
 
 def _version(distribution: str) -> Optional[str]:

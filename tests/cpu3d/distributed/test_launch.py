@@ -14,7 +14,7 @@ import pytest
 from cpu3d.distributed import earlier, launch, plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS
+from cpu3d.host.topology import EXAMPLE_HOSTS
 from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
 from cpu3d.util.child import ROOT
 
@@ -57,7 +57,7 @@ def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(plan, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"][1])
+    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"])
     return script
 
 
@@ -182,7 +182,7 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
     assert launched("--dry-run", "--on-host", name, *train(ROOT / "none-such", "--batch", 4)) == 0
     told = capsys.readouterr().out
     assert f"{workers} worker" in told.splitlines()[0]
-    topology = EXAMPLE_HOSTS[name][1]
+    topology = EXAMPLE_HOSTS[name]
     assert f"{topology.host.usable_cores // workers} " in told
     assert told.count("-m cpu3d train") == workers
     assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)
@@ -225,8 +225,8 @@ import sys
 from cpu3d.__main__ import main
 from cpu3d.distributed import earlier, launch, plan
 from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS
-plan.PROGRAM, launch.read_topology = tuple(sys.argv[1:3]), lambda: EXAMPLE_HOSTS["xeon-2x28"][1]
+from cpu3d.host.topology import EXAMPLE_HOSTS
+plan.PROGRAM, launch.read_topology = tuple(sys.argv[1:3]), lambda: EXAMPLE_HOSTS["xeon-2x28"]
 sys.exit(main(sys.argv[3:]))
 """
 
