@@ -23,6 +23,10 @@ T = TypeVar("T")
 _KEY = "option"
 
 
+class OptionError(ValueError):
+    """An option's value outside its range; a command line ends with its message and exit code 2."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field's metadata hold, beside its name, type and default."""
@@ -115,13 +119,13 @@ def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def from_args(cls: Type[T], args: argparse.Namespace, **more: Any) -> T:
-    """The dataclass with the options that were given, its defaults for the others. Raises ValueError out of range."""
+    """The dataclass with the options that were given, its defaults for the others. Raises OptionError out of range."""
     found = cls(**{**given(cls, args), **more})
     check(found)
     return found
 
 
-def check(settings: Any, error: Type[Exception] = ValueError) -> None:
+def check(settings: Any, error: Type[Exception] = OptionError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
