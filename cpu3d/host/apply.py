@@ -9,10 +9,7 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock
 """
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
@@ -22,16 +19,11 @@ from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
+from cpu3d.util.records import versions
 from memory_estimator.engines import itex_is_installed
 from memory_estimator.host import Host
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
-
-ALONE = (0, 1)
-"""(index, count) of a process that shares its host with no other worker."""
-
-_PLUGIN_FOLDER = "tensorflow-plugins"
-"""In site-packages. TensorFlow loads every library in it when it is imported, asked or not: ITEX lives there."""
 
 
 def apply(plan: ThreadPlan, engine: str = "auto") -> None:
@@ -52,7 +44,8 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
         set_memory_policy(plan.memory_policy, plan.memory_nodes)
     if engine != "auto":
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
-    if _tensorflow_version() < (2, 16):
+    major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
+    if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
 
@@ -82,7 +75,7 @@ def import_tensorflow(engine: str = "auto") -> Any:
     return tf
 
 
-def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = ALONE) -> Tuple[Host, ThreadPlan, Any]:
+def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = (0, 1)) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
     What every command that computes begins with. `local` is (index, count) of this process among the workers that share
@@ -93,7 +86,7 @@ def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = ALO
     """
     topology = read_topology()
     # Later what is read is this process's part already.
-    index, count = local if "tensorflow" not in sys.modules else ALONE
+    index, count = local if "tensorflow" not in sys.modules else (0, 1)
     plan = thread_plans(topology, count)[index]
     if "tensorflow" not in sys.modules:
         apply(plan, engine)
@@ -116,7 +109,7 @@ def engine_name(tf: Any) -> str:
 
     parts = [f"TensorFlow {tf.__version__}", "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"]
     if _itex_is_loaded():
-        parts.append(f"ITEX {_version('intel-extension-for-tensorflow')}")
+        parts.append(f"ITEX {installed_versions()[1]}")
     return ", ".join(parts)
 
 
@@ -129,10 +122,8 @@ def installed(engine: str) -> bool:
 
 def installed_versions() -> Tuple[Optional[str], Optional[str]]:
     """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
-    tensorflow = _version("tensorflow") or _version("tensorflow-cpu")
-    if tensorflow is None and importlib.util.find_spec("tensorflow"):
-        tensorflow = "unknown version"
-    return tensorflow, _version("intel-extension-for-tensorflow")
+    found = versions()
+    return found.get("tensorflow"), found.get("intel-extension-for-tensorflow")
 
 
 # --- Private helpers ---
@@ -146,28 +137,14 @@ def _hold_to(cpus: Tuple[int, ...]) -> None:
                 os.sched_setaffinity(int(thread), cpus)
 
 
-def _version(distribution: str) -> Optional[str]:
-    """The installed version of a distribution, None where it is not installed. Imports nothing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _tensorflow_version() -> Tuple[int, int]:
-    """(major, minor) of the installed TensorFlow; a version far ahead where its distribution has another name."""
-    found = re.match(r"(\d+)\.(\d+)", _version("tensorflow") or _version("tensorflow-cpu") or "")
-    return (int(found[1]), int(found[2])) if found else (99, 0)
-
-
 @contextlib.contextmanager
 def _hidden_plugins() -> Iterator[None]:
-    """Let TensorFlow find no plug-in folder while it is imported: there is no switch that keeps it from loading ITEX.
+    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, and ITEX lives there.
 
-    Its __init__ asks `os.path.exists` for the folder in each site-packages; for that one name the answer is no.
+    There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each site-packages.
     """
     exists = os.path.exists
-    os.path.exists = lambda path: os.path.basename(path) != _PLUGIN_FOLDER and exists(path)
+    os.path.exists = lambda path: os.path.basename(path) != "tensorflow-plugins" and exists(path)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import resource
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 from rich.console import Console
 
@@ -77,19 +77,15 @@ def run(args: argparse.Namespace) -> int:
                 checks.append(check)
                 advance()
     if options.json:
-        print(json.dumps(report(topology, plans, checks), indent=1))
+        content = {
+            "topology": to_json(topology),  # what --on-host reads
+            "plans": [{**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans],
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }
+        print(json.dumps(content, indent=1))
     else:
         console.print(checks_table(checks))
     return int(any(check.state == "fail" for check in checks))
-
-
-def report(topology: Topology, plans: Sequence[ThreadPlan], checks: Sequence[Check]) -> Dict[str, Any]:
-    """All of it as JSON content; its "topology" is what `--on-host` reads."""
-    return {
-        "topology": to_json(topology),
-        "plans": [{**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans],
-        "checks": [dataclasses.asdict(check) for check in checks],
-    }
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
@@ -150,7 +146,15 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[Che
         and f"{format_bytes(host.cgroup_limit_bytes)} of the machine's {format_bytes(host.memory_bytes)} (cgroup)",
         "raise it if the machine is yours: above it a run is killed",
     )
-    yield from _memory_of_nodes(topology)
+    memory = {node.number: node.memory_bytes for node in topology.nodes}
+    near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
+    yield _check(
+        "memory of nodes",
+        max(near) > 2 * min(near)
+        and f"{format_bytes(min(near))} to {format_bytes(max(near))} a node: CPUs without take theirs from far",
+        "put the same memory on every socket, or lift the memory mask",
+        well=f"{format_bytes(min(near))} on each of {len(near)}",
+    )
     yield _check(
         "swap",
         topology.swap_bytes and f"{format_bytes(topology.swap_bytes)}: a step that needs it takes many times as long",
@@ -201,23 +205,3 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[
 def _check(name: str, problem: Any, advice: str, well: str = "none") -> Check:
     """A warning with `advice` where there is a `problem`, else `well` is what was found."""
     return Check(name, "warn", problem, advice) if problem else Check(name, "ok", well)
-
-
-def _memory_of_nodes(topology: Topology) -> Iterator[Check]:
-    """Where the memory is; nothing to tell on a host of one node."""
-    used = {cpu.node for cpu in topology.cpus}
-    with_memory = {node.number: node.memory_bytes for node in topology.nodes if node.memory_bytes}
-    without, here = sorted(used - set(with_memory)), [with_memory[number] for number in used & set(with_memory)]
-    if len(used | set(with_memory)) == 1:
-        return
-    problem = ""
-    if without:
-        problem = f"none on node {', '.join(map(str, without))}, whose CPUs take it all from far"
-    elif max(here) > 2 * min(here):
-        problem = f"{format_bytes(min(here))} to {format_bytes(max(here))} a node"
-    yield _check(
-        "memory of nodes",
-        problem,
-        "put the same memory on every socket, or lift the memory mask",
-        well=f"on all {len(here)} that have CPUs, {format_bytes(min(here, default=0))} each",
-    )

@@ -145,12 +145,13 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if gpu.device == device:
             return gpu
-    got = f"{', '.join(f'{gpu.device} ({gpu.name})' for gpu in gpus) or 'none'} found"
-    way_out = f"use --device {gpus[0].device}" if gpus else f"use --device {CPU}, or a host with a GPU and its driver"
-    if _is_silent(gpus):
-        got = f"a driver that has not answered within {TIMEOUT_S:g} s"
-        way_out = f"see what `nvidia-smi` says, or use --device {CPU}"
-    raise InputError(f"device must be a GPU of this host, got {device} with {got}; {way_out}")
+    found = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
+    if getattr(gpus, "is_silent", False):
+        found = f"a driver that has not answered within {TIMEOUT_S:g} s, none"
+    raise InputError(
+        f"device must be a GPU of this host, got {device} with {found} found; use --device "
+        f"{gpus[0].device if gpus else CPU}, or see what `nvidia-smi` says"
+    )
 
 
 def why_no_card(asked: str, mode: str, gpus: Sequence[Gpu]) -> List[str]:
@@ -163,7 +164,7 @@ def why_no_card(asked: str, mode: str, gpus: Sequence[Gpu]) -> List[str]:
             f"{first.device} ({first.name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
             f"--device {first.device} where CUDA is there in another way"
         ]
-    if _is_silent(gpus):
+    if not gpus and getattr(gpus, "is_silent", False):
         return [f"the NVIDIA driver has not answered within {TIMEOUT_S:g} s: no GPU is used"]
     return []
 
@@ -225,10 +226,3 @@ def fits_memory(what: str, advice: str) -> Iterator[None]:
         # After its first line come the names of operations and their inputs.
         message = (str(error.message).strip().splitlines() or ["nothing more"])[0][:160]
         raise DoesNotFitError(f"memory must hold {what}, got out of memory ({message}); {advice}") from None
-
-
-# --- Private helpers ---
-
-
-def _is_silent(gpus: Sequence[Gpu]) -> bool:
-    return isinstance(gpus, HostGpus) and not len(gpus) and gpus.is_silent

@@ -9,6 +9,7 @@ print among them, as oneDNN does with ONEDNN_VERBOSE=1.
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -31,20 +32,11 @@ LIMIT_S = 600.0
 STEP_SHAPE, STEP_CHANNELS = (64, 64, 64), 32
 """Voxels and channels of the step that bfloat16 is measured by."""
 
-ROUNDS = 4
-"""Steps of each dtype, in turns; the fastest counts."""
-
-LEAST_GAIN = 1.2
-"""Of bfloat16 with its instructions: 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it."""
-
 LIMIT_ELEMENTS = 2**31
 """Where 32 bits end, with which much software counts elements."""
 
 SLICE = (512, 512, 16)
 """Of the large tensor: Y, Z, channels. It has one slice more than fits under LIMIT_ELEMENTS, or one less."""
-
-SLOWER = 4.0
-"""Times the duration just below LIMIT_ELEMENTS that the convolution above it may take without a warning."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +89,7 @@ def engine_in_force(tf: Any, host: Host, engine: str) -> Check:
     """oneDNN and, where it is installed or asked for, ITEX; by what is loaded and not by what was asked for."""
     name = engine_name(tf)
     if "no oneDNN" in name:
-        advice = "unset TF_ENABLE_ONEDNN_OPTS, or set it to 1: a step takes many times as long and more memory without"
-        return Check("engine", "fail", name, advice)
+        return Check("engine", "fail", name, "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without")
     if engine in ("auto", "itex") and installed("itex") and "ITEX" not in name:
         return Check("engine", "fail", f"{name}, although ITEX is installed", "run `./run.sh setup` again")
     return Check("engine", "ok", name)
@@ -111,7 +102,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
     steps = {dtype: _step(tf, dtype) for dtype in (tf.float32, tf.bfloat16)}
     answers = {dtype: step().numpy() for dtype, step in steps.items()}  # traces them too
     seconds = {dtype: float("inf") for dtype in steps}
-    for _ in range(ROUNDS):
+    for _ in range(4):  # the fastest counts
         for dtype, step in steps.items():
             seconds[dtype] = min(seconds[dtype], _seconds(step)[0])
     exact, rounded = answers[tf.float32], answers[tf.bfloat16]
@@ -123,7 +114,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
     )
     if not error < 0.1:
         return Check("bfloat16", "fail", found, "train with --dtype float32, and report it")
-    if gain < LEAST_GAIN:
+    if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
         return Check("bfloat16", "warn", found, "try again when the host is quiet, or train with --dtype float32")
     return Check("bfloat16", "ok", found)
 
@@ -131,8 +122,9 @@ def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
 def large_tensor(tf: Any, host: Host, engine: str) -> Check:
     """A convolution of more than 2^31 elements, its answers at the far end and its duration against one of less."""
     dtype = tf.as_dtype(host.best_dtype)
-    slices = LIMIT_ELEMENTS // _elements(1)
-    needed, free = int(1.3 * _elements(slices) * dtype.size) + 2**30, read_host().free_bytes
+    elements = math.prod(SLICE)
+    slices = LIMIT_ELEMENTS // elements
+    needed, free = int(1.3 * slices * elements * dtype.size) + 2**30, read_host().free_bytes
     if free < needed:
         return Check("large tensor", "skipped", f"needs {format_bytes(needed)}, {format_bytes(free)} are free")
     # The larger one first: the smaller one then fits into the memory that TensorFlow's allocator keeps of it, where the
@@ -140,13 +132,13 @@ def large_tensor(tf: Any, host: Host, engine: str) -> Check:
     above_s, is_right_above = _convolve(tf, slices + 1, dtype)
     below_s, is_right = _convolve(tf, slices - 1, dtype)
     found = (
-        f"{_elements(slices + 1) / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(above_s)}, "
+        f"{(slices + 1) * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(above_s)}, "
         f"just below 2^31 in {format_seconds(below_s)}"
     )
     if not (is_right and is_right_above):
         advice = "keep every tensor below 2^31 elements: a smaller --micro-batch, --mode patch or fewer --filters"
         return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
-    if above_s > SLOWER * below_s + 1:
+    if above_s > 4 * below_s + 1:
         advice = "use ITEX, whose oneDNN has a fast kernel for it, or keep tensors below by a smaller --micro-batch"
         return Check("large tensor", "warn", f"{found}: right, but slow", advice)
     return Check("large tensor", "ok", f"{found}: right to its far end")
@@ -214,11 +206,6 @@ def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:
     answer = work()
     answer[..., :1].numpy()  # until it is there
     return time.perf_counter() - begin, answer
-
-
-def _elements(slices: int) -> int:
-    y, z, channels = SLICE
-    return slices * y * z * channels
 
 
 if __name__ == "__main__":

@@ -157,9 +157,9 @@ def test_memory_and_threads_are_those_of_each_worker():
 @pytest.mark.parametrize(
     ("second", "state", "found"),
     [
-        (0, "warn", "none on node 1"),
+        (0, "warn", "0 KiB to 768.00 GiB a node"),
         (100 * GIB, "warn", "100.00 GiB to 768.00 GiB a node"),
-        (768 * GIB, "ok", "on all 2 that have CPUs, 768.00 GiB each"),
+        (768 * GIB, "ok", "768.00 GiB on each of 2"),
     ],
 )
 def test_memory_that_is_not_on_every_node_is_warned_of(second, state, found):
