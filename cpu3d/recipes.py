@@ -8,7 +8,7 @@ those of the Decathlon's 484 that a split of 8 1 1 leaves, for 2 cores of an AMD
 
 from typing import Any, Callable, Dict
 
-from cpu3d.config import RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.data.augment import AugmentConfig
 from memory_estimator.recipes import JOBS
 

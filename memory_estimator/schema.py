@@ -41,7 +41,7 @@ class Option:
     group: str = ""
     """Heading that --help lists it under."""
     one_of: str = ""
-    """Options of one class with the same word here exclude each other."""
+    """Options with the same word here exclude each other."""
     positional: bool = False
     repeat: bool = False
     """Given again for each element of a tuple."""
@@ -49,24 +49,24 @@ class Option:
     """Of the option, without dashes, where it is not the field's."""
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:  # noqa: A002
+def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002
     """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has to be given."""
     choices = more.pop("choices", None)
-    metadata = {_KEY: Option(help, choices=None if choices is None else tuple(choices), **more)}
+    metadata = {_KEY: Option(help, metavar, choices=None if choices is None else tuple(choices), **more)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_options(
-    parser: argparse.ArgumentParser, cls: type, *, only: Optional[Sequence[str]] = None, required: bool = True
+    parser: argparse.ArgumentParser, *classes: type, only: Optional[Sequence[str]] = None, required: bool = True
 ) -> None:
-    """Add the options of a dataclass, or `only` the named fields'. What is not given leaves no attribute.
+    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
 
     With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
-    types = get_type_hints(cls)
-    for field, spec in _fields(cls):
+    fields = [(get_type_hints(cls)[field.name], field, spec) for cls in classes for field, spec in _fields(cls)]
+    for hint, field, spec in fields:
         if only is not None and field.name not in only:
             continue
         if spec.group not in groups:
@@ -78,8 +78,8 @@ def add_options(
             target = exclusive[spec.one_of]
         flag = "--" + (spec.name or field.name).replace("_", "-")
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
-        inner, count = _shape_of(types[field.name])
-        if types[field.name] is Optional[bool]:
+        inner, count = _shape_of(hint)
+        if hint is Optional[bool]:
             pair = target if spec.one_of else target.add_mutually_exclusive_group()
             pair.add_argument(flag, dest=field.name, action="store_true", **more)
             pair.add_argument(
@@ -178,7 +178,7 @@ def _help(field: dataclasses.Field, spec: Option) -> str:
     plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
     if isinstance(default, tuple) and default and all(isinstance(one, (int, float, str)) for one in default):
         default, plain = " ".join(map(str, default)), True
-    if not plain or "(default" in spec.help or spec.help.startswith("default"):
+    if not plain or "default:" in spec.help:
         return spec.help
     return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
 

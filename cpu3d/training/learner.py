@@ -15,9 +15,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
 from cpu3d.distributed.strategy import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
+from cpu3d.settings import RunConfig
 from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host
 from memory_estimator.region import MIB, region_bytes
@@ -130,6 +130,11 @@ class Learner:
     def largest_bytes(self) -> int:
         """Of the largest of `arrays()`, which is what saving takes at most: they are written one after another."""
         return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
+
+    @property
+    def parameters(self) -> int:
+        """Trainable ones."""
+        return parameter_count(self.model)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""

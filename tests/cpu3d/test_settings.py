@@ -1,13 +1,23 @@
-"""A configuration is saved, read back and compared without loss."""
+"""Settings: the command line, the checks, and a configuration that is saved, read back and compared without loss."""
 
+import argparse
 import dataclasses
 import json
 
 import pytest
 
-from cpu3d.config import RunConfig, differences, load_config, save_config
 from cpu3d.errors import InputError
 from cpu3d.recipes import RECIPES
+from cpu3d.settings import (
+    RunConfig,
+    add_training_options,
+    as_options,
+    chosen_settings,
+    differences,
+    load_config,
+    save_config,
+    with_settings,
+)
 from models.config import UNetConfig
 
 CONFIG = RunConfig(
@@ -75,7 +85,6 @@ def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that
         RunConfig(batch=12, micro_batch=micro_batch)
 
 
-@pytest.mark.policy_left_open
 def test_a_run_from_before_there_were_policies_and_micro_batches_goes_on_as_it_was(tmp_path):
     content = {"schema": 1, **dataclasses.asdict(dataclasses.replace(CONFIG, batch=4))}
     del content["micro_batch"], content["unet"]["policy"]
@@ -124,11 +133,6 @@ def test_a_bad_setting_is_refused_by_name(field, value):
         RunConfig(**{field: value})
 
 
-def test_saved_configs_are_plain_json(tmp_path):
-    save_config(CONFIG, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["unet"]["depth"] == 3
-
-
 SAVED = dataclasses.replace(
     CONFIG, store_channels=("FLAIR", "T1w"), regions=("WT",), unet=UNetConfig(channels=1, outputs=1, depth=3)
 )
@@ -156,3 +160,80 @@ def test_a_saved_config_with_a_value_of_another_kind_is_refused_by_name(tmp_path
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(InputError, match=f"run config {path} must be complete, got {told}"):
         load_config(tmp_path)
+
+
+# --- The command line ---
+
+
+def chosen(*words):
+    parser = argparse.ArgumentParser()
+    add_training_options(parser)
+    return chosen_settings(parser.parse_args(words))
+
+
+def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
+    words = (
+        "--channels FLAIR T1w --batch 2 --patch 16 16 32 --deterministic --filters 8 --residual --no-flip --scaling 0.1"
+    )
+    settings = chosen(*words.split())
+    assert settings == {
+        "channels": ("FLAIR", "T1w"),
+        "batch": 2,
+        "patch": (16, 16, 32),
+        "deterministic": True,
+        "filters": 8,
+        "residual": True,
+        "flip": False,
+        "scaling": 0.1,
+    }
+    config = with_settings(RunConfig(epochs=7), settings)
+    assert (config.channels, config.batch, config.epochs, config.unet.filters) == (("FLAIR", "T1w"), 2, 7, 8)
+    assert (config.unet.residual, config.augment.flip, config.augment.scaling) == (True, False, 0.1)
+    assert chosen(*as_options(settings)) == settings
+
+
+def test_what_is_left_open_stays_as_it_was():
+    config = with_settings(RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto"))
+    assert (config.device, config.unet) == ("gpu:0", UNetConfig())
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "after"),
+    [
+        ({"steps": 9}, "--epochs 3", {"steps": 0, "epochs": 3}),
+        ({"steps": 9}, "--budget-minutes 3", {"steps": 0, "budget_minutes": 3.0}),
+        ({"budget_minutes": 3.0}, "--steps 9", {"budget_minutes": 0.0, "steps": 9}),
+        ({"validations": 9}, "--validate-every 2", {"validations": 0, "validate_every": 2}),
+    ],
+)
+def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, after):
+    config = with_settings(RunConfig(**before), chosen(*words.split()))
+    assert {name: getattr(config, name) for name in after} == after
+
+
+@pytest.mark.parametrize(
+    "words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--patch 8 8 8 --gpu-memory 1GiB", "--batch x"]
+)
+def test_options_that_exclude_each_other_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        chosen(*words.split())
+    assert caught.value.code == 2
+
+
+def test_a_budget_of_minutes_goes_without_steps():
+    with pytest.raises(InputError, match="--budget-minutes must come without --steps"):
+        with_settings(RunConfig(), chosen("--steps", "3", "--budget-minutes", "1"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_help_lists_every_recipe(name):
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_training_options(parser)
+    assert f"\n  {name} " in parser.format_help()
+
+
+def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():
+    patch, whole = RECIPES["gpu-patch"](), RECIPES["brats-regions"]()
+    assert (patch.mode, patch.device, patch.batch, patch.unet.filters) == ("patch", "gpu:0", 2, 32)
+    for name in ("regions", "channels", "schedule", "learning_rate", "epochs", "extent", "augment", "optimizer"):
+        assert getattr(patch, name) == getattr(whole, name)
