@@ -23,6 +23,10 @@ T = TypeVar("T")
 _KEY = "option"
 
 
+class OptionError(ValueError):
+    """An option's value outside its range; a command line ends with its message and exit code 2."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field's metadata hold, beside its name, type and default."""
@@ -118,14 +122,14 @@ def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
 
 
-def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError, **more: Any) -> T:
+def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = OptionError, **more: Any) -> T:
     """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
     found = cls(**{**given(cls, args), **more})
     check(found, error)
     return found
 
 
-def check(settings: Any, error: Type[Exception] = ValueError) -> None:
+def check(settings: Any, error: Type[Exception] = OptionError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)

@@ -28,7 +28,6 @@ NEED_TENSORFLOW = {
     "cpu3d.inference.predictor",
     "cpu3d.training.learner",
     "cpu3d.training.losses",
-    "cpu3d.training.plan_lines",
     "cpu3d.training.validation",
     "models.blocks",
     "models.filter_gradient",

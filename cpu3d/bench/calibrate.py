@@ -32,7 +32,7 @@ from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.allocator import use
 from memory_estimator.calibration import (
     GROUPS,

@@ -48,8 +48,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.util.atomic import writable_folder, write_json
-from cpu3d.util.records import read_records
-from cpu3d.util.versions import versions
+from cpu3d.util.records import read_records, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, option

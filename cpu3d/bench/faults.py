@@ -40,8 +40,7 @@ from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start
 from cpu3d.util.progress import bar
-from cpu3d.util.records import append_record
-from cpu3d.util.versions import versions
+from cpu3d.util.records import append_record, versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table

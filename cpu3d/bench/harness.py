@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Seque
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, writable_folder
-from cpu3d.util.child import ROOT, start, told_of_signals
+from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record
 from memory_estimator.figure import PALETTE, plain
 from memory_estimator.schema import from_args, option
@@ -160,7 +160,7 @@ def run_together(
     """
     with contextlib.ExitStack() as stack:
         processes: List[subprocess.Popen] = []
-        signals = stack.enter_context(told_of_signals(processes, lambda _: signal.SIGKILL))
+        signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
         stack.callback(_end, processes)
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         for command, log in zip(commands, logs):

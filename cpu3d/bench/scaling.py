@@ -30,7 +30,7 @@ from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.options import add_network_options
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
@@ -285,7 +285,7 @@ def work(request: Dict[str, Any]) -> Result:
         step_s.append(time.perf_counter() - begin)
         both_s.append(outcome.exchange_s)
     result: Dict[str, Any] = {"step_s": step_s}
-    if exchange is not strategy.ALONE:
+    if exchange.count > 1:
         wait_s, sum_s = exchange.wait_s[-steps:], exchange.sum_s[-steps:]
         own_s = wait_s  # what the trainer does not have: its place is taken by the exchange
         if isinstance(exchange, Timed):

@@ -38,7 +38,7 @@ from cpu3d.inference.options import Inference
 from cpu3d.inference.predictors import store_of_run, trained_predictor
 from cpu3d.patch_plan import usual_patch
 from cpu3d.training.checkpoint import weights_file
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB

@@ -22,9 +22,7 @@ from cpu3d.data.words import by, count
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.report.page import flat, gib, render_page
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, newest
-from cpu3d.util.versions import versions
-from cpu3d.util.words import duration, listed, number, plus_minus, seconds
+from cpu3d.util.records import append_record, duration, listed, newest, number, plus_minus, seconds, versions
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table
 from memory_estimator.units import GIB

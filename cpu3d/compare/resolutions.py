@@ -32,9 +32,7 @@ from cpu3d.report.page import flat, gib
 from cpu3d.training_options import as_options, with_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
-from cpu3d.util.records import append_record, newest
-from cpu3d.util.versions import versions
-from cpu3d.util.words import duration, number, plus_minus, seconds
+from cpu3d.util.records import append_record, duration, newest, number, plus_minus, seconds, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table

@@ -38,7 +38,7 @@ from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training_options import AUGMENT_FIELDS, UNET_FIELDS, add_training_options, chosen_settings, with_settings
 from cpu3d.util.atomic import PARTIAL, writable_folder, write_json
-from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_step, last_words, start, told_of_signals
+from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
 
@@ -471,7 +471,7 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] 
 def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, List[int]]]:
     """A process, and the signals of ours that it was sent, each as SIGINT: the second one stops it unsaved."""
     children: List[subprocess.Popen] = []
-    with told_of_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
+    with forward_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
         child = start(command, output, without_cluster(os.environ), cwd=ROOT)
         children.append(child)
         if signals:  # while it was being started

@@ -41,8 +41,7 @@ from cpu3d.inference.ensemble import HeldOut, add_run_options, describe, joined,
 from cpu3d.inference.options import add_inference_options, inference_from
 from cpu3d.inference.predictors import store_of_run, trained_predictors
 from cpu3d.inference.scores import TOLERANCE_MM, CaseScores, RegionScores, score_case
-from cpu3d.util.atomic import writable_folder, write_json
-from cpu3d.util.exchange import OLD, exchanged
+from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json, typed
@@ -140,7 +139,7 @@ def evaluate_split(
     records = _cases_to_score(predictor, store, split)
     cases: List[Dict[str, Any]] = []
     scored: List[CaseScores] = []
-    with exchanged(scores_path(run_dir, split).parent, FILES) as folder:
+    with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / "predictions").mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:

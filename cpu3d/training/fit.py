@@ -34,7 +34,7 @@ from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
 from cpu3d.training.run_log import TensorBoard, TrainingBar, append_event, forget_after, read_events
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.files import typed
 from memory_estimator.host import Host
 

@@ -40,7 +40,7 @@ from cpu3d.inference.predictors import store_of_run, zeroes_nan
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.lock import locked
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 
 CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"
 

@@ -19,8 +19,7 @@ from cpu3d.bench.scaling import (
     ways,
 )
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import topology_of
-from cpu3d.host.topology import read_topology
+from cpu3d.host.topology import read_topology, topology_of
 from cpu3d.util.records import append_record
 from memory_estimator.scaling.costs import read_scaling, row_of
 
