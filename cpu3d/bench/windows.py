@@ -46,8 +46,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference.options import Inference
-from cpu3d.inference.predictors import store_of_run, trained_predictor
+from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
 from cpu3d.patch_plan import usual_patch
 from cpu3d.training.checkpoint_history import weights_file
 from cpu3d.util.versions import versions

@@ -61,7 +61,7 @@ from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
-from cpu3d.inference.predictors import store_of_run
+from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.training_options import add_training_options, chosen_settings
 from cpu3d.util.atomic import writable_folder

@@ -30,7 +30,7 @@ from cpu3d.data.store import Store
 from cpu3d.distributed.plan import of_nobody
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.inference.evaluate import METRICS, UNTOUCHED, read_scores, scores_path
-from cpu3d.inference.options import Inference
+from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
 from cpu3d.report.page import flat

@@ -16,7 +16,7 @@ from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.write_cases import write_arrays
-from cpu3d.inference.options import Inference
+from cpu3d.inference.runs import Inference
 
 CHANNELS = ("FLAIR", "T1gd")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}

@@ -13,7 +13,7 @@ from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.inference.predictors import store_of_run
+from cpu3d.inference.runs import store_of_run
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 

@@ -16,8 +16,8 @@ from cpu3d.data.region import Region, crop, whole
 from cpu3d.data.source import patch_sampling
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.inference.options import Inference
 from cpu3d.inference.predictor import Predictor, load_predictor, over_mirror_images
+from cpu3d.inference.runs import Inference
 from cpu3d.patch_plan import check_patch, patches_per_case, usual_patch
 from cpu3d.resolve import resolve
 from cpu3d.training.fit import Fit
