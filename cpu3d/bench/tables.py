@@ -25,8 +25,7 @@ from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
 from cpu3d.bench.validate import page, summary_table
-from cpu3d.compare.report import comparisons_markdown, summary_markdown
-from cpu3d.compare.resolutions import studies_markdown
+from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import load_accuracy
@@ -156,12 +155,11 @@ def _data(path: Path) -> List[str]:
 
 
 def _compare(path: Path) -> List[str]:
-    records = read_records(path, "compare")
-    return [*summary_markdown(records), "", *comparisons_markdown(records)]
+    return comparisons_markdown(read_records(path, "compare"))
 
 
 def _resolutions(path: Path) -> List[str]:
-    return studies_markdown(read_records(path, "resolutions"))
+    return comparisons_markdown(read_records(path, "resolutions"))
 
 
 def _windows(path: Path) -> List[str]:

@@ -212,7 +212,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
     [
         (["--case", "nobody"], "cases must be in split test of"),
         (["--window", "20", "20", "20"], "--window (20, 20, 20) must be divisible by 16; pad to (32, 32, 32)"),
-        (["--overlap", "1"], "--overlap must be in [0, 1), got 1.0"),
+        (["--overlap", "1"], "overlap must be below 1, got 1.0"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--device", "gpu:9"], "device must be a GPU of this host, got gpu:9"),
         (["--weights", "last"], "must hold its last weights, found none; train it first"),
