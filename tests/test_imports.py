@@ -22,7 +22,7 @@ NEED_TENSORFLOW = {
     "cpu3d.data.finish",
     "cpu3d.data.python_op",
     "cpu3d.data.source",
-    "cpu3d.inference.export.saved_model",
+    "cpu3d.inference.export.network",
     "cpu3d.training.feeds",
     "cpu3d.training.fit",
     "cpu3d.inference.predictor",

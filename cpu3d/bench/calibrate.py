@@ -27,9 +27,9 @@ import psutil
 
 from cpu3d.bench.harness import Result, in_fresh_process, read_options, show
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
-from cpu3d.config import RunConfig
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from cpu3d.util.records import versions

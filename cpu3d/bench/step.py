@@ -34,10 +34,10 @@ from cpu3d.bench.harness import (
     times,
     with_range,
 )
-from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host

@@ -23,7 +23,6 @@ import numpy as np
 
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, in_fresh_process, in_turn, read_options, summary, with_range
 from cpu3d.bench.harness import times as by_times
-from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.patches import OVERLAP, patch_grid
@@ -34,9 +33,9 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference.options import Inference
-from cpu3d.inference.predictors import store_of_run, trained_predictor
-from cpu3d.patch_plan import usual_patch
+from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
+from cpu3d.plan import usual_patch
+from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.records import versions
 from memory_estimator.schema import add_options, option

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cpu3d.config import RunConfig, load_config, save_config
 from cpu3d.recipes import RECIPES
+from cpu3d.settings import RunConfig, load_config, save_config
 from memory_estimator.job import Job, divisors, statistics_note
 from memory_estimator.options import add_job_options, add_source_options, job_from, network_from, policy_is_open
 from memory_estimator.recipes import JOBS

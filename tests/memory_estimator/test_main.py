@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.config import RunConfig, save_config
+from cpu3d.settings import RunConfig, save_config
 from memory_estimator.__main__ import main
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host

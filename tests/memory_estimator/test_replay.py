@@ -187,7 +187,7 @@ def small_model():
 
 def both(unet, micro, parts=1, side=32):
     """(closed form, replay) of the trainer's own step; in several parts, of the one that takes more."""
-    from cpu3d.config import RunConfig
+    from cpu3d.settings import RunConfig
     from cpu3d.training.learner import Learner
 
     shape, batch = (side, side, side), micro * parts

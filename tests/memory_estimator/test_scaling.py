@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.config import RunConfig
+from cpu3d.settings import RunConfig
 from memory_estimator.__main__ import main
 from memory_estimator.scaling.costs import (
     PIECE_BYTES,

@@ -10,9 +10,9 @@ from cpu3d.__main__ import main
 from cpu3d.bench import memory
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, mprof_trace, policies_table
-from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
 from cpu3d.host.memory import Resident
+from cpu3d.settings import RunConfig, save_config
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
 from memory_estimator.recipes import JOBS

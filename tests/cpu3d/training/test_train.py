@@ -20,8 +20,8 @@ from cpu3d.data.patches import patch_at
 from cpu3d.data.prepare import prepare
 from cpu3d.data.source import patch_sampling
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.inference.options import Inference
 from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import newest
 from cpu3d.training.fit import Fit

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.inference.sliding_window import gaussian, sliding_window
+from cpu3d.training.sliding_window import gaussian, sliding_window
 
 PATCH = (8, 6, 4)
 
