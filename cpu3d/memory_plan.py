@@ -18,17 +18,14 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.patch_plan import volume_shape
-from memory_estimator import gpu
-from memory_estimator.accuracy import Accuracy
+from memory_estimator import planner as gpu
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.closed_form.writer import DTYPE_BYTES
-from memory_estimator.engines import installed_engine
-from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Estimate, estimate
+from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Accuracy, Estimate, estimate
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.job import DTYPE_BYTES, ENGINES, Job, installed_engine
 from memory_estimator.planner import Price, fastest_that_fits, nearest
-from memory_estimator.scaling.memory import of_one
-from memory_estimator.training_step import training_step
+from memory_estimator.scaling.model import of_one
+from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds
 
 LOGITS_MAPS = 2

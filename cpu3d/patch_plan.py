@@ -10,9 +10,8 @@ from cpu3d.data.store import Store
 from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from memory_estimator.gpu import BOTTOM, least_patch, patch_for
-from memory_estimator.job import Job
-from memory_estimator.recipes import USUAL_PATCH
+from memory_estimator.job import USUAL_PATCH, Job
+from memory_estimator.planner import BOTTOM, least_patch, patch_for
 from memory_estimator.units import format_bytes, parse_bytes
 from models.config import UNetConfig
 

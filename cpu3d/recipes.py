@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import AugmentConfig
-from memory_estimator.recipes import JOBS
+from memory_estimator.job import JOBS
 
 
 def brats_regions() -> RunConfig:

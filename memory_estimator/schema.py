@@ -41,6 +41,8 @@ class Option:
     positional: bool = False
     repeat: bool = False
     """Given again for each element of a tuple."""
+    empty: bool = False
+    """May stand without a value: an empty tuple."""
     name: str = ""
     """Of the option, without dashes, where it is not the field's."""
 
@@ -53,11 +55,17 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> A
 
 
 def add_options(
-    parser: argparse.ArgumentParser, cls: type, *, only: Optional[Sequence[str]] = None, required: bool = True
+    parser: argparse.ArgumentParser,
+    cls: type,
+    *,
+    only: Optional[Sequence[str]] = None,
+    required: bool = True,
+    choices: Optional[Mapping[str, Sequence[Any]]] = None,
 ) -> None:
     """Add the options of a dataclass, or `only` the named fields'. What is not given leaves no attribute.
 
-    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe.
+    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe. `choices` are of
+    named fields, in place of their own.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
@@ -95,9 +103,9 @@ def add_options(
                 **more,
             )
             continue
-        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
+        more.update(type=inner, metavar=spec.metavar, choices=(choices or {}).get(field.name, spec.choices))
         if count is not None:
-            more["nargs"] = count
+            more["nargs"] = "*" if spec.empty else count
         if spec.repeat:
             more["action"] = "append"
             if count == "+":

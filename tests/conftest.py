@@ -13,8 +13,8 @@ from cpu3d import memory_plan
 from cpu3d.host.apply import apply
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.host import read_host
+from memory_estimator.job import JOBS
 from memory_estimator.planner import with_policy
-from memory_estimator.recipes import JOBS
 from models.config import POLICIES, UNetConfig
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the first test that computes would take a card for all of them

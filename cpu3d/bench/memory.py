@@ -43,20 +43,17 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
 from cpu3d.util.atomic import writable_folder
-from memory_estimator.allocator import counted_by_op
 from memory_estimator.calibration import find_constants
-from memory_estimator.closed_form.writer import DTYPE_BYTES
 from memory_estimator.estimate import Estimate, estimate
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.figure import PALETTE, draw_timeline, new_figure, plain, png
 from memory_estimator.host import read_host
+from memory_estimator.job import DTYPE_BYTES, Job, add_job_options, add_source_options, job_from, source_job
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
-from memory_estimator.pictures import draw_timeline
 from memory_estimator.schema import add_options, option
+from memory_estimator.step.allocator import counted_by_op
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table
-from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import training_step
 from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine
 from memory_estimator.validation import job_from as measured_job

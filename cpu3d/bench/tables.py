@@ -29,9 +29,8 @@ from cpu3d.compare.report import comparisons_markdown, summary_markdown
 from cpu3d.compare.resolutions import studies_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
-from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import estimate, load_accuracy
 from memory_estimator.scaling.costs import read_scaling
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table

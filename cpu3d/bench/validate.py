@@ -30,9 +30,8 @@ from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from cpu3d.util.records import append_record
-from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import Accuracy, estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.schema import add_options, check, from_args, option

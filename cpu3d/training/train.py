@@ -44,8 +44,8 @@ from cpu3d.training_options import add_training_options, chosen_settings
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.estimate import Estimate
-from memory_estimator.gpu import patch_shapes
 from memory_estimator.host import Host, read_host
+from memory_estimator.planner import patch_shapes
 from memory_estimator.units import format_seconds
 
 

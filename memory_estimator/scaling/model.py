@@ -26,13 +26,21 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from memory_estimator.estimate import Estimate
+from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.planner import Price
 from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, exchange_s, largest_of, pooled, row_of
+from models.layer_plan import layer_plan
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
 
 MOST_HOSTS = 4096
 """Where the search for a number of hosts ends."""
+
+EXCHANGED_COPIES = 4
+"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
+both. Counted, not measured."""
 
 
 @dataclass(frozen=True)
@@ -270,3 +278,38 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
             said = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
             errors.append(said.step_s / row["step_s"] - 1)
     return errors
+
+
+# --- What the model is asked with: one worker's work and memory ---
+
+
+def gradient_bytes(job: Job) -> int:
+    """Of all gradients as they are exchanged: in float32, whatever they were computed in."""
+    return 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))
+
+
+def case_bytes(job: Job) -> int:
+    """What a store holds of the voxels that a volume has: int16 channels, or in part float16, and labels of a byte."""
+    return math.prod(job.shape) * (DTYPE_BYTES["bfloat16"] * job.unet.channels + 1)
+
+
+def of_one(whole: Estimate, workers: int) -> Estimate:
+    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
+
+    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`.
+    """
+    if workers == 1:
+        return whole
+    sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
+    bound = whole.upper_bound_bytes + EXCHANGED_COPIES * sums
+    return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
+
+
+def price_of_one(price: Price, workers: int) -> Price:
+    """What a job takes on one of so many workers, each of which has a batch like the job's."""
+
+    def of_worker(job: Job) -> Estimate:
+        every = dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro, cases=0)
+        return of_one(price(every), workers)
+
+    return of_worker if workers > 1 else price

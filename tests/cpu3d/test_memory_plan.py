@@ -26,9 +26,9 @@ from cpu3d.memory_plan import (
 from cpu3d.resolve import resolve
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.gpu import CONTEXT_BYTES, gpu_bytes
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
+from memory_estimator.planner import CONTEXT_BYTES, gpu_bytes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 

@@ -25,9 +25,9 @@ from cpu3d.training.learner import Learner
 from cpu3d.training.plan_lines import plan_lines
 from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
-from memory_estimator.gpu import gpu_bytes, patch_shapes
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
+from memory_estimator.planner import gpu_bytes, patch_shapes
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, start
