@@ -6,7 +6,7 @@
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that; its upper bounds follow from accuracy.json, which `python -m
-memory_estimator.digest` makes of the same record: run that first.
+memory_estimator.validation` makes of the same record: run that first.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
     return found
 
 
-def forward(writer: Writer, block: Block) -> None:
+def rule(writer: Writer, block: Block) -> layers.Backward:
     """All kernels are cast first; of the maps, the block's output stays and, where it keeps them, the hidden ones."""
     for op in (*block.up[:1], block.conv1, block.conv2, block.shortcut):
         if op:
@@ -83,10 +83,14 @@ def forward(writer: Writer, block: Block) -> None:
         for entry, part, output in zip(block.entries, parts, convolved):
             layers.convolve(writer, part, entry.name, output)
         writer.sum_of(block.shortcut.name, [*(one.name for one in convolved), block.norm2.name], size)
-        layers.relu_forward(writer, block.act)
+        layers.relu(writer, block.act)
+    return lambda: _backward(writer, block)
 
 
-def backward(writer: Writer, block: Block) -> None:
+# --- Private helpers ---
+
+
+def _backward(writer: Writer, block: Block) -> None:
     """In one fixed order, with no more maps alive at a time than must be."""
     upstream = writer.arrived(block.act or block.norm2)
     if block.act:
@@ -111,9 +115,6 @@ def backward(writer: Writer, block: Block) -> None:
     for op, _ in readers if block.up else ():
         parts = [filter_gradient_name(part) for part in block.parts(op)]
         writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
-
-
-# --- Private helpers ---
 
 
 def _block_name(op: LayerOp) -> str:

@@ -1,11 +1,11 @@
-"""What each kind of layer, and the loss, does in a training step: operations forward and back.
+"""What each kind of layer, and the loss, does in a training step: a rule each, forward and back.
 
 Engines differ in what they fuse, in what they keep for a gradient beside the maps, and in what they write in place;
 each such rule names the engine, "itex" being TensorFlow with Intel's extension and "stock" TensorFlow without. All of
 it was read off the allocator's log, operation by operation.
 """
 
-from typing import List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence
 
 from memory_estimator.step.program import Tensor
 from memory_estimator.step.scratch import (
@@ -32,51 +32,107 @@ MOST_PLANES, FEW_PIECES = 256, 8
 SLABS = 8
 """`cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in."""
 
-# --- Convolutions: of a block, of a head, of a residual shortcut ---
+# --- Rules: each writes a layer's forward pass down, and returns what writes its backward pass ---
 #
 # In every backward pass the filter gradient comes first and the input gradient waits for it (models/ordered.py). ITEX
 # takes oneDNN's scratch from the allocator, and so the kernel in the layout that oneDNN prefers: its forward kernels
 # (for the up-convolution the input gradient, which is one) keep that copy, the others take it anew each time. Stock
 # TensorFlow leaves both to oneDNN, outside the allocator.
 
+Backward = Callable[[], None]
+"""Takes the gradient that has arrived at a layer's output, and hands gradients on to its inputs."""
 
-def conv_forward(writer: Writer, op: LayerOp) -> None:
-    """A bias, which only the head has, is added in the same operation."""
+
+def conv(writer: Writer, op: LayerOp) -> Backward:
+    """A convolution of a block, and a head's: its bias is added in the same operation.
+
+    Backward, the gradient of a head's bias comes first, which reads the whole map.
+    """
+    source, head = op.inputs[0], op.kind == "head"
     writer.cast_kernel(op)
-    convolve(writer, op, op.inputs[0], writer.activation(op))
+    convolve(writer, op, source, writer.activation(op))
+
+    def backward() -> None:
+        upstream = writer.arrived(op)
+        if head:
+            writer.run(f"{op.name}/bias_gradient", "bias_gradient", [upstream], layer=op)
+        _gradients(writer, op, source, upstream, by_planes=head and writer.job.policy != "speed")
+
+    return backward
 
 
-def conv_backward(writer: Writer, op: LayerOp) -> None:
-    """Of the kernel, then of the input."""
-    _gradients(writer, op, op.inputs[0], writer.arrived(op))
+def shortcut(writer: Writer, op: LayerOp) -> Backward:
+    """A residual block's sum: the convolved entry is added to the block's maps, in their memory.
 
-
-def head_backward(writer: Writer, op: LayerOp) -> None:
-    """The bias gradient first, which reads the whole map."""
-    source, upstream = op.inputs[0], writer.arrived(op)
-    writer.run(f"{op.name}/bias_gradient", "bias_gradient", [upstream], layer=op)
-    if writer.job.policy == "speed":
-        _gradients(writer, op, source, upstream)
-    else:
-        filter_gradient_by_planes(writer, op, source, upstream)
-        writer.receive(source, input_gradient(writer, op, writer.layers[source], upstream))
-
-
-def shortcut_forward(writer: Writer, op: LayerOp) -> None:
-    """A residual block's sum: the convolved entry is added to the block's maps, in their memory."""
+    Backward the short way comes first; the long way then reads the same gradient.
+    """
     maps, entry = op.inputs
     writer.cast_kernel(op)
     convolved = writer.tensor(f"{op.name}/convolved", writer.map_bytes(op))
     convolve(writer, op, entry, convolved)
     writer.make(op.name, "pointwise", [maps, convolved.name], writer.map_bytes(op), takes_over=maps)
 
+    def backward() -> None:
+        upstream = writer.arrived(op)
+        _gradients(writer, op, entry, upstream)
+        writer.receive(maps, upstream)
 
-def shortcut_backward(writer: Writer, op: LayerOp) -> None:
-    """The short way first; the long way then reads the same gradient."""
-    maps, entry = op.inputs
-    upstream = writer.arrived(op)
-    _gradients(writer, op, entry, upstream)
-    writer.receive(maps, upstream)
+    return backward
+
+
+def up_conv(writer: Writer, op: LayerOp) -> Backward:
+    """A transposed convolution; its output is kept for the join."""
+    writer.cast_kernel(op)
+    up_convolve(writer, op, writer.activation(op))
+    return lambda: writer.receive(op.inputs[0], up_gradients(writer, op, writer.arrived(op)))
+
+
+def norm(writer: Writer, op: LayerOp) -> Backward:
+    """A norm and ReLU, kept for the ReLU's gradient, or a norm alone before a residual sum, which is not."""
+    source, group = op.inputs[0], writer.kept_at(op) if op.kind == "norm_act" else "transients"
+    normalise(writer, op, source, op.name, group, alone=not norm_reads_source(writer))
+    return lambda: writer.receive(source, norm_gradient(writer, op, writer.arrived(op), source, op.name))
+
+
+def pool(writer: Writer, op: LayerOp) -> Backward:
+    """Keeps which voxel of each window was the largest, a byte each. Its gradient reads both maps too."""
+    below, winners = op.inputs[0], f"{op.name}/winners"
+    kept = writer.tensor(winners, writer.job.micro * op.elements, writer.kept_at(op))
+    writer.run(op.name, "pool", op.inputs, [writer.activation(op), kept])
+
+    def backward() -> None:
+        reads, size = [writer.arrived(op), below, op.name, winners], writer.map_bytes(writer.layers[below])
+        writer.receive(below, writer.make(f"{op.name}/gradient_below", "pool_gradient", reads, size))
+
+    return backward
+
+
+def concat(writer: Writer, op: LayerOp) -> Backward:
+    """A copy of both maps. Backward both parts are cut out at once, so that the whole goes."""
+    writer.run(op.name, "join", op.inputs, [writer.activation(op)])
+
+    def backward() -> None:
+        upstream = writer.arrived(op)
+        for name in op.inputs:
+            size = writer.map_bytes(writer.layers[name])
+            writer.receive(name, writer.make(f"{op.name}/gradient_of_{name}", "slice", [upstream], size))
+
+    return backward
+
+
+def relu(writer: Writer, op: LayerOp) -> Backward:
+    """After a residual sum, in the memory of the sum."""
+    writer.run(op.name, "pointwise", op.inputs, [writer.activation(op)], takes_over=op.inputs[0])
+    return lambda: writer.receive(op.inputs[0], relu_gradient(writer, op, writer.arrived(op), op.name))
+
+
+def upsampling(writer: Writer, op: LayerOp) -> Backward:
+    """Nearest neighbours; its output is kept for the join."""
+    upsample(writer, op, op.inputs[0], writer.activation(op))
+    return lambda: writer.receive(op.inputs[0], upsample_gradient(writer, op, writer.arrived(op)))
+
+
+# --- What rules, and the blocks that save memory, are made of ---
 
 
 def convolve(writer: Writer, op: LayerOp, source: str, output: Tensor) -> None:
@@ -132,20 +188,6 @@ def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -
     )
 
 
-# --- The up-convolution ---
-
-
-def up_forward(writer: Writer, op: LayerOp) -> None:
-    """Its output is kept for the join."""
-    writer.cast_kernel(op)
-    up_convolve(writer, op, writer.activation(op))
-
-
-def up_backward(writer: Writer, op: LayerOp) -> None:
-    """Of its kernel and of the coarse map."""
-    writer.receive(op.inputs[0], up_gradients(writer, op, writer.arrived(op)))
-
-
 def up_convolve(writer: Writer, op: LayerOp, output: Tensor) -> None:
     """Its kernel is a convolution's input gradient to oneDNN, and copies its input."""
     input_bytes = writer.layers[op.inputs[0]].elements * writer.compute_bytes
@@ -177,20 +219,6 @@ def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
         flops=micro * op.flops,
         layer=op,
     )
-
-
-# --- Norm and ReLU, or a norm alone (before a residual sum). The maps' sizes are counted, not the statistics. ---
-
-
-def norm_forward(writer: Writer, op: LayerOp) -> None:
-    """Kept where a ReLU is in it, whose gradient looks at it; before a sum it is not."""
-    group = writer.kept_at(op) if op.kind == "norm_act" else "transients"
-    normalise(writer, op, op.inputs[0], op.name, group, alone=not norm_reads_source(writer))
-
-
-def norm_backward(writer: Writer, op: LayerOp) -> None:
-    """Of the map that was normalised."""
-    writer.receive(op.inputs[0], norm_gradient(writer, op, writer.arrived(op), op.inputs[0], op.name))
 
 
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
@@ -242,60 +270,10 @@ def norm_reads_source(writer: Writer) -> bool:
     return writer.job.unet.norm != "none"
 
 
-# --- Layers without weights ---
-
-
-def pool_forward(writer: Writer, op: LayerOp) -> None:
-    """Keeps which voxel of each window was the largest, a byte each."""
-    winners = writer.tensor(f"{op.name}/winners", writer.job.micro * op.elements, writer.kept_at(op))
-    writer.run(op.name, "pool", op.inputs, [writer.activation(op), winners])
-
-
-def pool_backward(writer: Writer, op: LayerOp) -> None:
-    """Reads the fine map and the coarse one too."""
-    below = op.inputs[0]
-    reads = [writer.arrived(op), below, op.name, f"{op.name}/winners"]
-    size = writer.map_bytes(writer.layers[below])
-    writer.receive(below, writer.make(f"{op.name}/gradient_below", "pool_gradient", reads, size))
-
-
-def concat_forward(writer: Writer, op: LayerOp) -> None:
-    """A copy of both maps."""
-    writer.run(op.name, "join", op.inputs, [writer.activation(op)])
-
-
-def concat_backward(writer: Writer, op: LayerOp) -> None:
-    """Both parts are cut out at once, so that the whole goes."""
-    upstream = writer.arrived(op)
-    for name in op.inputs:
-        size = writer.map_bytes(writer.layers[name])
-        writer.receive(name, writer.make(f"{op.name}/gradient_of_{name}", "slice", [upstream], size))
-
-
-def relu_forward(writer: Writer, op: LayerOp) -> None:
-    """After a residual sum, in the memory of the sum."""
-    writer.run(op.name, "pointwise", op.inputs, [writer.activation(op)], takes_over=op.inputs[0])
-
-
-def relu_backward(writer: Writer, op: LayerOp) -> None:
-    """Of the sum."""
-    writer.receive(op.inputs[0], relu_gradient(writer, op, writer.arrived(op), op.name))
-
-
 def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:
     """A ReLU's that no norm is fused with; returns its name. ITEX takes new memory, stock TensorFlow works in place."""
     name, over = f"{op.name}/gradient_below", None if writer.itex else upstream
     return writer.make(name, "pointwise", [upstream, output], writer.map_bytes(op), takes_over=over)
-
-
-def upsample_forward(writer: Writer, op: LayerOp) -> None:
-    """Nearest neighbours; its output is kept for the join."""
-    upsample(writer, op, op.inputs[0], writer.activation(op))
-
-
-def upsample_backward(writer: Writer, op: LayerOp) -> None:
-    """Of the coarse map."""
-    writer.receive(op.inputs[0], upsample_gradient(writer, op, writer.arrived(op)))
 
 
 def upsample(writer: Writer, op: LayerOp, source: str, output: Tensor) -> None:
@@ -393,10 +371,10 @@ class _LossMaps:
 # --- Private helpers ---
 
 
-def _gradients(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
+def _gradients(writer: Writer, op: LayerOp, source: str, upstream: str, by_planes: bool = False) -> None:
     """Of the kernel, then of the input; the image needs none."""
     below = writer.layers[source]
-    filter_gradient(writer, op, source, upstream)
+    (filter_gradient_by_planes if by_planes else filter_gradient)(writer, op, source, upstream)
     if below.kind != "input":
         writer.receive(source, input_gradient(writer, op, below, upstream))
 

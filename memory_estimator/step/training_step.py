@@ -16,23 +16,20 @@ from memory_estimator.step import blocks, layers
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.writer import Writer
 
-Rule = Callable[[Writer, Any], None]
-"""Writes down what a layer, or a block, does in one direction."""
-
-RULES: Dict[str, Tuple[Rule, Rule]] = {
-    "conv": (layers.conv_forward, layers.conv_backward),
-    "head": (layers.conv_forward, layers.head_backward),
-    "up_conv": (layers.up_forward, layers.up_backward),
-    "shortcut": (layers.shortcut_forward, layers.shortcut_backward),
-    "norm_act": (layers.norm_forward, layers.norm_backward),
-    "norm": (layers.norm_forward, layers.norm_backward),
-    "act": (layers.relu_forward, layers.relu_backward),
-    "pool": (layers.pool_forward, layers.pool_backward),
-    "concat": (layers.concat_forward, layers.concat_backward),
-    "upsample": (layers.upsample_forward, layers.upsample_backward),
-    "block": (blocks.forward, blocks.backward),
+RULES: Dict[str, Callable[[Writer, Any], layers.Backward]] = {
+    "conv": layers.conv,
+    "head": layers.conv,
+    "up_conv": layers.up_conv,
+    "shortcut": layers.shortcut,
+    "norm_act": layers.norm,
+    "norm": layers.norm,
+    "act": layers.relu,
+    "pool": layers.pool,
+    "concat": layers.concat,
+    "upsample": layers.upsampling,
+    "block": blocks.rule,
 }
-"""Kind of layer -> its rules, forward and backward. The input has none."""
+"""Kind of layer -> its rule. The input has none."""
 
 SCORE_MAPS = 5
 """float32 maps of a slab of the regions that `cpu3d.training.validation` scores at a time: logits, target, three of the
@@ -48,14 +45,13 @@ def training_step(job: Job) -> Program:
     for head in heads:
         layers.cut_target(writer, head)
     layers.cast_target(writer, heads[-1])
-    for op in forward:
-        _rules(op)[0](writer, op)
+    backward = {op.name: RULES[op.kind](writer, op) for op in forward}
     for op in _backward_order(forward):
         if op.kind == "head":
             if op is not heads[-1]:
                 layers.cast_target(writer, op)
             layers.loss(writer, op)
-        _rules(op)[1](writer, op)
+        backward[op.name]()
     writer.update()
     return writer.program()
 
@@ -70,7 +66,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pointwise", [], ready)
     for op in writer.plan[1:]:
-        _rules(op)[0](writer, op)
+        RULES[op.kind](writer, op)
     maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // layers.SLABS
     reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
     writer.run("validation/score", "reduce", reads, scratch=[maps])
@@ -100,9 +96,3 @@ def _backward_order(forward: Sequence[Any]) -> List[Any]:
     others = [op for op in reversed(forward) if op.kind != "head"]
     decoder = [op for op in others if op.name.startswith("decoder0")]
     return [finest, *decoder, *coarse, *others[len(decoder) :]]
-
-
-def _rules(op: Any) -> Tuple[Rule, Rule]:
-    if op.kind not in RULES:
-        raise ValueError(f"{op.name} must be of a kind that has rules, got {op.kind!r}; add them to RULES")
-    return RULES[op.kind]
