@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, Options)
-    add_options(parser, scaling_report.ScalingOptions)
+    add_options(parser, scaling_report.ScalingOptions, group=scaling_report.GROUP)
     return parser
 
 

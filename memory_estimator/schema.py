@@ -61,11 +61,12 @@ def add_options(
     only: Optional[Sequence[str]] = None,
     required: bool = True,
     choices: Optional[Mapping[str, Sequence[Any]]] = None,
+    group: str = "",
 ) -> None:
     """Add the options of a dataclass, or `only` the named fields'. What is not given leaves no attribute.
 
     With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe. `choices` are of
-    named fields, in place of their own.
+    named fields, in place of their own; `group` is the heading of options that have none.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
@@ -73,9 +74,10 @@ def add_options(
     for field, spec in _fields(cls):
         if only is not None and field.name not in only:
             continue
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
-        target = groups[spec.group]
+        heading = spec.group or group
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        target = groups[heading]
         if spec.one_of:
             if spec.one_of not in exclusive:
                 exclusive[spec.one_of] = target.add_mutually_exclusive_group()

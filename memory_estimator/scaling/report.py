@@ -5,7 +5,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Estimate
@@ -13,7 +13,6 @@ from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.job import Job
 from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, pooled, read_scaling
 from memory_estimator.scaling.model import (
-    Claim,
     Hosts,
     Point,
     Scaling,
@@ -21,18 +20,21 @@ from memory_estimator.scaling.model import (
     Work,
     case_bytes,
     gradient_bytes,
-    limits,
     predicted_errors,
-    rates,
 )
 from memory_estimator.schema import given, option
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
-from memory_estimator.table import Table
+from memory_estimator.table import Table, new_console
 from memory_estimator.units import count_of, format_bytes, format_rate, format_seconds, parse_duration, parse_rate
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
+HOSTS_HELP = (
+    f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
+    "its cores, --host-memory of one host, --picture draws time over hosts"
+)
+POSITIVE = {"above": 0, "below": math.inf}
 
 NOT_COUNTED = "start-up, checkpoints, restarts, other traffic; whether a larger batch learns as much an epoch"
 
@@ -41,51 +43,26 @@ NOT_COUNTED = "start-up, checkpoints, restarts, other traffic; whether a larger 
 class ScalingOptions:
     """--hosts and what belongs to it."""
 
-    hosts: Optional[Tuple[int, ...]] = option(
-        None,
-        help=f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, "
-        "--threads its cores, --host-memory of one host, --picture draws time over hosts",
-        metavar="N",
-        at_least=1,
-        empty=True,
-        group=GROUP,
-    )
-    workers_per_host: int = option(1, help="processes of a host, as one a socket", metavar="W", at_least=1, group=GROUP)
-    link: str = option("25Gbit/s", help="of a host's link, as it is sold", metavar="RATE", group=GROUP)
-    latency: str = option("50us", help="of a message between two hosts", metavar="TIME", group=GROUP)
+    hosts: Optional[Tuple[int, ...]] = option(None, help=HOSTS_HELP, metavar="N", at_least=1, empty=True)
+    workers_per_host: int = option(1, help="processes of a host, as one a socket", metavar="W", at_least=1)
+    link: str = option("25Gbit/s", help="of a host's link, as it is sold", metavar="RATE")
+    latency: str = option("50us", help="of a message between two hosts", metavar="TIME")
     step_s: Optional[float] = option(
-        None,
-        help="a measured step of one worker, of --batch volumes (default: as estimated)",
-        metavar="S",
-        above=0,
-        below=math.inf,
-        group=GROUP,
+        None, help="a measured step of one worker, of --batch volumes (default: estimated)", metavar="S", **POSITIVE
     )
-    epochs: int = option(1, help="of --cases each", metavar="E", at_least=1, group=GROUP)
-    validation_cases: int = option(0, help="predicted after every epoch", metavar="N", at_least=0, group=GROUP)
+    epochs: int = option(1, help="of --cases each", metavar="E", at_least=1)
+    validation_cases: int = option(0, help="predicted after every epoch", metavar="N", at_least=0)
     global_batch: Optional[int] = option(
-        None,
-        help="volumes a step of all, where that stays (default: --batch for each of the most workers)",
-        metavar="G",
-        at_least=1,
-        group=GROUP,
+        None, help="of all, where that stays (default: --batch for each of the most workers)", metavar="G", at_least=1
     )
-    learning_rate: float = option(
-        2e-3, help="that suits one worker's batch", metavar="R", above=0, below=math.inf, group=GROUP
-    )
-    storage: str = option("", help="what each host reads, such as 2GB/s (default: enough)", metavar="RATE", group=GROUP)
-    shared_storage: str = option("", help="what all hosts together read (default: enough)", metavar="RATE", group=GROUP)
+    learning_rate: float = option(2e-3, help="that suits one worker's batch", metavar="R", **POSITIVE)
+    storage: str = option("", help="what each host reads, such as 2GB/s (default: enough)", metavar="RATE")
+    shared_storage: str = option("", help="what all hosts together read (default: enough)", metavar="RATE")
     record: Optional[Path] = option(
-        None,
-        help=f"what `bench scaling` has measured (default: records/{PUBLISHED.name}, if it is there)",
-        metavar="FILE",
-        group=GROUP,
+        None, help=f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", metavar="FILE"
     )
     against: Optional[Tuple[float, float]] = option(
-        None,
-        help="published hours on one host and on several, to be compared with",
-        metavar=("ONE", "MANY"),
-        group=GROUP,
+        None, help="published hours on one host and on several, to be compared with", metavar=("ONE", "MANY")
     )
 
     @property
@@ -104,19 +81,34 @@ class ScaleRequest:
     """All that an estimate for several hosts is made of."""
 
     job: Job
-    hosts: Tuple[int, ...]
+    options: ScalingOptions
     fixed: Scaling
     """Strong scaling."""
     growing: Scaling
     """Weak scaling."""
-    learning_rate: float
-    claim: Optional[Claim]
     basis: Tuple[Tuple[str, str, str], ...]
     """What the figures rest on: (what, how much, from where)."""
     errors: Tuple[float, ...]
     """Of predicted steps of several workers on one host; () where nothing was measured."""
     is_in_sample: bool
     """Whether these errors are of the very record that the constants are from."""
+
+    @property
+    def tables(self) -> Tuple[Tuple[str, Scaling], ...]:
+        """By name."""
+        return ("fixed", self.fixed), ("growing", self.growing)
+
+    def reached(self, scaling: Scaling) -> Dict[str, Optional[Point]]:
+        """The fewest hosts that take no longer than the published hours on one host, on several, and that are as many
+        times faster than one; None where none are. Empty where nothing was published."""
+        if not self.options.against:
+            return {}
+        one_h, many_h = self.options.against
+        alone = scaling.first(lambda point: True)
+        if alone is None or alone.total_s is None:
+            return dict.fromkeys(("one", "many", "speedup"))
+        seconds = {"one": 3600 * one_h, "many": 3600 * many_h, "speedup": alone.total_s / (one_h / many_h)}
+        return {name: scaling.first_within(limit) for name, limit in seconds.items()}
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -144,6 +136,13 @@ def check_options(args: argparse.Namespace) -> None:
 def request_from(options: ScalingOptions, asked: Estimate, constants: HostConstants) -> ScaleRequest:
     """Put it together; `asked` is the estimate of one worker. Raises ValueError for what cannot be."""
     job = asked.job
+    if options.against:
+        if not 0 < options.against[1] <= options.against[0] < math.inf:
+            raise ValueError(
+                f"--against must be hours, the more on one host, got {options.against}; write it like 90 4"
+            )
+        if not job.cases:
+            raise ValueError("--cases must be given with --against, got none; add --cases N and --epochs E")
     path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
     records = read_scaling(path) if path else ()
     costs = pooled(records, path.name) if records else ASSUMED
@@ -164,77 +163,78 @@ def request_from(options: ScalingOptions, asked: Estimate, constants: HostConsta
     )
     training = Training(job.cases, options.epochs, options.validation_cases)
     growing = Scaling(work, costs, hosts, training, batch_per_worker=job.batch)
-    errors = tuple(predicted_errors(records))
-    if not errors:
-        error = ("error", "not measured", "`bench scaling` measures several workers on one host")
-    else:
-        whose = "its own record, which flatters" if len(records) < 2 else "steps that no constant is from"
+    errors, is_in_sample = tuple(predicted_errors(records)), len(records) == 1
+    error = ("error", "not measured", "`bench scaling` measures several workers on one host")
+    if errors:
+        whose = "its own record, which flatters" if is_in_sample else "steps that no constant is from"
         error = ("error", f"worst {max(errors, key=abs):+.1%} of {count_of(len(errors), 'step')}", f"one host, {whose}")
     return ScaleRequest(
         job=job,
-        hosts=options.numbers,
+        options=options,
         fixed=dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers),
         growing=growing,
-        learning_rate=options.learning_rate,
-        claim=_claim(options, job),
         basis=(*_basis(options, asked, growing), error),
         errors=errors,
-        is_in_sample=len(records) == 1,
+        is_in_sample=is_in_sample,
     )
 
 
 def print_scaling(request: ScaleRequest) -> None:
     """The whole answer: two tables of times, published hours beside them, and what they rest on."""
-    from memory_estimator.table import new_console
-
     console, growing = new_console(), request.growing
-    training, per_host = growing.training, growing.hosts.workers_per_host
+    training = growing.training
     console.print(request.job.describe())
     extent = (
         f"{training.cases:,} cases, {count_of(training.epochs, 'epoch')}" if training.cases else "hours: add --cases"
     )
-    console.print(
-        f"{count_of(per_host, 'worker')} a host, {format_bytes(growing.work.gradient_bytes)} of gradients; {extent}"
-    )
-    fixed = f"The batch stays {request.fixed.batch}, learning rate {request.learning_rate:g}: the same training"
+    workers = f"{count_of(growing.hosts.workers_per_host, 'worker')} a host"
+    console.print(f"{workers}, {format_bytes(growing.work.gradient_bytes)} of gradients; {extent}")
+    rate = request.options.learning_rate
+    fixed = f"The batch stays {request.fixed.batch}, learning rate {rate:g}: the same training"
     grows = f"The batch grows, {growing.batch_per_worker} a worker: fewer, larger steps"
     for title, scaling in ((fixed, request.fixed), (grows, growing)):
-        console.print(_times(title, scaling, request).rich())
-    if request.claim:
-        console.print(_reached(request).rich())
+        console.print(_times(title, scaling, request.options).rich())
+    if request.options.against:
+        one_h, many_h = request.options.against
+        ends = (f"{one_h:g} h", f"{many_h:g} h", f"{one_h / many_h:.3g} times as fast as one")
+        columns = (
+            [f"{point.hosts} ({point.efficiency:.0%})" if point else "-" for point in request.reached(scaling).values()]
+            for _, scaling in request.tables
+        )
+        rows = list(zip(ends, *columns))
+        console.print(Table(("published", "batch stays", "batch grows"), rows, "Hosts that reach it").rich())
     console.print(Table(("", "", "from"), request.basis, "What it rests on", f"Not counted: {NOT_COUNTED}", 3).rich())
 
 
 def to_json(request: ScaleRequest) -> Dict[str, Any]:
     """The figures and what they rest on, as JSON content."""
-    growing, claim = request.growing, request.claim
+    growing, options = request.growing, request.options
     content: Dict[str, Any] = {
         "job": request.job.to_json(),
         "gradient_bytes": growing.work.gradient_bytes,
         "work": dataclasses.asdict(growing.work),
         "training": dataclasses.asdict(growing.training),
         "costs": dataclasses.asdict(growing.costs),
-        "learning_rate": request.learning_rate,
+        "learning_rate": options.learning_rate,
         "notes": [": ".join((what, ", ".join(filter(None, rest)))) for what, *rest in request.basis],
         "errors": {"shares": list(request.errors), "in_sample": request.is_in_sample},
         "hosts": {name: None if value == math.inf else value for name, value in vars(growing.hosts).items()},
     }
-    for name, scaling in (("fixed", request.fixed), ("growing", growing)):
-        content[name] = {
-            "batch": scaling.batch or None,
-            "rows": [
-                {**point.to_json(), "learning_rates": _rates(point, scaling, request.learning_rate)}
-                if point
-                else {"hosts": number, "problem": why}
-                for number, point, why in _points(scaling, request.hosts)
-            ],
-            "limits": {f"{share:g}": number for share, number in limits(scaling).items()},
-        }
-        if claim:
-            ends = zip(("one", "many", "speedup"), claim.reached(scaling))
-            content[name]["reached"] = {end: point and point.to_json() for end, point in ends}
-    if claim:
-        content["claim"] = {**dataclasses.asdict(claim), "speedup": claim.speedup}
+    for name, scaling in request.tables:
+        rows = [
+            {**point.to_json(), "learning_rates": scaling.rates(options.learning_rate, point)}
+            if point
+            else {"hosts": number, "problem": why}
+            for number, point, why in _points(scaling, options.numbers)
+        ]
+        limits = {f"{share:g}": number for share, number in scaling.limits().items()}
+        content[name] = {"batch": scaling.batch or None, "rows": rows, "limits": limits}
+        if options.against:
+            reached = request.reached(scaling).items()
+            content[name]["reached"] = {end: point and point.to_json() for end, point in reached}
+    if options.against:
+        one_h, many_h = options.against
+        content["claim"] = {"one_h": one_h, "many_h": many_h, "speedup": one_h / many_h}
     return content
 
 
@@ -272,17 +272,6 @@ def _forward_share(job: Job, constants: HostConstants) -> float:
     return sum(times[:first]) / sum(times)
 
 
-def _claim(options: ScalingOptions, job: Job) -> Optional[Claim]:
-    if not options.against:
-        return None
-    claim = Claim(*options.against)
-    if not 0 < claim.many_h <= claim.one_h < math.inf:
-        raise ValueError(f"--against must be hours, the more on one host, got {options.against}; write it like 90 4")
-    if not job.cases:
-        raise ValueError("--cases must be given with --against, got none; add --cases N and --epochs E")
-    return claim
-
-
 def _basis(options: ScalingOptions, asked: Estimate, scaling: Scaling) -> List[Tuple[str, str, str]]:
     costs, hosts, constants = scaling.costs, scaling.hosts, asked.constants
     estimated = f"estimated, {asked.accuracy.error('step_s')}; speed {constants.origin}, {constants.name}"
@@ -318,53 +307,30 @@ def _points(scaling: Scaling, hosts: Sequence[int]) -> List[Tuple[int, Optional[
     return found
 
 
-def _times(title: str, scaling: Scaling, request: ScaleRequest) -> Table:
+def _times(title: str, scaling: Scaling, options: ScalingOptions) -> Table:
     """Narrow enough for 80 columns: what is the same in every line, or unknown in every one, is left out."""
-    training, per_host = scaling.training, scaling.hosts.workers_per_host
-    points = _points(scaling, request.hosts)
-    columns = ["hosts", *(["workers"] if per_host > 1 else []), "s a step", "exchange", "cases/s", "efficiency"]
-    columns += ["an epoch"] if training.cases and training.epochs > 1 else []
-    columns += ["in all"] if training.cases else []
-    columns += [] if scaling.batch else ["sqrt rate", "linear rate"]
-    rows, reasons = [], []
-    for number, point, why in points:
-        cells = dict.fromkeys(columns, "-")
-        cells.update({"hosts": str(number), "workers": str(number * per_host)})
-        if point:
-            cells.update(
-                {
-                    "s a step": f"{point.step_s:.3g}",
-                    "exchange": f"{point.network_share:.0%}",
-                    "cases/s": f"{point.cases_per_s:.3g}",
-                    "efficiency": f"{point.efficiency:.0%}",
-                    "an epoch": "-" if point.epoch_s is None else format_seconds(point.epoch_s),
-                    "in all": "-" if point.total_s is None else _hours(point.total_s),
-                }
-            )
-            both = _rates(point, scaling, request.learning_rate)
-            cells.update({f"{rule} rate": f"{rate:.2g}" for rule, rate in both.items()})
-        else:
+    training, reasons = scaling.training, []
+    cells: Dict[str, Callable[[Point], str]] = {
+        "s a step": lambda point: f"{point.step_s:.3g}",
+        "exchange": lambda point: f"{point.network_share:.0%}",
+        "cases/s": lambda point: f"{point.cases_per_s:.3g}",
+        "efficiency": lambda point: f"{point.efficiency:.0%}",
+    }
+    if training.cases and training.epochs > 1:
+        cells["an epoch"] = lambda point: "-" if point.epoch_s is None else format_seconds(point.epoch_s)
+    if training.cases:
+        cells["in all"] = lambda point: "-" if point.total_s is None else _hours(point.total_s)
+    if not scaling.batch:
+        for rule in ("sqrt", "linear"):
+            cells[f"{rule} rate"] = lambda point, rule=rule: f"{scaling.rates(options.learning_rate, point)[rule]:.2g}"
+    rows = []
+    for number, point, why in _points(scaling, options.numbers):
+        rows.append([str(number), *(cell(point) if point else "-" for cell in cells.values())])
+        if why:
             reasons.append(f"{count_of(number, 'host')}: {why}")
-        rows.append([cells[name] for name in columns])
-    tenth, half = limits(scaling).values()
+    tenth, half = scaling.limits().values()
     limit = f"exchange above a tenth of a step from {tenth or '-'} hosts on, above half from {half or '-'}"
-    return Table(columns, rows, title, "\n".join([*reasons, limit]), names=0)
-
-
-def _reached(request: ScaleRequest) -> Table:
-    """The fewest hosts that reach the published hours, and their ratio."""
-    claim = request.claim
-    ends = (f"{claim.one_h:g} h", f"{claim.many_h:g} h", f"{claim.speedup:.3g} times as fast as one")
-    fixed, growing = (
-        [f"{point.hosts} ({point.efficiency:.0%})" if point else "-" for point in claim.reached(scaling)]
-        for scaling in (request.fixed, request.growing)
-    )
-    return Table(("published", "batch stays", "batch grows"), list(zip(ends, fixed, growing)), "Hosts that reach it")
-
-
-def _rates(point: Point, scaling: Scaling, learning_rate: float) -> Dict[str, float]:
-    """Of a fixed batch the rate stays."""
-    return rates(learning_rate, point.batch, scaling.batch or scaling.batch_per_worker)
+    return Table(["hosts", *cells], rows, title, "\n".join([*reasons, limit]), names=0)
 
 
 def _hours(seconds: float) -> str:
@@ -384,9 +350,9 @@ def _panel(axes: Any, scaling: Scaling, request: ScaleRequest) -> None:
             return 1000 / point.cases_per_s
         return None if point.total_s is None else point.total_s / 3600
 
-    numbers = sorted(request.hosts)
+    numbers = sorted(request.options.numbers)
     points = [(number, value(point)) for number, point, _ in _points(scaling, numbers) if point and value(point)]
-    first, limit = scaling.first(lambda point: True), limits(scaling)[0.1]
+    first, limit = scaling.first(lambda point: True), scaling.limits()[0.1]
     if points:
         # Of one worker that shares its host with none: what all others are held against.
         ideal = (value(first) or 0) * first.efficiency * first.hosts
@@ -395,7 +361,7 @@ def _panel(axes: Any, scaling: Scaling, request: ScaleRequest) -> None:
         axes.plot(*zip(*points), "o-", color=PALETTE[0], linewidth=1.6, markersize=4.5, label="predicted")
     if limit and points and limit <= numbers[-1]:
         axes.axvline(limit, color=PALETTE[1], linewidth=1.1, linestyle=":", label="exchange above a tenth of a step")
-    for hours in (request.claim.one_h, request.claim.many_h) if request.claim else ():
+    for hours in request.options.against or ():
         axes.axhline(hours, color="#333333", linewidth=0.9, linestyle="-.", label="published hours")
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

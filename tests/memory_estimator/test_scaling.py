@@ -22,12 +22,10 @@ from memory_estimator.scaling.model import (
     DATA_WAIT_SHARE,
     EXCHANGED_COPIES,
     MOST_HOSTS,
-    Claim,
     Hosts,
     Scaling,
     Training,
     Work,
-    limits,
     predicted_errors,
 )
 from memory_estimator.scaling.report import ScalingOptions
@@ -155,20 +153,15 @@ def test_the_limit_is_where_the_exchange_crosses_its_share():
     # An exchange of 2 (n-1)/n s and 1000/n s of computing: a tenth where 2 (n-1) exceeds a ninth of 1000.
     costs = dataclasses.replace(FREE, endpoint_s_per_byte=1.0)
     fixed = Scaling(Work(1.0, gradient_bytes=1), costs, ENDLESS, batch=1000)
-    found = limits(fixed)
+    found = fixed.limits()
     assert found == {0.1: 57, 0.5: 502}
-    for share, hosts in found.items():
-        assert fixed._point(hosts, 1000 / hosts).network_share > share >= fixed._point(
-            hosts - 1, 1000 / (hosts - 1)
-        ).network_share  # fmt: skip
-    assert limits(Scaling(Work(1.0, 1), FREE, ENDLESS)) == {0.1: None, 0.5: None}
+    assert Scaling(Work(1.0, 1), FREE, ENDLESS).limits() == {0.1: None, 0.5: None}
 
 
-def test_published_hours_are_reached_by_the_fewest_hosts():
+def test_hours_are_reached_by_the_fewest_hosts():
     scaling = Scaling(Work(3600.0 / WAIT, 0), FREE, ENDLESS, Training(cases=200_000))
-    one, many, speedup = Claim(one_h=100_000, many_h=50_001).reached(scaling)
-    assert (one.hosts, many.hosts, speedup.hosts) == (2, 4, 2)
-    assert Claim(200_000, 1).reached(scaling)[1] is None
+    assert [scaling.first_within(3600 * hours).hosts for hours in (100_000, 50_001)] == [2, 4]
+    assert scaling.first_within(3600) is None
     assert scaling.first(lambda point: True).hosts == 1
     assert scaling.first(lambda point: point.hosts > MOST_HOSTS) is None
 
