@@ -31,7 +31,7 @@ from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
-from memory_estimator.options import add_network_options
+from memory_estimator.job import add_network_options
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.schema import add_options, option

@@ -41,8 +41,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
-from memory_estimator.job import OPTIMIZERS
-from memory_estimator.options import add_network_options, network_from
+from memory_estimator.job import OPTIMIZERS, add_network_options, network_from
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB

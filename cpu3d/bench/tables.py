@@ -6,7 +6,7 @@
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that; its upper bounds follow from accuracy.json, which `python -m
-memory_estimator.digest` makes of the same record: run that first.
+memory_estimator.validation` makes of the same record: run that first.
 """
 
 import argparse
@@ -27,9 +27,8 @@ from cpu3d.bench.validate import describe
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
-from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import Accuracy, estimate, load_accuracy
 from memory_estimator.scaling.costs import read_scaling
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table

@@ -31,8 +31,8 @@ from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_json, typed
-from memory_estimator.gpu import BOTTOM
 from memory_estimator.host import read_host
+from memory_estimator.planner import BOTTOM
 
 SCHEMA = 1
 """Version of compare.json."""

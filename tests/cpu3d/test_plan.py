@@ -34,9 +34,9 @@ from cpu3d.plan import (
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.gpu import CONTEXT_BYTES, gpu_bytes, patch_shapes
 from memory_estimator.host import Host
 from memory_estimator.job import Job
+from memory_estimator.planner import CONTEXT_BYTES, gpu_bytes, patch_shapes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from tests.cpu3d.runs import SMALL, decided

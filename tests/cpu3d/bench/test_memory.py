@@ -15,7 +15,7 @@ from cpu3d.host.memory import Resident
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
-from memory_estimator.recipes import JOBS
+from memory_estimator.job import JOBS
 from memory_estimator.validation import read_measured
 from models.config import POLICIES, UNetConfig
 

@@ -10,17 +10,21 @@ of all requests since the process began; this module plays them through.
 import bisect
 import itertools
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
-from memory_estimator.liveness import GRANULE_BYTES, Request, requests
-from memory_estimator.program import Program
+from memory_estimator.job import DTYPE_BYTES
+from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded
+from models.config import UNetConfig
+from models.layer_plan import layer_plan
+
+MIB = 2**20
 
 SMALL_BYTES = 256 * 1024
 """Requests below this go to malloc and are not counted (mkl_cpu_allocator.h)."""
 
-FIRST_REGION_BYTES = 2 * 2**20
+FIRST_REGION_BYTES = 2 * MIB
 
-SPARE_BYTES = 128 * 2**20
+SPARE_BYTES = 128 * MIB
 """A chunk with this much to spare is always split."""
 
 HANDLE_BYTES = 8
@@ -28,6 +32,13 @@ HANDLE_BYTES = 8
 
 BINS = 21
 """Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
+
+REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
+"""Of all the layers' outputs together; half as much again as the policies need at least, so that what is left at the
+region's end is larger than any gap."""
+
+COPIES_OF_WEIGHTS = 4
+"""Weights, the optimizer's two slots, gradients: float32 each."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,11 @@ def use(program: Program) -> Use:
     allocator = Allocator()
     third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
     calls = requests(program, 3, after=True)
-    for index, request in enumerate(itertools.islice(calls, end)):
-        if index == third:
-            allocator.forget_peak()
-        allocator.call(request)
+    allocator.play(itertools.islice(calls, third))
+    allocator.forget_peak()
+    allocator.play(itertools.islice(calls, end - third))
     peak, resident = allocator.peak_bytes, allocator.resident_bytes
-    for request in calls:
-        allocator.call(request)
+    allocator.play(calls)
     small = sum(tensor.bytes for tensor in program.resident if tensor.bytes < SMALL_BYTES)
     return Use(peak, resident, small, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
 
@@ -74,10 +83,8 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
     With oneDNN on, the limit is the machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is
     left, and a tensor never lies in two regions. So a job may fail whose tensors would fit one beside the other.
     """
-    allocator = Allocator(limit_bytes)
     try:
-        for request in requests(program, 3, after=True):
-            allocator.call(request)
+        Allocator(limit_bytes).play(requests(program, 3, after=True))
     except NoRegionError:
         return False
     return True
@@ -85,21 +92,41 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
 
 def counted_by_op(program: Program) -> Tuple[int, ...]:
     """The most that the allocator counts while each operation of the third step runs: a step's memory over time."""
-    allocator = Allocator()
-    third = sum(1 for _ in requests(program, 2))
-    calls: Dict[str, List[Request]] = {}
-    for index, request in enumerate(requests(program, 3)):
-        if index < third:
-            allocator.call(request)
-        else:
-            calls.setdefault(request.op, []).append(request)
+    allocator, calls = Allocator(), requests(program, 3)
+    allocator.play(itertools.islice(calls, sum(1 for _ in requests(program, 2))))
+    by_op: Dict[str, List[Request]] = {}
+    for request in calls:
+        by_op.setdefault(request.op, []).append(request)
     found: List[int] = []
     for op in program.ops:
         allocator.forget_peak()
-        for request in calls.get(op.name, ()):
-            allocator.call(request)
+        allocator.play(by_op.get(op.name, ()))
         found.append(allocator.peak_bytes)
     return tuple(found)
+
+
+def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
+    """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
+
+    Maps that are nearly all of one size lie scattered in regions that double: in the gaps of small ones, and at the end
+    of the last. From one region that is larger than the step needs, the gaps are filled first. Nothing but the pages
+    that tensors lie in becomes resident, and the region's table. "speed" gains nothing: its scratch needs gaps of its
+    own (docs/log.md).
+
+    A power of two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has, where it
+    has less than that. Raises ValueError for a shape that the network cannot take.
+    """
+    if unet.policy not in REGION_SHARES:
+        return 0
+    plan = layer_plan(unet, shape)
+    maps = micro * sum(op.elements for op in plan) * DTYPE_BYTES[unet.dtype]
+    weights = 4 * COPIES_OF_WEIGHTS * sum(op.trainable for op in plan)
+    size = MIB
+    while size < REGION_SHARES[unet.policy] * maps + weights:
+        size *= 2
+    while host_bytes is not None and size > host_bytes:
+        size //= 2
+    return size
 
 
 class Allocator:
@@ -107,25 +134,37 @@ class Allocator:
 
     def __init__(self, limit_bytes: Optional[int] = None):
         """`limit_bytes` is the most that all regions may take together; None is without end."""
-        self._limit_bytes = limit_bytes
-        self._regions: List[_Region] = []
-        self._touched: Set[Tuple[int, int]] = set()
-        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
-        self._chunks: Dict[int, _Chunk] = {}
-        self._by_name: Dict[str, Optional[_Chunk]] = {}
-        self._next_region_bytes = FIRST_REGION_BYTES
         self.counted_bytes = 0
         self.peak_bytes = 0
+        self.reserved_bytes = 0
+        """All regions together."""
+        self._limit_bytes = limit_bytes
+        self._next_region_bytes = FIRST_REGION_BYTES
+        self._lowest = 2**62
+        """Start of the last region. The system hands out mappings downwards."""
+        self._touched: Set[Tuple[int, int]] = set()
+        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
+        """(size, start) of free chunks, sorted."""
+        self._chunks: Dict[int, _Chunk] = {}
+        self._by_name: Dict[str, Optional[_Chunk]] = {}
+
+    def play(self, calls: Iterable[Request]) -> None:
+        """Take and give back, as the requests' signs say."""
+        for request in calls:
+            if request.bytes >= 0:
+                self.take(request.name, request.bytes, request.touched)
+            else:
+                self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is somebody else's.
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's.
 
         Raises NoRegionError where the limit leaves no region large enough.
         """
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
-        size = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
+        size = rounded(size_bytes)
         chunk = self._find(size) or self._extend_and_find(size)
         for first, last in touched or ((0, size),):
             self._touched.add((chunk.start + first, chunk.start + last))
@@ -139,20 +178,11 @@ class Allocator:
         if chunk is None:
             return
         self.counted_bytes -= chunk.size
-        chunk.free = True
         for neighbour in (chunk.after, chunk.before):
             if neighbour is not None and neighbour.free:
                 self._remove_free(neighbour)
-                first, second = (chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)
-                chunk = self._merge(first, second)
+                chunk = self._merge(*((chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)))
         self._add_free(chunk)
-
-    def call(self, request: Request) -> None:
-        """Take or give back, as the request's sign says."""
-        if request.bytes >= 0:
-            self.take(request.name, request.bytes, request.touched)
-        else:
-            self.give_back(request.name)
 
     def forget_peak(self) -> None:
         """Count the peak anew from what is in use now, as `reset_memory_stats` does."""
@@ -169,11 +199,6 @@ class Allocator:
             total += max(0, last - max(first, end))
             end = max(end, last)
         return total
-
-    @property
-    def reserved_bytes(self) -> int:
-        """All regions together."""
-        return sum(region.size for region in self._regions)
 
     # --- Private helpers ---
 
@@ -201,22 +226,17 @@ class Allocator:
             region_bytes = min(region_bytes, left // GRANULE_BYTES * GRANULE_BYTES)
         if size > region_bytes:
             raise NoRegionError(f"regions must leave {size} bytes under the limit, got {region_bytes}")
-        # The system hands out mappings downwards: a later region lies below an earlier one.
-        start = (self._regions[-1].start if self._regions else 2**62) - region_bytes
-        region = _Region(start, region_bytes)
-        self._regions.append(region)
+        self._lowest -= region_bytes
+        self.reserved_bytes += region_bytes
         if not doubled:
             self._next_region_bytes *= 2
-        chunk = _Chunk(region, start, region.size)
-        self._chunks[start] = chunk
-        self._add_free(chunk)
-        found = self._find(size)
-        assert found is not None
-        return found
+        self._chunks[self._lowest] = _Chunk(self._lowest, region_bytes)
+        self._add_free(self._chunks[self._lowest])
+        return self._find(size)
 
     def _split(self, chunk: "_Chunk", size: int) -> "_Chunk":
         """Cut `chunk` down to `size`; returns the rest."""
-        rest = _Chunk(chunk.region, chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
+        rest = _Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
         if chunk.after is not None:
             chunk.after.before = rest
         chunk.after, chunk.size = rest, size
@@ -228,7 +248,6 @@ class Allocator:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
-        first.free = True
         del self._chunks[second.start]
         return first
 
@@ -241,17 +260,15 @@ class Allocator:
         del free[bisect.bisect_left(free, (chunk.size, chunk.start))]
 
 
-class _Region:
-    def __init__(self, start: int, size: int):
-        self.start = start
-        self.size = size
-
-
+@dataclass(eq=False)
 class _Chunk:
-    def __init__(self, region, start, size, before=None, after=None):
-        self.region, self.start, self.size = region, start, size
-        self.before, self.after = before, after
-        self.free = True
+    """A piece of a region, between its neighbours there."""
+
+    start: int
+    size: int
+    before: "Optional[_Chunk]" = None
+    after: "Optional[_Chunk]" = None
+    free: bool = True
 
 
 def _bin(size: int) -> int:

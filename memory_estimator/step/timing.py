@@ -2,7 +2,7 @@
 
 A convolution takes its multiply-adds at a rate that depends on how many vectors of 16 channels it writes and reads at a
 time, and its kernel's bytes once more; everything else takes its traffic, which is slower where the maps do not fit the
-cache. `FEATURES` says what is counted of an operation, `HostConstants.costs` what a unit of each costs. On top comes a
+cache. `features` says what is counted of an operation, `HostConstants.costs` what a unit of each costs. On top comes a
 constant for every operation, for what TensorFlow does between them.
 """
 
@@ -12,7 +12,7 @@ from typing import Dict, List, Mapping, Tuple
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
-from memory_estimator.program import Program, StepOp
+from memory_estimator.step.program import Program, StepOp
 
 VECTOR = 16
 """Channels that oneDNN's kernels work on at a time with AVX-512; fewer than these take as long."""
@@ -30,7 +30,6 @@ CONVOLUTIONS = {
 }
 """Kind -> which channels of the layer its kernel writes, and which it reads."""
 
-
 BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 """Kinds without a vector kernel, which take their time for every voxel."""
 
@@ -39,11 +38,13 @@ BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 class StepTime:
     """Seconds of one step, and of its parts."""
 
-    step_s: float
-    by_kind: Dict[str, float]
-    """What each kind of operation takes, the overhead of its operations included."""
     op_s: Tuple[float, ...]
-    """What each operation of the program takes, in its order."""
+    """What each operation of the program takes, in its order, its overhead included."""
+
+    @property
+    def step_s(self) -> float:
+        """All of them."""
+        return sum(self.op_s)
 
 
 def step_seconds(program: Program, constants: HostConstants, job: Job) -> StepTime:
@@ -52,29 +53,19 @@ def step_seconds(program: Program, constants: HostConstants, job: Job) -> StepTi
     Raises ValueError where `constants` know nothing of the job's engine or dtype.
     """
     constants = constants.for_threads(job.threads)
-    speeds = constants.speeds(job.engine, job.unet.dtype)
+    speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
     sizes = tensor_bytes(program)
     op_s: List[float] = []
-    by_kind: Dict[str, float] = {}
     for op in program.ops:
-        seconds = op_seconds(op, sizes, speeds, constants.cache_bytes)
-        op_s.append(seconds)
-        by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
-    return StepTime(sum(op_s), by_kind, tuple(op_s))
-
-
-def op_seconds(
-    op: StepOp, sizes: Mapping[str, int], speeds: Mapping[str, Mapping[str, float]], cache_bytes: int
-) -> float:
-    """Time of one operation, by the costs of its group."""
-    group = group_of(op)
-    counted = features(op, sizes, cache_bytes)
-    seconds = sum(speeds[group].get(name, 0.0) * amount for name, amount in counted.items())
-    if group in CONVOLUTIONS:
-        # A 1x1x1 convolution does too little for the above: it is as slow as its traffic.
-        passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
-        seconds = max(seconds, op.traffic_bytes * passing)
-    return seconds + speeds["every_op"]["seconds"]
+        group = group_of(op)
+        counted = features(op, sizes, cache_bytes)
+        seconds = sum(speeds[group].get(name, 0.0) * amount for name, amount in counted.items())
+        if group in CONVOLUTIONS:
+            # A 1x1x1 convolution does too little for the above: it is as slow as its traffic.
+            passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
+            seconds = max(seconds, op.traffic_bytes * passing)
+        op_s.append(seconds + speeds["every_op"]["seconds"])
+    return StepTime(tuple(op_s))
 
 
 def group_of(op: StepOp) -> str:

@@ -1,4 +1,6 @@
-"""oneDNN's scratch: buffers that live during one convolution, from oneDNN 3's own rules for AVX-512 CPUs.
+"""oneDNN's buffers: those that live during one convolution, and the masks of norms fused with a ReLU.
+
+From oneDNN 3's own rules for AVX-512 CPUs, for both engines of the estimator.
 
 Sources: `init_conf`, `balance` and `init_scratchpad` of src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp, read beside
 the allocator's log. Two things drive it: the bfloat16 filter gradient transposes both its maps, once for every
@@ -138,6 +140,25 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
             if now <= best:
                 best, found = now, groups
     return min(slabs, threads) if threads / 2 < found < threads else found
+
+
+# --- The mask of a norm fused with its ReLU, which keeps for the gradient where the ReLU was open ---
+
+
+def is_narrow(channels: int, dtype: str) -> bool:
+    """Whether the channels leave part of a vector empty: oneDNN then norms with a plain kernel, many times as slow."""
+    return channels % (16 if dtype == "bfloat16" else 8) != 0
+
+
+def mask_bytes(elements: int, channels: int, dtype: str, engine: str) -> int:
+    """A bit an element where the vector kernel runs, else a byte. Stock TensorFlow takes that number of float32s."""
+    workspace = elements if is_narrow(channels, dtype) else elements // 8
+    return workspace if engine == "itex" else 4 * workspace
+
+
+def mask_touched(size_bytes: int, engine: str) -> Tuple[Tuple[int, int], ...]:
+    """Where a mask of that size is written, as of `Tensor.touched`: of stock's a quarter."""
+    return () if engine == "itex" else ((0, size_bytes // 4),)
 
 
 # --- Private helpers ---

@@ -8,9 +8,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import List, Optional, Sequence, Tuple, Union
 
-from memory_estimator.closed_form import convolutions, maps, norms
-from memory_estimator.closed_form.weights import cast_kernel, filter_gradient_name, kernel_elements, kernel_read
-from memory_estimator.closed_form.writer import Writer
+from memory_estimator.step import layers
+from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp
 from models.policy import keeps_hidden
 
@@ -22,7 +21,6 @@ AGAIN, ONCE_MORE = "/again", "/once_more"
 class Block:
     """One of the network's blocks: an encoder's, or a decoder's with the up-sampling in front of it."""
 
-    name: str
     inputs: Tuple[LayerOp, ...]
     """The entry, or skip and below."""
     up: Tuple[LayerOp, ...]
@@ -35,11 +33,8 @@ class Block:
     act: Optional[LayerOp]
     """After the residual sum."""
     keeps_hidden: bool
+    name: str
     kind: str = "block"
-
-    @property
-    def output(self) -> LayerOp:
-        return self.act or self.norm2
 
     @property
     def entries(self) -> Tuple[LayerOp, ...]:
@@ -65,64 +60,69 @@ class Block:
 def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
     """The plan with a block in place of its layers."""
     found: List[Union[LayerOp, Block]] = []
-    for name, layers in itertools.groupby(writer.plan, _block_name):
-        group = list(layers)
+    for name, members in itertools.groupby(writer.plan, _block_name):
+        group = list(members)
         found += [_block(writer, name, group)] if len(group) > 1 else group
     return found
 
 
-def forward(writer: Writer, block: Block) -> None:
+def rule(writer: Writer, block: Block) -> layers.Backward:
+    """All kernels are cast first; of the maps, the block's output stays and, where it keeps them, the hidden ones."""
     for op in (*block.up[:1], block.conv1, block.conv2, block.shortcut):
         if op:
-            cast_kernel(writer, op)
+            writer.cast_kernel(op)
     for op in (block.conv1, block.shortcut):
-        if op and block.up:
-            _cut_kernel(writer, block, op)
+        for part in block.parts(op) if op and block.up else ():  # a copy for each of the two maps it meets
+            reads = [writer.kernel_read(op)]
+            writer.make(writer.kernel_read(part), "update", reads, writer.kernel_bytes(part), "weights, parts")
     _hidden1(writer, block, "")
     _output(writer, block, "")
     if block.shortcut:
-        _shortcut(writer, block)
-        maps.relu_forward(writer, block.act)
+        parts, size = block.parts(block.shortcut), writer.map_bytes(block.shortcut)
+        convolved = [writer.tensor(f"{part.name}/convolved", size) for part in parts]
+        for entry, part, output in zip(block.entries, parts, convolved):
+            layers.convolve(writer, part, entry.name, output)
+        writer.sum_of(block.shortcut.name, [*(one.name for one in convolved), block.norm2.name], size)
+        layers.relu(writer, block.act)
+    return lambda: _backward(writer, block)
 
 
-def backward(writer: Writer, block: Block) -> None:
+# --- Private helpers ---
+
+
+def _backward(writer: Writer, block: Block) -> None:
     """In one fixed order, with no more maps alive at a time than must be."""
-    upstream = writer.arrived(block.output)
+    upstream = writer.arrived(block.act or block.norm2)
     if block.act:
-        upstream = maps.relu_gradient(writer, block.act, upstream, block.act.name)
+        upstream = layers.relu_gradient(writer, block.act, upstream, block.act.name)
     suffix = "" if block.keeps_hidden else AGAIN
     if not block.keeps_hidden:
         _hidden1(writer, block, AGAIN)
-        if norms.gradient_reads(writer, block.norm2):
+        if layers.norm_reads_source(writer) or block.norm2.kind == "norm_act":  # a bias' gradient alone reads no map
             _output(writer, block, AGAIN)
     hidden1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.conv2, block.norm2))
-    at_hidden2 = norms.gradient(writer, block.norm2, upstream, hidden2, y2)
+    at_hidden2 = layers.norm_gradient(writer, block.norm2, upstream, hidden2, y2)
 
     y1 = block.norm1.name + ONCE_MORE
-    norms.normalise(writer, block.norm1, hidden1, y1, "transients", alone=not norms.reads_source(writer))
-    convolutions.filter_gradient_by_planes(writer, block.conv2, y1, at_hidden2)
-    at_y1 = convolutions.input_gradient(writer, block.conv2, block.norm1, at_hidden2)
-    at_hidden1 = norms.gradient(writer, block.norm1, at_y1, hidden1, y1)
+    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone=not layers.norm_reads_source(writer))
+    layers.filter_gradient_by_planes(writer, block.conv2, y1, at_hidden2)
+    at_y1 = layers.input_gradient(writer, block.conv2, block.norm1, at_hidden2)
+    at_hidden1 = layers.norm_gradient(writer, block.norm1, at_y1, hidden1, y1)
 
     readers = [(block.conv1, at_hidden1)] + ([(block.shortcut, upstream)] if block.shortcut else [])
     for index in reversed(range(len(block.entries))):
         _entry_gradients(writer, block, index, readers)
-    if block.up:
-        for op, _ in readers:
-            parts = [filter_gradient_name(part) for part in block.parts(op)]
-            whole = writer.tensor(filter_gradient_name(op), kernel_elements(op) * writer.compute_bytes, "gradients")
-            writer.run(whole.name, "join", parts, [whole])
-
-
-# --- Private helpers ---
+    for op, _ in readers if block.up else ():
+        parts = [filter_gradient_name(part) for part in block.parts(op)]
+        writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
 
 
 def _block_name(op: LayerOp) -> str:
     return op.name if op.kind in ("input", "pool", "head") else op.name.partition("_")[0]
 
 
-def _block(writer: Writer, name: str, layers: Sequence[LayerOp]) -> Block:
-    named = {op.name.partition("_")[2]: op for op in layers}
+def _block(writer: Writer, name: str, members: Sequence[LayerOp]) -> Block:
+    named = {op.name.partition("_")[2]: op for op in members}
     up = tuple(named[part] for part in ("up_conv", "up") if part in named)
     first = (named["concat"].inputs[0], up[0].inputs[0]) if up else named["conv1"].inputs
     return Block(
@@ -139,67 +139,42 @@ def _block(writer: Writer, name: str, layers: Sequence[LayerOp]) -> Block:
     )
 
 
-def _cut_kernel(writer: Writer, block: Block, op: LayerOp) -> None:
-    """A copy for each of the two maps it meets."""
-    for part in block.parts(op):
-        copy = writer.tensor(kernel_read(writer, part), kernel_elements(part) * writer.compute_bytes, "weights, parts")
-        writer.run(copy.name, "update", [kernel_read(writer, op)], [copy])
-
-
 def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
-    """The first convolution's output."""
-    group = writer.kept_at(block.conv1) if block.keeps_hidden else "transients"
-    _convolve_entries(writer, block, block.conv1, group, suffix)
+    """The first convolution's output: one for each entry, summed; the up-sampled one is made when its turn comes."""
+    op, group = block.conv1, writer.kept_at(block.conv1) if block.keeps_hidden else "transients"
+    parts, size, result = block.parts(op), writer.map_bytes(op), op.name + suffix
+    for entry, part in zip(block.entries, parts):
+        up_sampled = block.up and entry is block.up[-1]
+        source = _up_sampled(writer, block, suffix) if up_sampled else entry.name
+        output = writer.tensor(result if len(parts) == 1 else part.name + suffix, size, group)
+        layers.convolve(writer, part, source, output)
+    if len(parts) > 1:
+        reads = [part.name + suffix for part in parts]
+        writer.make(result, "pointwise", reads, size, group, takes_over=reads[0])
 
 
 def _output(writer: Writer, block: Block, suffix: str) -> None:
     """From there to the second norm's output: what lies between is not kept. Norms that read alone work in place."""
-    forward = not suffix
     group = writer.kept_at(block.conv2) if block.keeps_hidden else "transients"
-    kept = "transients" if suffix or block.shortcut else writer.kept_at(block.output)
+    kept = "transients" if suffix or block.shortcut else writer.kept_at(block.norm2)
     hidden1, y1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.norm1, block.conv2, block.norm2))
-    norms.normalise(writer, block.norm1, hidden1, y1, "transients", alone=forward and not block.keeps_hidden)
-    convolutions.convolve(writer, block.conv2, y1, writer.tensor(hidden2, writer.map_bytes(block.conv2), group))
-    alone = (forward and not block.keeps_hidden) or not norms.reads_source(writer)
-    norms.normalise(writer, block.norm2, hidden2, y2, kept, alone)
-
-
-def _convolve_entries(writer: Writer, block: Block, op: LayerOp, group: str, suffix: str) -> None:
-    """A convolution for each entry, summed; the up-sampled one is made when its turn comes."""
-    parts, size, result = block.parts(op), writer.map_bytes(op), op.name + suffix
-    for entry, part in zip(block.entries, parts):
-        source = entry.name
-        if block.up and entry is block.up[-1]:
-            source = _up_sampled(writer, block, suffix)
-        output = writer.tensor(result if len(parts) == 1 else part.name + suffix, size, group)
-        convolutions.convolve(writer, part, source, output)
-    if len(parts) > 1:
-        reads = [part.name + suffix for part in parts]
-        writer.run(result, "pointwise", reads, [writer.tensor(result, size, group)], takes_over=reads[0])
+    alone = not suffix and not block.keeps_hidden
+    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone)
+    layers.convolve(writer, block.conv2, y1, writer.tensor(hidden2, writer.map_bytes(block.conv2), group))
+    layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not layers.norm_reads_source(writer))
 
 
 def _up_sampled(writer: Writer, block: Block, suffix: str) -> str:
     """From below to the block's grid; returns its name."""
     *convolved, last = block.up
-    output = writer.transient(last.name + suffix, writer.map_bytes(last))
+    output = writer.tensor(last.name + suffix, writer.map_bytes(last))
     if not convolved:
-        convolutions.up_convolve(writer, last, output)
+        layers.up_convolve(writer, last, output)
         return output.name
-    coarse = writer.transient(convolved[0].name + suffix, writer.map_bytes(convolved[0]))
-    convolutions.convolve(writer, convolved[0], convolved[0].inputs[0], coarse)
-    maps.upsample(writer, last, coarse.name, output)
+    coarse = writer.tensor(convolved[0].name + suffix, writer.map_bytes(convolved[0]))
+    layers.convolve(writer, convolved[0], convolved[0].inputs[0], coarse)
+    layers.upsample(writer, last, coarse.name, output)
     return output.name
-
-
-def _shortcut(writer: Writer, block: Block) -> None:
-    """The entries convolved, and added to the block's maps: one sum of all."""
-    parts, size = block.parts(block.shortcut), writer.map_bytes(block.shortcut)
-    convolved = []
-    for entry, part in zip(block.entries, parts):
-        output = writer.transient(f"{part.name}/convolved", size)
-        convolutions.convolve(writer, part, entry.name, output)
-        convolved.append(output.name)
-    writer.sum_of(block.shortcut.name, [*convolved, block.norm2.name], size)
 
 
 def _entry_gradients(writer: Writer, block: Block, index: int, readers: Sequence[Tuple[LayerOp, str]]) -> None:
@@ -209,19 +184,19 @@ def _entry_gradients(writer: Writer, block: Block, index: int, readers: Sequence
     source = _up_sampled(writer, block, ONCE_MORE) if up_sampled else entry.name
     meets = [(block.parts(op)[index], upstream) for op, upstream in readers]
     for part, upstream in meets:
-        convolutions.filter_gradient_by_planes(writer, part, source, upstream)
+        layers.filter_gradient_by_planes(writer, part, source, upstream)
     if entry.kind == "input":
         return
-    downs = [convolutions.input_gradient(writer, part, entry, upstream) for part, upstream in meets]
+    downs = [layers.input_gradient(writer, part, entry, upstream) for part, upstream in meets]
     if not up_sampled:
         writer.receive(entry.name, *downs)
         return
     down = writer.sum_of(f"{entry.name}/gradient", downs, writer.map_bytes(entry))
     *convolved, last = block.up
     if not convolved:
-        down = convolutions.up_gradients(writer, last, down)
+        down = layers.up_gradients(writer, last, down)
     else:
-        coarse = maps.upsample_gradient(writer, last, down)
-        convolutions.filter_gradient(writer, convolved[0], block.inputs[1].name, coarse)
-        down = convolutions.input_gradient(writer, convolved[0], block.inputs[1], coarse)
+        coarse = layers.upsample_gradient(writer, last, down)
+        layers.filter_gradient(writer, convolved[0], block.inputs[1].name, coarse)
+        down = layers.input_gradient(writer, convolved[0], block.inputs[1], coarse)
     writer.receive(block.inputs[1].name, down)

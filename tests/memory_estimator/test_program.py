@@ -2,8 +2,7 @@
 
 import pytest
 
-from memory_estimator.liveness import GRANULE_BYTES, requests, timeline
-from memory_estimator.program import Program, StepOp, Tensor
+from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, requests, timeline
 
 
 def tensor(name, granules):
@@ -35,13 +34,6 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     assert line.moments[line.peak].op == "c"
     assert line.peak_bytes == 1111 * GRANULE_BYTES
     assert [held.name for held in line.peak_tensors] == ["z", "y", "x", "image"]
-
-
-def test_what_nobody_reads_goes_at_once():
-    program = Program(
-        (), (StepOp("a", "conv", writes=(tensor("x", 3),)), StepOp("b", "conv", writes=(tensor("y", 5),)))
-    )
-    assert live(program) == [3, 5]
 
 
 def test_what_is_resident_stays_though_read_for_the_last_time():
@@ -94,23 +86,6 @@ def test_sizes_are_rounded_on_paper_and_handed_on_as_they_are():
     program = Program((), (StepOp("a", "conv", writes=(Tensor("x", 1, ""), Tensor("y", 257, ""))),))
     assert live(program) == [1 + 2]
     assert [request.bytes for request in requests(program, 1)] == [1, 257, -1, -257]
-
-
-def test_where_a_buffer_is_written_is_handed_on():
-    touched = ((0, 5), (9, 12))
-    program = Program((), (StepOp("a", "conv", scratch=(Tensor("s", 512, "", touched),)),))
-    assert [request.touched for request in requests(program, 1)] == [touched, ()]
-
-
-def test_hidden_scratch_is_told_beside_what_is_live():
-    line = timeline(Program((), (StepOp("a", "conv", hidden_bytes=77), StepOp("b", "conv"))))
-    assert [moment.hidden_bytes for moment in line.moments] == [77, 0]
-    assert line.peak_bytes == 0
-
-
-def test_the_peak_is_the_first_of_equals():
-    ops = tuple(StepOp(name, "conv", writes=(tensor(f"{name}/x", 5),)) for name in "abc")
-    assert timeline(Program((), ops)).peak == 0
 
 
 def test_reading_what_is_not_there_is_refused():
