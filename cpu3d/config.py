@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
-from cpu3d.data.folds import parse_fold
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.training.schedule import SCHEDULES
 from cpu3d.util.atomic import write_json
@@ -59,7 +59,7 @@ class RunConfig:
     """Voxels X, Y, Z that the network sees: the patch, or in mode whole what follows from store, extent and
     resolution."""
     foreground: float = 1 / 3
-    """Share of the patches that are drawn around labelled voxels, as `cpu3d.data.patches` says."""
+    """Share of the patches that are drawn around labelled voxels, as `cpu3d.data.sampling` says."""
     patches_per_case: int = 1
     """Patches of each case in an epoch. By default as many as make up the extent's voxels, so that an epoch sees as
     much in either mode."""

@@ -3,8 +3,7 @@
 import math
 
 from cpu3d.config import RunConfig
-from cpu3d.data.extent import grid_size
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store
 from cpu3d.data.words import by

@@ -6,9 +6,9 @@ from typing import Any, Dict, Optional, Sequence
 
 from cpu3d import memory_plan
 from cpu3d.config import RunConfig, differences, load_config
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
+from cpu3d.data.region import grid_size
 from cpu3d.data.resolution import network_grid
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device

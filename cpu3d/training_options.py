@@ -6,8 +6,8 @@ from typing import Any, Dict, List, Optional
 
 from cpu3d.config import MODES, RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.recipes import RECIPES, overview

@@ -32,8 +32,8 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from cpu3d.data.phantom import write_phantom
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.errors import InputError
 from cpu3d.training.checkpoint import load_checkpoint
 from cpu3d.training.checkpoint_history import BEST, checkpoints, step_of

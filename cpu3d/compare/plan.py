@@ -19,8 +19,8 @@ from cpu3d import memory_plan
 from cpu3d.compare.run import TIMED_STEPS, Evaluation, PlannedRun, end_of, step_voxels
 from cpu3d.compare.statistics import unpaired
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus

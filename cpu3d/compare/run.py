@@ -25,7 +25,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.extent import grid_size
+from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
 from cpu3d.distributed.plan import of_nobody
 from cpu3d.errors import DivergedError, InputError

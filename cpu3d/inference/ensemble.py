@@ -14,8 +14,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import parse_fold
 from cpu3d.data.records import CaseRecord
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")

@@ -30,10 +30,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cpu3d.data.folds import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, label_from_regions
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
+from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.memory import peak_rss_bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
 from cpu3d.config import RunConfig
-from cpu3d.data.patches import OVERLAP
 from cpu3d.data.region import Shape3
+from cpu3d.data.sampling import OVERLAP
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import AUTO
 

@@ -13,9 +13,9 @@ from typing import Any, List, Optional, Sequence
 from rich.console import Console
 
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import with_fold
-from cpu3d.data.resume import settings_of
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.conversion import settings_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, Gpu, HostGpus, pick_device, why_no_card

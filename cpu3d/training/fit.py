@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from cpu3d.config import RunConfig
-from cpu3d.data.sharding import Share
+from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store
 from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
 from cpu3d.distributed.strategy import ALONE, Exchange
@@ -66,7 +66,7 @@ class Fit:
         """`here` are the workers of this host, this one among them."""
         self.store, self.folder, self.config = store, Path(folder), config
         self.val_cases = store.cases("val")
-        self.feeds = Feeds(store, config, Share(exchange.rank, exchange.count, config.batch, tuple(here)))
+        self.feeds = Feeds(store, config, Share(exchange.rank, exchange.count, config.batch))
         self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
         self.steps = config.steps or config.epochs * self.steps_per_epoch
         self.learner = Learner(config, exchange)

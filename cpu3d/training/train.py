@@ -23,9 +23,8 @@ from rich.console import Console
 
 from cpu3d import memory_plan
 from cpu3d.config import RunConfig, config_from_json, config_to_json, load_config, save_config
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, grid_size
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.words import by, count
 from cpu3d.distributed.broadcast import text_from_chief

@@ -7,7 +7,7 @@ import pytest
 
 from cpu3d.config import RunConfig
 from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.folds import with_fold
+from cpu3d.data.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.memory_plan import (

@@ -3,7 +3,7 @@
 import pytest
 
 from cpu3d.config import save_config
-from cpu3d.data.sharding import Share
+from cpu3d.data.sampling import Share
 from cpu3d.errors import InputError
 from cpu3d.resolve import resolve
 from memory_estimator.host import read_host

@@ -26,7 +26,7 @@ from cpu3d.bench.data.loading import augment, monai, s0, s4
 from cpu3d.bench.data.timing import Effort
 from cpu3d.bench.data.training import ladder, many, spleen, volumes
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.data.files.read_mode import file_system
+from cpu3d.data.files.reader import file_system
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, read_records

@@ -20,12 +20,12 @@ import numpy as np
 
 from cpu3d.data.files.arrays import encode
 from cpu3d.data.nifti import write_volume
-from cpu3d.data.phantom import write_phantom
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import Geometry, array_path, remake
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, writable_folder, write_json
 from cpu3d.util.progress import bar

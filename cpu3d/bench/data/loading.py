@@ -34,8 +34,8 @@ from cpu3d.bench.data.timing import (
 from cpu3d.bench.harness import last_json_line
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, AugmentParams, sample_params
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.patches import PatchSampling, patch_at
 from cpu3d.data.region import centred
+from cpu3d.data.sampling import PatchSampling, patch_at
 from cpu3d.data.store import open_store
 from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes

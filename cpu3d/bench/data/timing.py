@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import numpy as np
 
 from cpu3d.bench.harness import last_json_line
-from cpu3d.data.files import page_cache
-from cpu3d.data.files.file_map import map_file
+from cpu3d.data.files import pages as page_cache
+from cpu3d.data.files.pages import map_file
 from cpu3d.host.memory import resident
 
 WARM, COLD = "warm", "cold"

@@ -46,13 +46,10 @@ from cpu3d.bench.data.timing import (
     times_slower,
 )
 from cpu3d.data.augment import AugmentConfig, sample_params
-from cpu3d.data.case_index import KEPT
-from cpu3d.data.extent import case_region, grid_size
 from cpu3d.data.files.arrays import decode_b2nd
-from cpu3d.data.patches import PatchSampling, patch_at
-from cpu3d.data.region import crop
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.store import open_store
+from cpu3d.data.region import case_region, crop, grid_size
+from cpu3d.data.sampling import PatchSampling, patch_at, sample_at
+from cpu3d.data.store import KEPT, open_store
 from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.progress import bar

@@ -27,8 +27,8 @@ from typing import Any, Dict, Iterator
 from rich.console import Console
 
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.inference.export.contract import Contract

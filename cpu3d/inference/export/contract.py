@@ -6,8 +6,8 @@ from typing import Any, Dict, List, Tuple
 
 from cpu3d.config import RunConfig
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
-from cpu3d.data.patches import OVERLAP
 from cpu3d.data.region import Shape3
+from cpu3d.data.sampling import OVERLAP
 from cpu3d.inference.sliding_window import SIGMA_SHARE
 
 SCHEMA = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import with_fold
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
 from cpu3d.report.status.advice import advice, without_advice

@@ -27,7 +27,7 @@ from cpu3d.compare.run import (
     read_run,
     step_seconds,
 )
-from cpu3d.data.extent import grid_size
+from cpu3d.data.region import grid_size
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import scores_path
 from cpu3d.training.checkpoint_history import checkpoints

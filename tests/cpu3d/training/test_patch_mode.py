@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.config import load_config
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.patches import patch_at
-from cpu3d.data.region import Region, crop, whole
+from cpu3d.data.region import Region, crop, grid_size, whole
+from cpu3d.data.sampling import patch_at
 from cpu3d.data.source import patch_sampling
+from cpu3d.data.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference.options import Inference

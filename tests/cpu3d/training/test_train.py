@@ -19,11 +19,11 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.config import RunConfig, save_config
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path, remake
 from cpu3d.data.region import round_up
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, WorkerLostError
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference.predictor import load_predictor

@@ -10,9 +10,9 @@ import pytest
 from cpu3d.bench.data import timing
 from cpu3d.bench.data.files import AIR_HU, TINY, Files, array_files, ct_case, ct_files
 from cpu3d.bench.data.timing import drop_pages, in_turn, read_through, resident_bytes, slow_disk, touch
-from cpu3d.data.files.read_mode import MEMORY, file_system
-from cpu3d.data.phantom import write_phantom
+from cpu3d.data.files.reader import MEMORY, file_system
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.errors import InputError
 
 
