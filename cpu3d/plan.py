@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of, network_grid
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
 from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
-from cpu3d.data.folds import parse_fold
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json

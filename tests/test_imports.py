@@ -18,9 +18,8 @@ MAY_IMPORT = {
 """models <- memory_estimator <- cpu3d: a package on the left never asks one further right."""
 
 NEED_TENSORFLOW = {
-    "cpu3d.data.failures",
+    "cpu3d.data.pipeline",
     "cpu3d.data.finish",
-    "cpu3d.data.python_op",
     "cpu3d.data.source",
     "cpu3d.inference.export.network",
     "cpu3d.training.feeds",

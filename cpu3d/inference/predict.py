@@ -33,10 +33,10 @@ import nibabel
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.case import load_case
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_codes, region_mask
-from cpu3d.data.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
 from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
 from cpu3d.data.words import count
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.evaluate import check_finite

@@ -18,12 +18,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Ty
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.folds import parse_fold, with_fold
-from cpu3d.data.patches import OVERLAP
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.resume import settings_of
+from cpu3d.data.sampling import OVERLAP
+from cpu3d.data.splits import parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.conversion import settings_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import AUTO, CPU, Gpu, HostGpus, pick_device, why_no_card

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
-from cpu3d.data.folds import with_fold
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path

@@ -14,8 +14,8 @@ from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_ways
-from cpu3d.data.patches import patch_grid
 from cpu3d.data.region import whole
+from cpu3d.data.sampling import patch_grid
 from cpu3d.inference.runs import Inference
 from cpu3d.settings import load_config, save_config
 from cpu3d.util.records import read_records

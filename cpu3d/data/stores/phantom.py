@@ -2,12 +2,6 @@
 
 Example: python -m cpu3d phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-Nothing here is medicine: the shapes and contrasts are drawn by hand after the BraTS volumes that the trainer is for. A
-skull-stripped head lies on zero background; grey and white matter fold, ventricles are filled, the field is uneven, the
-noise Rician. Tumours are an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI:
-oedema is bright in FLAIR and T2, the rim in T1 with contrast agent, the core dark in T1. No channel tells the tumour by
-its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
-
 With --context the tumours look alike and only what their rim is called depends on something far away: on the side of
 the head ("side", to be trained with --no-flip), on the distance of a bright nodule ("landmark"), or on whether there is
 another lesion ("count"). WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
@@ -16,18 +10,23 @@ gap in between: of volumes of 240 voxels up to 70 from front to back. What is wr
 
 import argparse
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Sequence, Tuple, Union
 
-import numpy as np
-
 from cpu3d.data.nifti import write_label, write_volume
-from cpu3d.data.phantom_context import LANDMARK_RADII, RULES, Scene, blind_patch, drawn_scene
-from cpu3d.data.phantom_head import Head, head_box, soft, tissues
-from cpu3d.data.phantom_signal import signal_of
-from cpu3d.data.phantom_tumours import ENHANCING, NON_ENHANCING, drawn_lesions, tumours
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
+from cpu3d.data.stores.phantom_case import (
+    CHANNELS,
+    ENHANCING,
+    LABELS,
+    NON_ENHANCING,
+    RULES,
+    VERSION,
+    blind_patch,
+    phantom_case,
+)
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
@@ -35,50 +34,37 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
-
-VERSION = 1
-"""Of what is drawn: the same version, seed, shape and NumPy give the same volumes."""
+from memory_estimator.schema import add_options, check, given, option
 
 SMALLEST = 24
 """Voxels along an axis below which the enhancing rim no longer shows."""
 
-CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
-LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-"""Names, spelling and codes of MSD Task01_BrainTumour."""
+
+@dataclass(frozen=True)
+class Options:
+    """What `phantom` takes."""
+
+    out: Path = option(help="folder to write; made if absent, continued if unfinished")
+    cases: int = option(10, "how many")
+    shape: Shape3 = option((240, 240, 155), "voxels", metavar=("X", "Y", "Z"))
+    seed: int = option(0, "of everything that is random")
+    context: str = option(
+        "none",
+        "what far away decides whether a rim is called enhancing; in half of the cases it is",
+        choices=RULES,
+    )
+    workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write; made if absent, continued if unfinished"
-    )
-    parser.add_argument("--cases", type=int, default=10, help="how many (default: 10)")
-    parser.add_argument(
-        "--shape",
-        type=int,
-        nargs=3,
-        default=(240, 240, 155),
-        metavar=("X", "Y", "Z"),
-        help="voxels (default: 240 240 155)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random (default: 0)")
-    parser.add_argument(
-        "--context",
-        choices=tuple(RULES),
-        default="none",
-        help="what far away decides whether a rim is called enhancing; in half of the cases it is (default: none)",
-    )
-    parser.add_argument("--workers", type=int, help="processes (default: one per usable core)")
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    write_phantom(
-        args.out,
-        cases=args.cases,
-        shape=tuple(args.shape),
-        seed=args.seed,
-        workers=args.workers,
-        context=args.context,
-    )
+    options = Options(**given(Options, args))
+    check(options, InputError)
+    settings = dict(vars(options))
+    write_phantom(settings.pop("out"), **settings)
     return 0
 
 
@@ -108,37 +94,6 @@ def write_phantom(
     told = f"; patches of up to {blind} voxels from front to back cannot tell enhancing tumour" if blind else ""
     print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}{told}")
     return out
-
-
-def phantom_case(
-    shape: Tuple[int, int, int], seed: int, index: int, context: str = "none", holds: Optional[bool] = None
-) -> Tuple[np.ndarray, np.ndarray]:
-    """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
-
-    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as told, or else in
-    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on; in
-    smaller volumes with a context the kernel, and with it code 3 where the rule does not hold, may vanish.
-    """
-    rng = np.random.default_rng([VERSION, seed, index])
-    box, start = head_box(shape, rng)
-    head = Head(box, rng)
-    tissue = tissues(head, rng)
-    roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    if context == "none":
-        scene = Scene(drawn_lesions(head, rng), landmark=None, enhancing=True)
-    else:
-        own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
-        scene = drawn_scene(context, index % 2 == 0 if holds is None else holds, head, own)
-    label, tumour = tumours(head, tissue, scene.lesions, roughness, ENHANCING if scene.enhancing else NON_ENHANCING)
-    if scene.landmark is not None:
-        tumour["landmark"] = soft(1, head.ball(scene.landmark, LANDMARK_RADII), 0.3) * head.brain
-    image = np.zeros((*shape, len(CHANNELS)), np.int16)
-    full_label = np.zeros(shape, np.uint8)
-    inside = tuple(slice(a, a + n) for a, n in zip(start, box))
-    for number, name in enumerate(CHANNELS):
-        image[(*inside, number)] = signal_of(name, head, tissue, tumour, rng)
-    full_label[inside] = label
-    return image, full_label
 
 
 # --- Private helpers ---
@@ -207,10 +162,8 @@ def _write_case(job: _Job) -> None:
     if image_path.is_file() and label_path.is_file():
         return
     image, label = phantom_case(shape, seed, index, context)
-    affine = np.diag([1.0, 1.0, 1.0, 1.0])
-    geometry = Geometry(
-        shape=tuple(shape), affine=tuple(map(tuple, affine.tolist())), axes="RAS", sform_code=1, qform_code=1
-    )
+    affine = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+    geometry = Geometry(shape=tuple(shape), affine=affine, axes="RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 

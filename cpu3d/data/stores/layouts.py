@@ -4,22 +4,77 @@
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
-Label codes differ between releases: they are taken from dataset.json or from the layout, never guessed from voxels.
-Code 4 of brats2023 is the resection cavity (BraTS 2024 post-treatment): a region RC, apart from WT, TC and ET.
+A layout of a folder a case is an entry of `FOLDER_LAYOUTS`. Label codes differ between releases: they are taken from
+dataset.json or from the layout, never guessed from voxels. Code 4 of brats2023 is the resection cavity (BraTS 2024
+post-treatment): a region RC, apart from WT, TC and ET.
 """
 
+import dataclasses
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Container, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.patients import TABLE, patient_of, read_patients
+from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.errors import InputError
 from memory_estimator.files import read_json
 
 CANONICAL_CHANNELS = ("FLAIR", "T1w", "T1gd", "T2w")
 """The channels of a BraTS folder in the store's order, which is that of MSD Task01."""
+
+UNKNOWN = "not known from the name: each case counts as a patient of its own"
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """A layout with a folder of 3D files for each case."""
+
+    separator: str
+    """Between a case's name and the suffix of a file."""
+    suffixes: Dict[str, str]
+    """Suffix -> canonical channel, or "seg"."""
+    labels: Dict[int, str]
+    optional: Tuple[int, ...] = ()
+    """Codes of which a store has those alone that occur in its cases."""
+    patients: Dict[str, str] = field(default_factory=dict)
+    """Rule -> names of cases, of any release, with the patient as group 1."""
+
+
+FOLDER_LAYOUTS = {
+    "brats2017": FolderLayout(
+        "_",
+        {"flair": "FLAIR", "t1": "T1w", "t1ce": "T1gd", "t2": "T2w", "seg": "seg"},
+        {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
+    ),
+    "brats2023": FolderLayout(
+        "-",
+        {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"},
+        {
+            0: "background",
+            1: "necrotic and non-enhancing tumour core",
+            2: "oedema",
+            3: "enhancing tumour",
+            4: "resection cavity",
+        },
+        optional=(4,),
+        patients={"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"},
+    ),
+}
+
+LABEL_CODES = {
+    **{name: layout.labels for name, layout in FOLDER_LAYOUTS.items()},
+    "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
+}
+"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
+
+PATIENT_NAMES = {
+    "BraTS 2023 and later, <patient>-<time point>": r"(BraTS(?:-[a-z]+)+-\d+)-\d{1,3}(?!\d)",
+    "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
+    "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
+    "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
+}
+"""Names in any layout -> the patient in them, as group 1; what follows, such as a modality, is ignored."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +86,11 @@ class CaseFiles:
     images: Tuple[Path, ...]
     """One 4D file with the channels last, or one 3D file per channel in the order of the channels."""
     label: Optional[Path]
+
+    @property
+    def paths(self) -> Tuple[Path, ...]:
+        """The images, then the label where there is one."""
+        return (*self.images, *([self.label] if self.label else []))
 
 
 @dataclass(frozen=True)
@@ -48,7 +108,7 @@ class Dataset:
     folder: Path
     name: str
     layout: str
-    """"decathlon", "brats2017" or "brats2023"."""
+    """"decathlon", or one of FOLDER_LAYOUTS."""
     channels: Tuple[str, ...]
     labels: Dict[int, str]
     """Label code -> name; 0 is background."""
@@ -59,7 +119,7 @@ class Dataset:
     problems: Tuple[Problem, ...]
     """Those with a file missing or double; none of them is in `cases`."""
     patient_rules: Dict[str, str] = field(default_factory=dict)
-    """Case id -> how its patient is known, as `cpu3d.data.patients` says."""
+    """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
 
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
@@ -67,21 +127,33 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
 
     `patients` is a table of the cases' patients, instead of their names.
 
-    Cases that lack a modality or a label are told in `problems`, all of them. Raises InputError for what concerns the
+    Cases that lack a modality or a label are named in `problems`, all of them. Raises InputError for what concerns the
     whole: no such folder, no cases, two layouts in one, a case id twice, a dataset.json that is damaged or names files
     outside its folder. Symbolic links are followed wherever they lead.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(
-            f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}; check it"
-        )
-    dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_brats(folder)
+        found = "a file" if folder.exists() else "none"
+        raise InputError(f"data set {folder} must be a folder, found {found}; check it")
+    dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_folders(folder)
     if patients is None:
         return dataset
     table = read_patients(patients, [case.case_id for case in dataset.cases])
     cases = tuple(replace(case, patient_id=table[case.case_id]) for case in dataset.cases)
     return replace(dataset, cases=cases, patient_rules={case.case_id: TABLE for case in cases})
+
+
+def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
+    """(patient, the rule that tells it) from the name of a case; (the case itself, UNKNOWN) where that says nothing."""
+    own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
+    for rule, pattern in {**PATIENT_NAMES, **own}.items():
+        found = re.match(pattern, case_id, re.IGNORECASE)
+        if found:
+            return found[1], rule
+    return case_id, UNKNOWN
+
+
+# --- Labels and regions ---
 
 
 def describe_labels(dataset: Dataset) -> List[str]:
@@ -97,7 +169,8 @@ def describe_labels(dataset: Dataset) -> List[str]:
 
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
     """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
-    return {code: name for code, name in labels.items() if code not in _OPTIONAL.get(layout, ()) or code in codes}
+    optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
+    return {code: name for code, name in labels.items() if code not in optional or code in codes}
 
 
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
@@ -116,6 +189,49 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
         return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
     return {labels[code]: (code,) for code in codes}
+
+
+def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
+    """{4: 3} for "4=3". Raises InputError for what is no pair of codes 0..255, or gives one code two meanings."""
+    problems, label_map = [], {}
+    for pair in pairs:
+        match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
+        old, new = map(int, match.groups()) if match else (0, 0)
+        if not match or max(old, new) > 255 or old == 0:
+            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; mend it")
+        elif label_map.setdefault(old, new) != new:
+            problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
+    if problems:
+        raise InputError(*problems)
+    return label_map
+
+
+def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
+    """The data set with the codes, names and regions that its labels have once `label_map` is applied to them.
+
+    All codes change at once, so 1=2 with 2=1 swaps them. A code that has a name keeps it under a new code that has
+    none: the labels of BraTS 2021 with 4=3 are those of BraTS 2023. A code onto which nothing falls any more is gone.
+    Raises InputError where a new code would have no name.
+    """
+    before = dataset.labels
+    kept = {code for code in before if code not in label_map}
+    labels = {code: name for code, name in before.items() if code in kept or code in label_map.values()}
+    problems = []
+    for old, new in sorted(label_map.items()):
+        name = labels.get(new, before.get(old))
+        if name is None:
+            known = ", ".join(f"{code} {name}" for code, name in sorted(before.items()))
+            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; mend it")
+        labels[new] = name
+    if not problems and len(labels) < 2:
+        problems = ["--label-map must leave a label beside the background, got none; map fewer codes"]
+    if problems:
+        raise InputError(*problems)
+    labels = dict(sorted(labels.items()))
+    return dataclasses.replace(dataset, labels=labels, regions=regions_of(labels))
+
+
+# --- Files to predict ---
 
 
 def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
@@ -138,13 +254,12 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     case_id, where = _stem(paths[0]), paths[0].parent
     if len(paths) > 1 or len(channels) == 1:
         paths = [path for path in paths if _modality(path) != "seg"]
-        if all(_modality(path) for path in paths) and all(_modality_of_channel(name) for name in channels):
+        if all(_modality(path) for path in paths) and all(_canonical(name) for name in channels):
             case_id = _SUFFIX.sub("", f"{case_id}.nii") or where.resolve().name
             paths = _in_channel_order(paths, channels, where)
         elif len(paths) != len(channels):
-            raise InputError(
-                f"--image must name one 4D file or one file for each of {', '.join(channels)}, got {len(paths)} files"
-            )
+            rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
+            raise InputError(f"{rule}, got {len(paths)} files; name them all")
         else:
             _refuse_other_order(paths, channels)
     return CaseFiles(case_id, case_id, tuple(paths), None)
@@ -158,7 +273,7 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     which files make up a case.
     """
     paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
-    named = [path for path in paths if _modality(path) and all(map(_modality_of_channel, channels))]
+    named = [path for path in paths if _modality(path) and all(map(_canonical, channels))]
     if len(named) == len(paths):
         groups: Dict[str, List[Path]] = {}
         for path in paths:
@@ -167,8 +282,7 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
         raise InputError(
             f"3D files must be of one case where not all are named after their modality, got {len(paths)} for"
-            f" {', '.join(channels)}, which may be {len(paths) // len(channels)} cases; predict one after another, or"
-            " name the files"
+            f" {', '.join(channels)}; predict one case after another, or name the files"
         )
     if len(channels) == 1 and named:
         unnamed = ", ".join(path.name for path in paths if path not in named)
@@ -182,7 +296,7 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
     """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
 
-    Those of the dataset.json above imagesTr/ or imagesTs/, else of the BraTS release that all files are named as in.
+    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
     BraTS-PED has the names of BraTS 2023 and other codes.
     """
     folder = files.images[0].absolute().parent
@@ -192,49 +306,26 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
         _refuse_other_codes(folder, [files.case_id])
     except InputError:
         return None
-    named = [layout for layout in _BRATS if all(_brats_part(path, layout) for path in files.images)]
+    named = [layout for layout in FOLDER_LAYOUTS if all(_part_of(path, layout) for path in files.images)]
     return (named[0], LABEL_CODES[named[0]]) if named else None
 
 
-# --- Private helpers: BraTS folders ---
+# --- Private helpers: a folder a case ---
 
-_SUFFIX = re.compile(r"(?:^|[_-])(flair|t2f|t1ce|t1c|t1gd|t1n|t1w|t1|t2w|t2|seg)\.nii(\.gz)?$", re.IGNORECASE)
-
-_MODALITIES = {
-    "FLAIR": ("flair", "t2f"),
-    "T1w": ("t1", "t1n", "t1w"),
-    "T1gd": ("t1gd", "t1ce", "t1c"),
-    "T2w": ("t2", "t2w"),
+_ALIASES = {
+    channel: more
+    | {name for layout in FOLDER_LAYOUTS.values() for name, of in layout.suffixes.items() if of == channel}
+    for channel, more in (("FLAIR", set()), ("T1w", {"t1w"}), ("T1gd", {"t1gd"}), ("T2w", {"t2"}), ("seg", set()))
 }
-"""Canonical channel -> what files and data sets call it, in lower case."""
+"""Canonical channel, or "seg" -> what files and data sets call it, in lower case."""
 
-_BRATS = {
-    "brats2017": ("_", {"flair": "FLAIR", "t1": "T1w", "t1ce": "T1gd", "t2": "T2w", "seg": "seg"}),
-    "brats2023": ("-", {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"}),
-}
-"""Layout -> separator before the suffix, and suffix -> canonical channel."""
-
-_BRATS_LABELS = {
-    "brats2017": {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
-    "brats2023": {
-        0: "background",
-        1: "necrotic and non-enhancing tumour core",
-        2: "oedema",
-        3: "enhancing tumour",
-        4: "resection cavity",
-    },
-}
-_OPTIONAL = {"brats2023": (4,)}
-"""Layout -> codes of which a store has those alone that occur in its cases."""
-
-LABEL_CODES = {
-    **_BRATS_LABELS,
-    "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
-}
-"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
+_SUFFIX = re.compile(
+    rf"(?:^|[_-])({'|'.join(sorted(set().union(*_ALIASES.values()), key=len, reverse=True))})\.nii(\.gz)?$",
+    re.IGNORECASE,
+)
 
 
-def _read_brats(folder: Path) -> Dataset:
+def _read_folders(folder: Path) -> Dataset:
     found = _case_folders(folder)
     layouts = sorted({layout for _, layout in found if layout})
     if not layouts:
@@ -245,16 +336,22 @@ def _read_brats(folder: Path) -> Dataset:
     if len(layouts) > 1:
         raise InputError(f"data set {folder} must have one layout, got {' and '.join(layouts)}; prepare them apart")
     layout = layouts[0]
-    _refuse_other_codes(folder, [_case_id(case) for case, _ in found])
-    _refuse_doubles(folder, [_case_id(case) for case, _ in found])
+    _refuse_other_codes(folder, [_name(case) for case, _ in found])
     cases, problems = [], []
     for case, _ in found:
-        files, reasons = _brats_case(case, layout)
-        problems += [Problem(files.case_id, reason) for reason in reasons]
-        if not reasons:
-            cases.append(files)
-    labels = _BRATS_LABELS[layout]
-    return _dataset(folder, folder.resolve().name, layout, CANONICAL_CHANNELS, labels, cases, problems)
+        chosen, case_id = {}, _name(case)
+        for suffix, channel in FOLDER_LAYOUTS[layout].suffixes.items():
+            paths = [path for path in _volumes(case) if _part_of(path, layout) == channel]
+            if len(paths) == 1:
+                chosen[channel] = paths[0]
+                continue
+            what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{FOLDER_LAYOUTS[layout].separator}{suffix}"
+            names = ", ".join(path.name for path in paths) or "none"
+            reason = f"{what}.nii.gz must be there once, found {names}; mend the case or leave it out"
+            problems.append(Problem(case_id, reason))
+        images = tuple(chosen[name] for name in CANONICAL_CHANNELS if name in chosen)
+        cases.append(CaseFiles(case_id, case_id, images, chosen.get("seg")))
+    return _dataset(folder, _name(folder), layout, CANONICAL_CHANNELS, LABEL_CODES[layout], cases, problems)
 
 
 def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
@@ -290,41 +387,17 @@ def _looks_like_a_case(folder: Path) -> bool:
 
 
 def _layout_of(folder: Path) -> Optional[str]:
-    """The layout with the most files in `folder`; None where no file is named after either."""
-    counts = {layout: len(_brats_files(folder, layout)) for layout in _BRATS}
+    """The layout with the most files in `folder`; None where no file is named after any."""
+    volumes = _volumes(folder)
+    counts = {layout: sum(_part_of(path, layout) is not None for path in volumes) for layout in FOLDER_LAYOUTS}
     best = max(counts, key=lambda layout: counts[layout])
     return best if counts[best] else None
 
 
-def _brats_files(folder: Path, layout: str) -> List[Tuple[str, Path]]:
-    """(canonical channel or "seg", file) for the files of `folder` named as in `layout`."""
-    return [(part, path) for path in _volumes(folder) for part in [_brats_part(path, layout)] if part]
-
-
-def _brats_part(path: Path, layout: str) -> Optional[str]:
+def _part_of(path: Path, layout: str) -> Optional[str]:
     """The canonical channel, or "seg", of a file that is named as in `layout`; None for any other."""
-    separator, suffixes = _BRATS[layout]
-    match = _SUFFIX.search(path.name)
-    return suffixes.get(match.group(1).lower()) if match and match.group(0)[0] == separator else None
-
-
-def _brats_case(folder: Path, layout: str) -> Tuple[CaseFiles, List[str]]:
-    separator, suffixes = _BRATS[layout]
-    found, reasons, chosen = _brats_files(folder, layout), [], {}
-    for suffix, channel in suffixes.items():
-        paths = [path for kind, path in found if kind == channel]
-        if len(paths) != 1:
-            told = ", ".join(path.name for path in paths) or "none"
-            what = "label" if channel == "seg" else "modality"
-            reasons.append(
-                f"{what} {folder}/*{separator}{suffix}.nii.gz must be there once, found {told};"
-                " mend the case or leave it out"
-            )
-        else:
-            chosen[channel] = paths[0]
-    case_id = _case_id(folder)
-    images = tuple(chosen[name] for name in CANONICAL_CHANNELS if name in chosen)
-    return CaseFiles(case_id, case_id, images, chosen.get("seg")), reasons
+    found, match = FOLDER_LAYOUTS[layout], _SUFFIX.search(path.name)
+    return found.suffixes.get(match[1].lower()) if match and match[0][0] == found.separator else None
 
 
 # --- Private helpers: Decathlon ---
@@ -334,13 +407,12 @@ def _read_decathlon(folder: Path) -> Dataset:
     path = folder / "dataset.json"
     try:
         content = read_json(path)
-        entries = content["training"]
         channels = _decathlon_channels(path, content)
         labels = _decathlon_labels(path, content["labels"])
-        pairs = [(entry["image"], entry.get("label")) for entry in entries]
-        if not all(isinstance(image, str) and (label is None or isinstance(label, str)) for image, label in pairs):
+        pairs = [(entry["image"], entry.get("label")) for entry in content["training"]]
+        if not all(isinstance(image, str) and isinstance(label, (str, type(None))) for image, label in pairs):
             raise TypeError("an image or label that is no path")
-        name = str(content.get("name") or folder.resolve().name)
+        name = str(content.get("name") or _name(folder))
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -351,25 +423,21 @@ def _read_decathlon(folder: Path) -> Dataset:
     if not pairs:
         raise InputError(f'{path} must list cases under "training", got none; give a folder with labelled cases')
     _refuse_outsiders(path, [name for pair in pairs for name in pair if name is not None])
-    _refuse_doubles(path, [_stem(Path(image)) for image, _ in pairs])
     cases, problems = [], []
     for image, label in pairs:
         case_id = _stem(Path(image))
         files = CaseFiles(case_id, case_id, (folder / image,), folder / label if label is not None else None)
-        reasons = (
-            [] if files.images[0].is_file() else [f"image {files.images[0]} must exist, found none; fetch it again"]
-        )
         if files.label is None:
-            reasons.append(f"case {case_id} must have a label in {path}, got none; add it or leave the case out")
-        elif not files.label.is_file():
-            reasons.append(f"label {files.label} must exist, found none; fetch it again")
-        problems += [Problem(case_id, reason) for reason in reasons]
-        if not reasons:
-            cases.append(files)
+            reason = f"case {case_id} must have a label in {path}, got none; add it or leave the case out"
+            problems.append(Problem(case_id, reason))
+        for what, file in zip(("image", "label"), files.paths):
+            if not file.is_file():
+                problems.append(Problem(case_id, f"{what} {file} must exist, found none; fetch it again"))
+        cases.append(files)
     return _dataset(folder, name, "decathlon", channels, labels, cases, problems)
 
 
-def _decathlon_channels(path: Path, content: dict) -> Tuple[str, ...]:
+def _decathlon_channels(path: Path, content: Dict[str, Any]) -> Tuple[str, ...]:
     """Channel names by index, from "modality" (Decathlon) or "channel_names" (nnU-Net)."""
     named = content["modality"] if "modality" in content else content["channel_names"]
     indexed = {int(index): str(name) for index, name in named.items()}
@@ -378,12 +446,10 @@ def _decathlon_channels(path: Path, content: dict) -> Tuple[str, ...]:
     return tuple(indexed[index] for index in range(len(indexed)))
 
 
-def _decathlon_labels(path: Path, named: dict) -> Dict[int, str]:
+def _decathlon_labels(path: Path, named: Dict[str, Any]) -> Dict[int, str]:
     """Code -> name from either {"0": "background"} (Decathlon) or {"background": 0} (nnU-Net)."""
-    if all(re.fullmatch(r"\d+", str(key)) for key in named):
-        pairs = [(int(code), str(name)) for code, name in named.items()]
-    else:
-        pairs = [(int(code), str(name)) for name, code in named.items()]
+    by_code = all(re.fullmatch(r"\d+", str(key)) for key in named)
+    pairs = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in named.items()]
     labels = {0: "background", **dict(sorted(pairs))}
     codes, names = [code for code, _ in pairs], list(labels.values())
     if len(set(codes)) < len(codes) or len(set(names)) < len(names) or max(labels) > 255 or min(labels) < 0:
@@ -398,21 +464,23 @@ def _refuse_outsiders(path: Path, names: Sequence[str]) -> None:
 
     A symbolic link in the folder may lead anywhere, here and in BraTS folders: its owner keeps volumes elsewhere.
     """
+    rule = f"in {path} must stay inside its folder; make it relative and move or link the file in"
     outsiders = [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
     if outsiders:
-        raise InputError(
-            *(
-                f"path {name!r} in {path} must stay inside its folder; make it relative and move or link the file in"
-                for name in outsiders
-            )
-        )
+        raise InputError(*(f"path {name!r} {rule}" for name in outsiders))
 
 
-# --- Private helpers: both ---
+# --- Private helpers: all layouts ---
 
 
 def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset:
-    known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
+    """The data set of these cases, without those that have problems. Raises InputError where an id is used twice."""
+    doubles = [case_id for case_id, times in Counter(case.case_id for case in cases).items() if times > 1]
+    if doubles:
+        raise InputError(*(f"case id {one} in {folder} must be used once; rename one of them" for one in doubles))
+    bad = {problem.case_id for problem in problems}
+    known = {case.case_id: patient_of(case.case_id, layout) for case in cases if case.case_id not in bad}
+    good = [replace(case, patient_id=known[case.case_id][0]) for case in cases if case.case_id in known]
     return Dataset(
         folder=folder,
         name=name,
@@ -420,20 +488,10 @@ def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset
         channels=channels,
         labels=labels,
         regions=regions_of(labels),
-        cases=tuple(
-            replace(case, patient_id=known[case.case_id][0]) for case in sorted(cases, key=lambda case: case.case_id)
-        ),
+        cases=tuple(sorted(good, key=lambda case: case.case_id)),
         problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
         patient_rules={case_id: rule for case_id, (_, rule) in known.items()},
     )
-
-
-def _refuse_doubles(where: Path, ids: Sequence[str]) -> None:
-    doubles = [case_id for case_id, count in Counter(ids).items() if count > 1]
-    if doubles:
-        raise InputError(
-            *(f"case id {case_id} in {where} must be used once; rename one of them" for case_id in doubles)
-        )
 
 
 def _subfolders(folder: Path) -> List[Path]:
@@ -449,7 +507,7 @@ def _volumes(folder: Path) -> List[Path]:
     )
 
 
-def _case_id(folder: Path) -> str:
+def _name(folder: Path) -> str:
     return folder.resolve().name
 
 
@@ -460,20 +518,17 @@ def _stem(path: Path) -> str:
 def _modality(path: Path) -> Optional[str]:
     """The canonical channel that a file's name ends in, "seg" for a segmentation, None where it says nothing."""
     match = _SUFFIX.search(path.name)
-    if not match:
-        return None
-    suffix = match.group(1).lower()
-    return "seg" if suffix == "seg" else _modality_of_channel(suffix)
+    return "seg" if match and match[1].lower() == "seg" else _canonical(match[1]) if match else None
 
 
-def _modality_of_channel(name: str) -> Optional[str]:
+def _canonical(name: str) -> Optional[str]:
     """The canonical name of a channel, None where it is not one of the four."""
-    return next((channel for channel, names in _MODALITIES.items() if name.lower() in names), None)
+    return next((channel for channel in CANONICAL_CHANNELS if name.lower() in _ALIASES[channel]), None)
 
 
 def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
     """Files are taken in the order they are given in: raise where one is named after the channel of another."""
-    own = [_modality_of_channel(name) for name in channels]
+    own = [_canonical(name) for name in channels]
     problems = [
         f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files in the"
         f" order of {', '.join(channels)}"
@@ -487,11 +542,11 @@ def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
 def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
     ordered, problems = [], []
     for name in channels:
-        found = [path for path in paths if _modality(path) == (_modality_of_channel(name) or name)]
+        found = [path for path in paths if _modality(path) == (_canonical(name) or name)]
         if len(found) != 1:
-            told = ", ".join(path.name for path in found) or "none"
+            names = ", ".join(path.name for path in found) or "none"
             problems.append(
-                f"channel {name} of {where} must have one file named after it, found {told}; add or name files"
+                f"channel {name} of {where} must have one file named after it, found {names}; add or name files"
             )
         ordered += found
     if problems:

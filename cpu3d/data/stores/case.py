@@ -8,9 +8,9 @@ import numpy as np
 
 from cpu3d.data import nifti
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
 from cpu3d.data.region import bounding_box, whole
+from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError
 
 AFFINE_TOLERANCE = 1e-3
@@ -57,9 +57,7 @@ def load_case(
     volumes, geometry, zeroed_voxels = _read_channels(files, channels, zero_nan, problems)
     label = None
     if labels is not None and files.label is not None:
-        label, label_geometry = _read_label(files.label, labels, label_map or {}, problems)
-        if label is not None and geometry is not None:
-            problems += _grid_problems(files.label, label_geometry, files.images[0], geometry)
+        label = _read_label(files, labels, label_map or {}, geometry, problems)
     if problems:
         raise InputError(*problems)
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
@@ -70,9 +68,7 @@ def load_case(
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources = tuple(
-        _source(path, dataset_folder) for path in (*files.images, *([files.label] if label is not None else []))
-    )
+    paths = files.paths if label is not None else files.images
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -81,7 +77,7 @@ def load_case(
         max_abs_error=max_abs_error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
-        sources=sources,
+        sources=tuple(_source(path, dataset_folder) for path in paths),
         stem=files.case_id,
         format="",
         stored=whole(image.shape[:3]),
@@ -93,11 +89,11 @@ def load_case(
     return LoadedCase(image, label, record)
 
 
-def float16_image(volumes: Sequence[np.ndarray], told: Sequence[str]) -> Tuple[np.ndarray, float]:
+def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
     """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
 
     A score that rounds to 0 becomes the smallest number above it, so that 0 stays what it was: background. Returned
-    with the largest rounding error, in standard deviations. Raises InputError, with the names in `told`, for
+    with the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
     channels whose scores are beyond what float16 or the sums towards them can hold.
     """
     image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
@@ -105,13 +101,13 @@ def float16_image(volumes: Sequence[np.ndarray], told: Sequence[str]) -> Tuple[n
     for index, volume in enumerate(volumes):
         inside = volume != 0
         values = volume[inside].astype(np.float64)
-        with np.errstate(all="ignore"):  # what overflows is told below, by name
+        with np.errstate(all="ignore"):  # what overflows is named below
             std = values.std()
             scores = (values - values.mean()) / std
             largest = float(np.abs(scores).max())
         if not (0 < std < np.inf and largest <= FLOAT16_MAX):
             problems.append(
-                f"{told[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}, got {largest:g} with"
+                f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}, got {largest:g} with"
                 f" a standard deviation of {std:g}; rescale it or leave the case out"
             )
             continue
@@ -175,26 +171,22 @@ def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, pr
         if geometry is None:
             geometry, first = found, path
         problems += _grid_problems(path, found, first, geometry)
-        count = array.shape[3] if array.ndim == 4 else 1
-        wanted = len(channels) if expect_4d else 1
-        if count != wanted:
-            problems.append(f"{path} must hold {wanted} channel(s), got {count}; {_channel_advice(channels)}")
-            continue
         names = channels if expect_4d else channels[number : number + 1]
+        array = array if array.ndim == 4 else array[..., None]
+        if array.shape[3] != max(len(names), 1):
+            advice = f"give one 4D file or one 3D file for each of {', '.join(channels)}"
+            problems.append(f"{path} must hold {max(len(names), 1)} channel(s), got {array.shape[3]}; {advice}")
+            continue
         for index, name in enumerate(names):
-            volume = array[..., index] if array.ndim == 4 else array
-            if zero_nan:
-                volume, zeroed = _without_nan(volume)
-                zeroed_voxels += zeroed
-            problems += _channel_problems(path, name, volume)
+            volume = array[..., index]
+            if zero_nan and not np.isfinite(volume).all():
+                zeroed_voxels += int(np.count_nonzero(~np.isfinite(volume)))
+                volume = np.where(np.isfinite(volume), volume, 0)
+            problems += _channel_problems(f"channel {name} of {path}", volume)
             volumes.append(_compact(volume))
     if len(files.images) not in (1, len(channels)):
-        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}")
+        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}; name them all")
     return volumes, geometry, zeroed_voxels
-
-
-def _channel_advice(channels: Sequence[str]) -> str:
-    return f"give one 4D file or one 3D file for each of {', '.join(channels)}"
 
 
 def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
@@ -204,38 +196,24 @@ def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry)
         return [f"{rule}: shape {expected.shape}, got {found.shape}; resample it or leave the case out"]
     if found.axes != expected.axes:
         return [f"{rule}: axes {expected.axes}, got {found.axes}; mend its header or leave the case out"]
-    difference = float(np.abs(np.subtract(found.affine, expected.affine)).max())
-    if difference > AFFINE_TOLERANCE:
-        return [
-            f"{rule}: affines differ by {difference:g} mm, more than {AFFINE_TOLERANCE:g}; resample or leave it out"
-        ]
+    apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())
+    if apart > AFFINE_TOLERANCE:
+        return [f"{rule}: affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}; resample or leave it out"]
     return []
 
 
-def _without_nan(volume: np.ndarray) -> Tuple[np.ndarray, int]:
-    """The volume with 0 for NaN and infinite voxels, and how many there were."""
-    finite = np.isfinite(volume)
-    bad = volume.size - int(np.count_nonzero(finite))
-    return (np.where(finite, volume, 0), bad) if bad else (volume, 0)
-
-
-def _channel_problems(path: Path, name: str, volume: np.ndarray) -> List[str]:
+def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
     """NaN, infinity and channels without contrast, which no normalisation can mend."""
-    if volume.dtype.kind == "f":
-        bad = volume.size - int(np.count_nonzero(np.isfinite(volume)))
-        if bad:
-            return [
-                f"channel {name} of {path} must be finite, got {bad} NaN or infinite voxels; mend it, leave it out, or"
-                " make them background with --zero-nan"
-            ]
+    bad = volume.size - int(np.count_nonzero(np.isfinite(volume))) if volume.dtype.kind == "f" else 0
+    if bad:
+        advice = "mend it, leave it out, or make them background with --zero-nan"
+        return [f"{name} must be finite, got {bad} NaN or infinite voxels; {advice}"]
     inside = volume[volume != 0]
     if inside.size == 0:
-        return [f"channel {name} of {path} must not be empty, got zeros only; fetch it again or leave the case out"]
+        return [f"{name} must not be empty, got zeros only; fetch it again or leave the case out"]
     if inside.min() == inside.max():
-        return [
-            f"channel {name} of {path} must vary over its non-zero voxels, got {inside[0]:g} everywhere;"
-            f" fetch it again or leave the case out"
-        ]
+        rule = f"{name} must vary over its non-zero voxels"
+        return [f"{rule}, got {inside[0]:g} everywhere; fetch it again or leave the case out"]
     return []
 
 
@@ -249,33 +227,41 @@ def _compact(volume: np.ndarray) -> np.ndarray:
     return volume.astype(np.int16)
 
 
-def _read_label(path: Path, labels: Dict[int, str], label_map: Mapping[int, int], problems: List[str]):
+def _read_label(
+    files: CaseFiles,
+    labels: Dict[int, str],
+    label_map: Mapping[int, int],
+    expected: Optional[Geometry],
+    problems: List[str],
+) -> Optional[np.ndarray]:
+    """The label as uint8, its codes changed by `label_map`; None where it has problems."""
+    path = files.label
     try:
         label, geometry = nifti.read_volume(path)
     except InputError as error:
         problems += error.problems
-        return None, None
+        return None
     if label.ndim == 4 and label.shape[3] == 1:
         label = label[..., 0]
     if label.ndim != 3:
         problems.append(f"label {path} must be 3D, got shape {label.shape}; give one label map")
-        return None, None
+        return None
     values, counts = np.unique(label, return_counts=True)
     codes = [label_map.get(value, value) for value in values]
     unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        problems.append(
-            f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}; mend it, or say what they"
-            " are with --label-map"
-        )
-        return None, None
-    if all(code == value for code, value in zip(codes, values)):
-        return label.astype(np.uint8), geometry
-    changed = np.zeros_like(label, np.uint8)
+        rule = f"label {path} must hold only the codes {known}"
+        advice = "mend it, or say what they are with --label-map"
+        problems.append(f"{rule}; got {', '.join(unknown[:8])}; {advice}")
+        return None
+    if expected is not None:
+        problems += _grid_problems(path, geometry, files.images[0], expected)
+    changed = label.astype(np.uint8)
     for value, code in zip(values, codes):
-        changed[label == value] = code
-    return changed, geometry
+        if code != value:
+            changed[label == value] = code
+    return changed
 
 
 def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:

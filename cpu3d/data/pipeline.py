@@ -1,21 +1,26 @@
-"""NumPy code as an op of a tf.data pipeline: it lives as long as any pipeline that calls it, and not a second longer.
+"""NumPy code as an op of a tf.data pipeline, and its errors as they were.
 
 TensorFlow keeps a Python function that a pipeline calls either until the process ends, and with it the files and
 threads of every dataset of a run, or as long as the Python object of the dataset, which a `tf.function`, `flat_map` or
-a variant outlives. Here the function is held by a tensor that the pipeline captures, so by TensorFlow's own counting.
+a variant outlives. Here the function is held by a tensor that the pipeline captures, so by TensorFlow's own counting:
+it lives as long as any pipeline that calls it, and not a second longer.
 """
 
+import contextlib
 import itertools
 import os
 import weakref
-from typing import Any, Callable, Dict, Mapping, Tuple
+from collections import OrderedDict
+from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Tuple
 
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.failures import remembered
 from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.errors import InputError
+
+FAILURES = 64
+"""Failures remembered: those of the elements that a pipeline prepares ahead, of every pipeline of the process."""
 
 KEY_VALUES = 256
 """Length of the tensor that holds a function: what has 128 values or fewer, TensorFlow copies into its graphs."""
@@ -26,8 +31,8 @@ Shapes = Mapping[str, Tuple[str, Tuple]]
 def python_op(function: Callable[[np.ndarray], Tuple], outputs: Shapes) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
     """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
 
-    Its InputError and OSError come out of `failures.own_errors` as they were. Stateless for TensorFlow, because a
-    stateful op would make a deterministic pipeline serial.
+    Its InputError and OSError come out of `own_errors` as they were. Stateless for TensorFlow, because a stateful op
+    would make a deterministic pipeline serial.
     """
     key = _key_of(function)
     kinds = [dtype for dtype, _ in outputs.values()]
@@ -39,12 +44,39 @@ def python_op(function: Callable[[np.ndarray], Tuple], outputs: Shapes) -> Calla
     return op
 
 
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Take elements of a dataset in here: InputError and OSError of its loader are raised as they were."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        own = next((failure for mark, failure in list(_failures.items()) if mark in str(error.message)), None)
+        if own is None:
+            raise
+        raise own.with_traceback(None) from None
+
+
+class Batches:
+    """An iterator over a dataset that raises its loader's errors as they were. It keeps no batch."""
+
+    def __init__(self, dataset: Iterable[Any]):
+        self._elements = iter(dataset)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        with own_errors():
+            return next(self._elements)
+
+
 # --- Private helpers ---
 
 _functions: Dict[int, Callable] = {}
 """By the number that is in their tensor. It begins anywhere, so that a pipeline of another process finds none here."""
 
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
+_failures: "OrderedDict[str, BaseException]" = OrderedDict()
 
 
 def _key_of(function: Callable) -> tf.Tensor:
@@ -60,7 +92,7 @@ def _key_of(function: Callable) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def _call(key: np.ndarray, *arguments: Any) -> Any:
-    with remembered():
+    try:
         function = _functions.get(int(key[0]))
         if function is None:
             raise InputError(
@@ -68,3 +100,9 @@ def _call(key: np.ndarray, *arguments: Any) -> Any:
                 " keep a reference to the dataset, or make it again"
             )
         return function(*arguments)
+    except (InputError, OSError) as error:
+        mark = f"loader failure {next(_numbers)}:"
+        _failures[mark] = error
+        while len(_failures) > FAILURES:
+            _failures.popitem(last=False)
+        raise RuntimeError(f"{mark} {error}") from None
