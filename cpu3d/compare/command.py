@@ -27,7 +27,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.compare.plan import (
-    DEFAULT_RECIPE,
     Budget,
     Course,
     Grouped,
@@ -66,8 +65,7 @@ from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.recipes import RECIPES
-from cpu3d.settings import add_training_options, chosen_settings, load_config, with_settings
+from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, with_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, check, given, option
@@ -190,7 +188,11 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
     ]
     chosen = [name for name in ("variant", "voxels", "minutes") if getattr(options, name)]
     if options.runs:
-        wrong = [*(name for name in settings if name != "validations"), *(["recipe"] if args.recipe else []), *chosen]
+        wrong = [
+            *(name for name in settings if name != "validations"),
+            *(["recipe"] if hasattr(args, "recipe") else []),
+            *chosen,
+        ]
         wrong += ["resolutions"] if options.resolutions else []
         rule = "must come without --runs, where nothing is trained"
     elif options.resolutions:
@@ -282,7 +284,7 @@ def _study(
             f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
         )
     try:
-        base = with_settings(RECIPES[recipe or DEFAULT_RECIPE](), common)
+        base = with_settings(recipe_config(recipe), common)
     except ValueError as error:
         raise InputError(str(error)) from None
     found = resolve_variants(arms(options.resolutions, options.batches or [base.batch], common, recipe), store)
