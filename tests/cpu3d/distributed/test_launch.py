@@ -145,7 +145,7 @@ def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"][1])
+    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"])
     return script
 
 
