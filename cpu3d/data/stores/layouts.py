@@ -242,20 +242,19 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     not among `channels`. Raises InputError when a file does not exist and when a channel is missing or double.
     """
     paths = [Path(path) for path in paths]
-    missing = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
-    if missing or not paths:
-        raise InputError(*missing or ["--image must name a case folder or files, got nothing"])
-    if len(paths) == 1 and paths[0].is_dir():
-        case_id = paths[0].resolve().name
-        return CaseFiles(case_id, case_id, _in_channel_order(_volumes(paths[0]), channels, paths[0]), None)
-    folders = [f"image {path} must be a file when several are given, got a folder" for path in paths if path.is_dir()]
-    if folders:
-        raise InputError(*folders)
+    problems = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
+    if not problems and len(paths) > 1:
+        folders = [path for path in paths if path.is_dir()]
+        problems = [f"image {path} must be a file when several are given, got a folder" for path in folders]
+    if problems or not paths:
+        raise InputError(*problems or ["--image must name a case folder or files, got nothing"])
     case_id, where = _stem(paths[0]), paths[0].parent
-    if len(paths) > 1 or len(channels) == 1:
+    if paths[0].is_dir():
+        case_id, paths = _name(paths[0]), _in_channel_order(_volumes(paths[0]), channels, paths[0])
+    elif len(paths) > 1 or len(channels) == 1:
         paths = [path for path in paths if _modality(path) != "seg"]
         if all(_modality(path) for path in paths) and all(_canonical(name) for name in channels):
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or where.resolve().name
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(where)
             paths = _in_channel_order(paths, channels, where)
         elif len(paths) != len(channels):
             rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
@@ -280,16 +279,13 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
             groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
         return list(groups.values())
     if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
-        raise InputError(
-            f"3D files must be of one case where not all are named after their modality, got {len(paths)} for"
-            f" {', '.join(channels)}; predict one case after another, or name the files"
-        )
+        rule = "3D files must be of one case where not all are named after their modality"
+        advice = "predict one case after another, or name the files"
+        raise InputError(f"{rule}, got {len(paths)} for {', '.join(channels)}; {advice}")
     if len(channels) == 1 and named:
         unnamed = ", ".join(path.name for path in paths if path not in named)
-        raise InputError(
-            f"3D files must all be named after their modality or none of them, got {unnamed} beside {named[0].name};"
-            " predict them apart"
-        )
+        rule = "3D files must all be named after their modality or none of them"
+        raise InputError(f"{rule}, got {unnamed} beside {named[0].name}; predict them apart")
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
