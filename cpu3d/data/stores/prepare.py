@@ -296,34 +296,27 @@ def _refuse_other_content(
     recorded = {case.case_id: case for case in old.cases}
     new = sorted(set(found) - set(recorded) - {problem.case_id for problem in left_out(store_dir)})
     differences = [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+    known_as: Dict[str, Set[str]] = {}
     for case_id, record in sorted(recorded.items()):
         if case_id not in found:
             differences.append(f"case {case_id} is no longer whole in {dataset.folder}")
-        elif not same_sources(found[case_id], record, dataset.folder, verify):
+            continue
+        if not same_sources(found[case_id], record, dataset.folder, verify):
             differences.append(f"the source of case {case_id} has changed")
-    known_as: Dict[str, Set[str]] = {}
-    for files in dataset.cases:
-        if files.case_id in recorded:
-            known_as.setdefault(files.patient_id, set()).add(recorded[files.case_id].patient_id)
-    differences += [
-        f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good"
-        for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases})
-    ]
-    differences += [
-        f"patient {patient} counts as {len(those)} patients, {', '.join(sorted(those))}, which folds may part"
-        for patient, those in known_as.items()
-        if len(those) > 1
-    ]
+        known_as.setdefault(found[case_id].patient_id, set()).add(record.patient_id)
+    for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases}):
+        differences.append(f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good")
+    for patient, those in known_as.items():
+        if len(those) > 1:
+            names = ", ".join(sorted(those))
+            differences.append(f"patient {patient} counts as {len(those)} patients, {names}, which folds may part")
     patients = {case.case_id: case.patient_id for case in old.cases}
     if seed != old.split_seed or _split(patients, fractions, seed, ()) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     if differences:
         rule = f"store {store_dir} is finished and must keep its content"
-        raise InputError(
-            *(f"{rule}, but {difference}" for difference in differences),
-            "give another --store for the new content, or add new cases with `store append`; the finished store is"
-            " untouched",
-        )
+        advice = "give another --store for the new content, or add new cases with `store append`"
+        raise InputError(*(f"{rule}, but {one}" for one in differences), f"{advice}; the finished store is untouched")
 
 
 def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):
