@@ -27,6 +27,7 @@ from cpu3d.data.stores.conversion import (
     finished_cases,
     identity,
     identity_of_data,
+    identity_of_settings,
     left_out,
     owner_of,
     same_sources,
@@ -244,36 +245,20 @@ def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[
 def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
     """Raise unless the folder is empty or holds a store of the same data set, version and settings."""
     old, owner = _old_manifest(store_dir), owner_of(store_dir)
-    begun = _flags(settings_of(store_dir)) if owner else {}
+    if owner:
+        owner = {**owner, **identity_of_settings(settings_of(store_dir))}
     if old is not None:
         owner.update(identity_of_data(old))
     elif not owner and not is_untouched(store_dir, "source.json"):
         raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
+    wanted = identity(dataset, settings)
     problems = [
-        f"store {store_dir} must belong to this data set and version: {key} {value!r}, got {owner.get(key)!r}"
-        for key, value in identity_of_data(dataset).items()
-        if owner and owner.get(key) != value
-    ]
-    problems += [
-        f"{flag} must be as store {store_dir} was begun: {begun[flag]}, got {asked}"
-        for flag, asked in _flags(settings).items()
-        if begun and asked != begun[flag]
+        f"{name} of what goes into store {store_dir} must be {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
+        for name in wanted
+        if owner and owner.get(name) != wanted[name]
     ]
     if problems:
         raise InputError(*problems, "choose another --store; nothing was touched")
-
-
-def _flags(settings: Settings) -> Dict[str, str]:
-    """The settings as they are typed."""
-    meaning = {"format": settings.format, "scores": settings.scores}
-    choices = [choice for choice, fields in FORMAT_CHOICES.items() if fields == meaning]
-    pairs = (f"{old}={new}" for old, new in sorted(settings.label_map.items()))
-    return {
-        "--format": choices[0] if choices else f"{settings.format} of float16",
-        "--crop": "given" if settings.crop else "left out",
-        "--zero-nan": "given" if settings.zero_nan else "left out",
-        "--label-map": " ".join(pairs) or "none",
-    }
 
 
 def _old_manifest(store_dir: Path) -> Optional[Manifest]:
