@@ -25,8 +25,8 @@ from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problem, labels_in_use
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
+from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
-from cpu3d.util.workers import KILLED, run_jobs
 from memory_estimator.files import parse_json, read_json, typed
 
 FORMAT_CHOICES = {

@@ -50,9 +50,9 @@ from cpu3d.data.stores.verify import lines_of, store_info
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.versions import versions
-from cpu3d.util.workers import worker_count
+from cpu3d.util.records import versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, check, given, option
 

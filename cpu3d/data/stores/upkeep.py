@@ -33,9 +33,9 @@ from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.versions import versions
-from cpu3d.util.workers import worker_count
+from cpu3d.util.records import versions
 from memory_estimator.files import read_json
 
 # --- New cases ---

@@ -66,7 +66,10 @@ def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
     assert np.array_equal(voxels, np.rint(voxels))
 
 
-@pytest.mark.parametrize("content", [b"", b"no header", b"\0" * 400, gzip.compress(b"still none" * 50)])
+CONTENTS = {"empty": b"", "short": b"no header", "zeros": b"\0" * 400, "gzip": gzip.compress(b"still none" * 50)}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_what_is_no_nifti_is_refused(tmp_path, content):
     (tmp_path / "a.nii.gz").write_bytes(content)
     with pytest.raises(InputError, match=r"a\.nii\.gz must"):
