@@ -21,7 +21,7 @@ import numpy as np
 
 from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.distributed.shared_memory import SILENCE_S, lost_worker, shared_memory_sum
+from cpu3d.distributed.shared_memory import GONE, SILENCE_S, SILENT, lost_worker, shared_memory_sum
 from cpu3d.errors import InputError, WorkerLostError
 
 MEETING_S = 300.0
@@ -236,10 +236,10 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 _REASONS = (
     (r"incarnation|restarted", "another process at its address"),
-    (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
+    (r"heartbeat|deadline.exceeded", SILENT),
     (
         r"failed to connect|connection (refused|reset|closed)|reset by peer|socket closed|broken pipe|stream removed",
-        "no connection: its process has ended or its host is gone",
+        GONE,
     ),
     (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),
     (r"aborted by: *(.+)", ""),

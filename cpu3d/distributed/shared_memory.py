@@ -25,6 +25,9 @@ from cpu3d.training.heartbeat import is_suspended
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
+GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
+"""How it is lost, in words."""
+
 MEMORY_BYTES = 32 * 2**20
 """Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""
 
@@ -66,19 +69,15 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
     """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
-    name = "" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
-    if rank is None:
-        problem = f"all {cluster.workers} workers must answer each other, got {reason}; their logs may tell why"
-    elif rank == cluster.rank:
+    name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
+    if rank == cluster.rank:
         problem = f"{name}, this one, must reach the others, got {reason}; mend its network"
     else:
-        problem = f"{name} must answer worker {cluster.rank}, got {reason}; its log may tell why"
+        problem = f"{name} must answer worker {cluster.rank}, got {reason}; the logs may tell why"
     return WorkerLostError(f"{problem}, the same command continues from the last checkpoint")
 
 
 # --- Private helpers ---
-
-GONE = "no connection: its process has ended or its host is gone"
 
 
 def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
@@ -113,7 +112,7 @@ def _memory_file() -> BinaryIO:
 def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
     """Return when all workers are ready for the same."""
     if not cluster.is_chief:
-        _tell(peers[0], size)
+        _tell(peers, size)
         word = _hear(cluster, peers, 0)
         if word < 0:
             raise lost_worker(cluster, -1 - word, "no answer to worker 0")
@@ -122,18 +121,17 @@ def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: in
         try:
             heard = _hear(cluster, peers, rank)
         except WorkerLostError:
-            for peer in peers.values():
-                _tell(peer, -1 - rank)
+            _tell(peers, -1 - rank)
             raise
         if heard != size:
             raise ValueError(f"vectors must have one length, got {heard} of worker {rank} and {size} of worker 0")
+    _tell(peers, size)
+
+
+def _tell(peers: Mapping[int, socket.socket], word: int) -> None:
     for peer in peers.values():
-        _tell(peer, size)
-
-
-def _tell(peer: socket.socket, word: int) -> None:
-    with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
-        peer.send(WORD.pack(word))
+        with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
+            peer.send(WORD.pack(word))
 
 
 def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> int:
@@ -147,4 +145,4 @@ def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> in
             suspended_s = suspended_s + LOOK_S if is_suspended(peer_of(peers[rank])[0]) else 0.0
         except (OSError, struct.error):
             raise lost_worker(cluster, rank, GONE) from None
-    raise lost_worker(cluster, rank, "no sign of life: it hangs or is cut off")
+    raise lost_worker(cluster, rank, SILENT)

@@ -187,11 +187,11 @@ HOROVOD = (
         (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got no sign of life"),
         (STOPPED, 2, "worker 2 (h2:29500), this one, must reach the others, got no sign of life"),
         (CHIEF_STOPPED, 1, "worker 0 (h0:29500) must answer worker 1, got no sign of life"),
-        (HOROVOD, 1, "all 3 workers must answer each other, got no answer: one of them"),
+        (HOROVOD, 1, "all 3 workers must answer worker 1, got no answer: one of them"),
         ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),
-        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer each other, got /job:worker/task:7 failed: no"),
-        ("", 1, "all 3 workers must answer each other, got an error without words"),
-        ("x" * 5000, 1, "all 3 workers must answer each other, got xxx"),
+        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no"),
+        ("", 1, "all 3 workers must answer worker 1, got an error without words"),
+        ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
 def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, told):

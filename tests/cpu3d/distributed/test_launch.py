@@ -66,7 +66,7 @@ PLANS = [
 def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, found):
     plan = plan_of(environ, sockets, **options)
     assert list(plan.cluster.addresses) == addresses
-    assert (plan.ranks, plan.found) == (ranks, found)
+    assert (tuple(plan.ranks), plan.found) == (ranks, found)
     assert plan.cluster.rank == ranks[0]
     for rank in ranks:
         told = plan.environ_of(rank, {**TF, "HOROVOD_RANK": "3", "HOME": "/"})
@@ -101,9 +101,9 @@ def test_what_does_not_agree_is_refused(options, environ, said):
 
 def test_workers_with_cpus_of_their_own_share_with_nobody():
     bound = {"SLURM_CPU_BIND_LIST": "0x3,0xC"}
-    assert plan_of({**slurm("n1", "2", 1), **bound}).sharing_here == 1
-    assert plan_of(slurm("n1", "2", 1)).sharing_here == 2
-    assert plan_of({**slurm("n1", "1", 0), **bound}, 3).sharing_here == 3
+    assert plan_of({**slurm("n1", "2", 1), **bound}).apart
+    assert not plan_of(slurm("n1", "2", 1)).apart
+    assert not plan_of({**slurm("n1", "1", 0), **bound}, 3).apart
 
 
 def test_a_batch_script_that_leaves_hosts_idle_is_told_so():
