@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import ipaddress
 import json
 import random
+import re
 import socket
 import sys
 from collections import Counter
@@ -47,17 +47,13 @@ class Cluster:
     """One of ENGINES."""
 
     def __post_init__(self):
-        problems = []
-        for address in self.addresses:
-            try:
-                host_and_port(address)
-            except ValueError:
-                rule = f"be host:port or [IPv6]:port, got {address!r}; mend TF_CONFIG or --hosts"
-                problems.append(f"worker address must {rule}")
-        if self.engine not in ENGINES:
-            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
+        bad = [address for address in self.addresses if not _is_address(address)]
+        rule = "be host:port or [IPv6]:port"
+        problems = [f"worker address must {rule}, got {one!r}; mend TF_CONFIG or --hosts" for one in bad]
         twice = [address for address, count in Counter(self.addresses).items() if count > 1]
         problems += [f"workers must each have an address, got {address} twice; change its port" for address in twice]
+        if self.engine not in ENGINES:
+            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
         if self.rank not in range(self.workers):
             problems.append(f"rank must be below {self.workers}, got {self.rank}; number the workers from 0")
         if problems:
@@ -190,15 +186,9 @@ def from_hosts(hosts: Sequence[str], workers: Sequence[int], ports: Sequence[int
 
 
 def host_and_port(address: str) -> Tuple[str, int]:
-    """Take "host:port" or "[IPv6]:port" apart. Raises ValueError for anything else."""
+    """Take "host:port" or "[IPv6]:port" of a cluster apart."""
     host, _, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    if not host or set(host) & set(" /[]@,") or (":" in host) != bracketed:
-        raise ValueError(address)
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(address)
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def join_address(host: str, port: int) -> str:
@@ -226,19 +216,19 @@ def read_hosts(text: str) -> Tuple[str, ...]:
 
 
 def own_index(hosts: Sequence[str]) -> int:
-    """Which of `hosts` this one is: the one that has one of this host's addresses, or its name.
+    """Which of several `hosts` this one is: the one that has one of this host's addresses, or its name.
 
     Raises InputError where none or several are, or where one is a name that each host has for itself.
     """
-    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host)]
+    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host.strip("[]"))]
     if len(hosts) > 1 and selfish:
         raise InputError(f"--hosts must be what the others reach them by, got {selfish[0]}; name it otherwise")
-    name, mine = socket.gethostname().lower(), own_addresses()
-    here = [
-        index
-        for index, host in enumerate(hosts)
-        if _same_name(host.lower(), name) or any(one in mine or _is_loopback(one) for one in addresses(host))
-    ]
+    name, mine, here = socket.gethostname().lower(), own_addresses(), []
+    for index, host in enumerate(hosts):
+        own = any(one in mine or _is_loopback(one) for one in addresses(host))
+        lacks_domain = ("." in host) != ("." in name)
+        if own or host.lower() == name or (lacks_domain and host.lower().split(".")[0] == name.split(".")[0]):
+            here.append(index)
     if len(here) != 1:
         got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
         raise InputError(f"--hosts must hold this host, {name}, once, got {got}; give --host-index, from 0")
@@ -272,20 +262,10 @@ def free_ports(count: int) -> Tuple[int, ...]:
     return tuple(taken)
 
 
-# --- Private helpers ---
-
-
-def _same_name(one: str, other: str) -> bool:
-    """Whether two names are of one host; one of them may lack its domain."""
-    short = ("." in one) != ("." in other) and one.partition(".")[0] == other.partition(".")[0]
-    return one == other or (short and not _is_address(one))
-
-
-def _is_loopback(text: str) -> bool:
-    return _is_address(text) and ipaddress.ip_address(text.strip("[]")).is_loopback
-
-
 def _is_address(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text.strip("[]")))
-    return False
+    found = re.fullmatch(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", text, re.ASCII)
+    return bool(found) and 0 < int(found[1]) < 65536
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

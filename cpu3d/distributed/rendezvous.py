@@ -7,9 +7,7 @@ Workers that share memory meet by sockets of their host instead, which no networ
 """
 
 import contextlib
-import errno
 import hashlib
-import ipaddress
 import json
 import os
 import select
@@ -19,11 +17,11 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port
+from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port, own_addresses
 from cpu3d.errors import InputError, WorkerLostError
 from memory_estimator.files import parse_json
 
-TRY_AGAIN_S = 0.5
+POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0
 HELLO_S = 5.0
 """For whoever has connected to say who he is."""
@@ -45,11 +43,11 @@ def meet(
     WorkerLostError on all that have come when others do not within `limit_s`.
     """
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(listener) for listener in _own_port(cluster)]
-        hurry = _Hurry(cluster, limit_s, say)
+        listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
+        wait = _Wait(cluster, limit_s, say)
         if cluster.is_chief:
-            return _gather(listeners, cluster, hurry, plan), plan
-        connection, plan = _report(cluster, hurry)
+            return _gather(listeners, cluster, wait, plan), plan
+        connection, plan = _report(cluster, wait)
         return {0: connection}, plan
 
 
@@ -61,45 +59,48 @@ def peer_of(connection: socket.socket) -> Tuple[int, int]:
 # --- Private helpers ---
 
 
-class _Hurry:
+class _Wait:
     """The time that is left to wait for others."""
 
     def __init__(self, cluster: Cluster, limit_s: float, say: Callable[[str], None]):
         self._cluster, self._limit_s, self._say = cluster, limit_s, say
-        self._until_s, self._say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
+        self.until_s, self._say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
-    def left_s(self) -> float:
-        return self._until_s - time.monotonic()
-
-    def waits_for(self, missing: Sequence[int]) -> None:
+    def check(self, missing: Sequence[int]) -> None:
         """Say once, after a while, for whom. Raises WorkerLostError when the time is over."""
         workers = ", ".join(f"worker {rank} ({self._cluster.addresses[rank]})" for rank in missing)
-        if self.left_s() <= 0:
-            raise WorkerLostError(
-                f"{workers} must come within {self._limit_s:g} s, got no sign; see whether it runs and whether worker "
-                "0 can be reached at its port, then give the same command on all hosts"
-            )
+        if time.monotonic() >= self.until_s:
+            todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
+            raise WorkerLostError(f"{workers} must come within {self._limit_s:g} s, got no sign; {todo}")
         if time.monotonic() >= self._say_at_s:
             self._say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
             self._say_at_s = float("inf")
 
-    def is_over(self, missing: Sequence[int]) -> None:
-        self._until_s = 0.0
-        self.waits_for(missing)
 
+def _listeners(cluster: Cluster) -> List[socket.socket]:
+    """Sockets that listen for the others: at no network for shared memory.
 
-def _own_port(cluster: Cluster) -> List[socket.socket]:
-    """Sockets that listen for the others."""
+    Else at each address that the worker's host name stands for, so that no other network reaches it, and at all of the
+    host where that is none which the others could reach: a name may stand for 127.0.1.1 on its own host, or for an
+    address that is translated on the way.
+    """
     host, port = host_and_port(cluster.addresses[cluster.rank])
     try:
-        if cluster.engine != MEMORY:
-            return _at_own_addresses(host, port)
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(_name(cluster, cluster.rank))
-            listener.listen(1024)
-            stack.pop_all()
+        if cluster.engine == MEMORY:
+            with contextlib.ExitStack() as stack:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind(_name(cluster, cluster.rank))
+                listener.listen(1024)
+                stack.pop_all()
             return [listener]
+        mine = own_addresses()
+        own = [one for one in addresses(host) if one == host or (one in mine and not one.startswith(("127.", "fe80:")))]
+        own = [one for one in own if one in mine or one.startswith("127.")]
+        families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in own]
+        if own:
+            return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in zip(own, families)]
+        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        return [socket.create_server(("", port), backlog=1024, **both)]
     except OSError as error:
         raise InputError(
             f"port {port} of worker {cluster.rank} ({cluster.addresses[cluster.rank]}) must be free, got "
@@ -112,35 +113,12 @@ def _name(cluster: Cluster, rank: int) -> bytes:
     return f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
 
 
-def _at_own_addresses(host: str, port: int) -> List[socket.socket]:
-    """A listener at each address that this worker's host name stands for, so that no other network reaches it.
-
-    At all of the host where that is none which the others could reach: a name may stand for 127.0.1.1 on its own host,
-    or for an address that is translated on the way.
-    """
-    listeners: List[socket.socket] = []
-    for address in sorted(addresses(host)):
-        kind = ipaddress.ip_address(address)
-        if address != host and (kind.is_loopback or kind.is_link_local):
-            continue
-        family = socket.AF_INET6 if kind.version == 6 else socket.AF_INET
-        try:
-            listeners.append(socket.create_server((address, port), family=family, backlog=1024))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    if listeners:
-        return listeners
-    both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    return [socket.create_server(("", port), backlog=1024, **both)]
-
-
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     """Whether another user of this host is at its other end."""
     return cluster.engine == MEMORY and peer_of(connection)[1] != os.geteuid()
 
 
-def _gather(listeners: Sequence[socket.socket], cluster: Cluster, hurry: _Hurry, plan: Any) -> Dict[int, socket.socket]:
+def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, plan: Any) -> Dict[int, socket.socket]:
     """The chief's part. Each caller is heard in a thread of its own, so that a silent one holds up nobody."""
     here: Dict[int, socket.socket] = {}
     turn, missing = threading.Lock(), range(1, cluster.workers)
@@ -166,8 +144,8 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, hurry: _Hurry,
                 missing = [rank for rank in range(1, cluster.workers) if rank not in here]
             if not missing:
                 break
-            hurry.waits_for(missing)
-            for listener in select.select(listeners, [], [], min(TRY_AGAIN_S / 10, max(0.0, hurry.left_s())))[0]:
+            wait.check(missing)
+            for listener in select.select(listeners, [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # who has gone again by now
                     connection = listener.accept()[0]
                     if _is_stranger(cluster, connection):
@@ -194,23 +172,24 @@ def _wrong_with(hello: Dict[str, Any], cluster: Cluster, here: Dict[int, socket.
     return "" if rank in range(1, cluster.workers) else f"rank must be in 1 to {cluster.workers - 1}, got {rank}"
 
 
-def _report(cluster: Cluster, hurry: _Hurry) -> Tuple[socket.socket, Any]:
+def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
     """The other workers' part: the connection to the chief once all have come, and its plan."""
     while True:
         answer: Dict[str, Any] = {}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            connection = stack.enter_context(connect(cluster, min(HELLO_S, max(0.1, hurry.left_s()))))
+            connection = stack.enter_context(connect(cluster, HELLO_S))
             if not _is_stranger(cluster, connection):
                 _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
-                answer = _receive(connection, hurry.left_s() + HELLO_S, PLAN_BYTES) or {}
+                answer = _receive(connection, wait.until_s - time.monotonic() + HELLO_S, PLAN_BYTES) or {}
             if "go" in answer:
                 stack.pop_all()
                 return connection, answer.get("plan")
         if "wrong" in answer:
             raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
         if "missing" in answer:
-            hurry.is_over(answer["missing"])
-        hurry.waits_for([0])
+            wait.until_s = 0.0
+            wait.check(answer["missing"])
+        wait.check([0])
         time.sleep(TRY_AGAIN_S)
 
 
@@ -218,16 +197,19 @@ def connect(cluster: Cluster, limit_s: float) -> socket.socket:
     """A connection to the chief. Raises OSError where nobody listens."""
     if cluster.engine != MEMORY:
         return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=limit_s)
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
         connection.settimeout(limit_s)
         connection.connect(_name(cluster, 0))
-        stack.pop_all()
         return connection
+    except OSError:
+        connection.close()
+        raise
 
 
 def _send(connection: socket.socket, content: Any) -> None:
     line = json.dumps(content).encode() + b"\n"
+    connection.settimeout(HELLO_S)
     with contextlib.suppress(OSError):  # who is gone is noticed when TensorFlow wants him
         for start in range(0, len(line), PIECE_BYTES):
             connection.sendall(line[start : start + PIECE_BYTES])

@@ -12,14 +12,13 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
-from typing import BinaryIO, Callable, Mapping, Optional
+from typing import Callable, Mapping, Optional
 
 import numpy as np
 
 from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.rendezvous import peer_of
-from cpu3d.errors import InputError, WorkerLostError
+from cpu3d.errors import WorkerLostError
 from cpu3d.training.heartbeat import is_suspended
 
 SILENCE_S = 20.0
@@ -29,7 +28,7 @@ GONE, SILENT = "no connection: its process has ended or its host is gone", "no s
 """How it is lost, in words."""
 
 MEMORY_BYTES = 32 * 2**20
-"""Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""
+"""Of all parts."""
 
 LOOK_S = 1.0
 """While waiting for a worker: whether a signal has stopped it."""
@@ -82,31 +81,22 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 
 def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
     """The chief makes the memory, a file without a name, and hands it to the others."""
-    if cluster.is_chief:
-        with _memory_file() as file:
-            for peer in peers.values():
-                with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
-                    socket.send_fds(peer, [b"memory"], [file.fileno()])
-            return mmap.mmap(file.fileno(), MEMORY_BYTES)
-    peers[0].settimeout(SILENCE_S)
     try:
-        handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
+        if cluster.is_chief:
+            handle = os.memfd_create("cpu3d")
+            os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+        else:
+            peers[0].settimeout(SILENCE_S)
+            handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
     except (OSError, IndexError):
         raise lost_worker(cluster, 0, GONE) from None
+    for peer in peers.values() if cluster.is_chief else ():
+        with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
+            socket.send_fds(peer, [b"memory"], [handle])
     try:
         return mmap.mmap(handle, MEMORY_BYTES)
     finally:
         os.close(handle)
-
-
-def _memory_file() -> BinaryIO:
-    for folder in ("/dev/shm", None):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
-            os.posix_fallocate(file.fileno(), 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
-            stack.pop_all()
-            return file
-    raise InputError(f"/dev/shm or the folder of TMPDIR must have {MEMORY_BYTES >> 20} MiB free, got less; free some")
 
 
 def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
