@@ -21,8 +21,7 @@ from memory_estimator.files import parse_json, typed
 CHIEF, WORKER = "chief", "worker"
 """The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
 
-MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
-ENGINES = (MEMORY, TENSORFLOW, HOROVOD)
+ENGINES = MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
 """What sums over the workers, see `all_reduce`."""
 
 VARIABLES = ("TF_CONFIG", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "HOSTNAME")))
@@ -87,8 +86,7 @@ class Cluster:
 
     def as_tf_config(self) -> str:
         """The environment variable TF_CONFIG that says the same, all of them named workers."""
-        task = {"type": WORKER, "index": self.rank}
-        return json.dumps({"cluster": {WORKER: list(self.addresses)}, "task": task})
+        return json.dumps({"cluster": {WORKER: self.addresses}, "task": {"type": WORKER, "index": self.rank}})
 
     def of_rank(self, rank: int) -> "Cluster":
         """The same workers, seen from another."""
@@ -131,26 +129,25 @@ def from_tf_config(text: str) -> Cluster:
 
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
-
-    def refusal(rule: str, got: object) -> InputError:
-        return InputError(f"TF_CONFIG must {rule}, got {got}; mend it, or unset it to train alone")
-
+    problem, todo = "", "mend it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
         task = typed(content.get("task") or {}, Dict[str, Any], "task")
     except ValueError as error:
-        raise refusal("be JSON of a cluster and a task", f"{text!r} ({error})") from None
+        raise InputError(f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}") from None
     if not tasks:
         return ALONE
     chiefs, workers = tasks.get(CHIEF, ()), tasks.get(WORKER, ())
     kind, index = task.get("type"), str(task.get("index"))
+    own = chiefs if kind == CHIEF else workers
     if set(tasks) - {CHIEF, WORKER} or kind not in (CHIEF, WORKER) or len(chiefs) > 1:
         got = f"tasks {', '.join(sorted(tasks))} and this one a {kind}"
-        raise refusal("name workers and at most one chief, as all train alike", got)
-    own = chiefs if kind == CHIEF else workers
-    if not index.isdigit() or int(index) >= len(own):
-        raise refusal(f"have a task index below its {len(own)} {kind} addresses", index)
+        problem = f"name workers and at most one chief, as all train alike, got {got}"
+    elif not index.isdigit() or int(index) >= len(own):
+        problem = f"have a task index below its {len(own)} {kind} addresses, got {index}"
+    if problem:
+        raise InputError(f"TF_CONFIG must {problem}; {todo}")
     return Cluster(chiefs + workers, int(index) + (len(chiefs) if kind == WORKER else 0))
 
 
@@ -237,8 +234,7 @@ def own_index(hosts: Sequence[str]) -> int:
 
 def own_addresses() -> FrozenSet[str]:
     """Of all network interfaces here, without the zone of a local IPv6 address."""
-    found = [address.address for of_one in psutil.net_if_addrs().values() for address in of_one]
-    return frozenset(address.partition("%")[0] for address in found)
+    return frozenset(one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found)
 
 
 def addresses(host: str) -> FrozenSet[str]:

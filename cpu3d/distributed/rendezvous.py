@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port, own_addresses
 from cpu3d.errors import InputError, WorkerLostError
@@ -42,18 +42,35 @@ def meet(
     Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
     WorkerLostError on all that have come when others do not within `limit_s`.
     """
+    wait = _Wait(cluster, limit_s, say)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
-        wait = _Wait(cluster, limit_s, say)
         if cluster.is_chief:
             return _gather(listeners, cluster, wait, plan), plan
         connection, plan = _report(cluster, wait)
         return {0: connection}, plan
 
 
+def connect(cluster: Cluster) -> socket.socket:
+    """A connection to the chief. Raises OSError where nobody listens."""
+    if cluster.engine != MEMORY:
+        return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection.settimeout(HELLO_S)
+        connection.connect(_name(cluster, 0))
+        stack.pop_all()
+        return connection
+
+
 def peer_of(connection: socket.socket) -> Tuple[int, int]:
     """The kernel's word of who is at the other end of a connection on this host: (process, user)."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]
+
+
+def digest(cluster: Cluster) -> str:
+    """Of the addresses, by which workers know that they are of one cluster."""
+    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
 
 
 # --- Private helpers ---
@@ -92,13 +109,12 @@ def _listeners(cluster: Cluster) -> List[socket.socket]:
                 listener.bind(_name(cluster, cluster.rank))
                 listener.listen(1024)
                 stack.pop_all()
-            return [listener]
-        mine = own_addresses()
-        own = [one for one in addresses(host) if one == host or (one in mine and not one.startswith(("127.", "fe80:")))]
-        own = [one for one in own if one in mine or one.startswith("127.")]
-        families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in own]
+                return [listener]
+        reachable = {one for one in own_addresses() if not one.startswith(("127.", "::1", "fe80:"))}
+        own = [host] if host.startswith("127.") else addresses(host) & reachable
         if own:
-            return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in zip(own, families)]
+            kinds = [(one, socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own]
+            return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in kinds]
         both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
         return [socket.create_server(("", port), backlog=1024, **both)]
     except OSError as error:
@@ -125,18 +141,20 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, p
 
     def hear(connection: socket.socket) -> None:
         hello = _receive(connection, HELLO_S, HELLO_BYTES)
+        rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
         with turn:
-            problem = hello and _wrong_with(hello, cluster, here)
-            if hello and not problem:
-                here[hello["rank"]] = connection
+            if hello.get("cluster") != digest(cluster):
+                problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
+            elif rank in here or rank not in range(1, cluster.workers):
+                problem = f"workers must each have a rank of their own below {cluster.workers}, got {rank} twice"
+            else:
+                here[rank] = connection
                 return
-        if problem:
+        if hello:
             _send(connection, {"wrong": problem})
         connection.close()
 
     try:
-        for listener in listeners:
-            listener.setblocking(False)
         while True:
             with turn:
                 for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
@@ -146,6 +164,7 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, p
                 break
             wait.check(missing)
             for listener in select.select(listeners, [], [], POLL_S)[0]:
+                listener.settimeout(POLL_S)
                 with contextlib.suppress(OSError):  # who has gone again by now
                     connection = listener.accept()[0]
                     if _is_stranger(cluster, connection):
@@ -157,19 +176,9 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, p
         return here
     except BaseException:
         for connection in here.values():
-            _send(connection, {"missing": missing})
+            _send(connection, {"missing": list(missing)})
             connection.close()
         raise
-
-
-def _wrong_with(hello: Dict[str, Any], cluster: Cluster, here: Dict[int, socket.socket]) -> str:
-    """Why a caller is none of the workers that are still missing; "" where it is one."""
-    rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
-    if hello.get("cluster") != digest(cluster):
-        return f"workers must all be given the same addresses, worker {rank} has others than worker 0"
-    if rank in here:
-        return f"workers must each have a rank of their own, got {rank} twice"
-    return "" if rank in range(1, cluster.workers) else f"rank must be in 1 to {cluster.workers - 1}, got {rank}"
 
 
 def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
@@ -177,10 +186,10 @@ def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
     while True:
         answer: Dict[str, Any] = {}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            connection = stack.enter_context(connect(cluster, HELLO_S))
+            connection = stack.enter_context(connect(cluster))
             if not _is_stranger(cluster, connection):
                 _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
-                answer = _receive(connection, wait.until_s - time.monotonic() + HELLO_S, PLAN_BYTES) or {}
+                answer = _receive(connection, wait.until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
             if "go" in answer:
                 stack.pop_all()
                 return connection, answer.get("plan")
@@ -188,23 +197,8 @@ def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
             raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
         if "missing" in answer:
             wait.until_s = 0.0
-            wait.check(answer["missing"])
-        wait.check([0])
+        wait.check(answer.get("missing", [0]))
         time.sleep(TRY_AGAIN_S)
-
-
-def connect(cluster: Cluster, limit_s: float) -> socket.socket:
-    """A connection to the chief. Raises OSError where nobody listens."""
-    if cluster.engine != MEMORY:
-        return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=limit_s)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(limit_s)
-        connection.connect(_name(cluster, 0))
-        return connection
-    except OSError:
-        connection.close()
-        raise
 
 
 def _send(connection: socket.socket, content: Any) -> None:
@@ -215,20 +209,14 @@ def _send(connection: socket.socket, content: Any) -> None:
             connection.sendall(line[start : start + PIECE_BYTES])
 
 
-def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Optional[Dict[str, Any]]:
-    """A JSON object on one line; None where none comes in time."""
-    deadline, line = time.monotonic() + limit_s, b""
+def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Dict[str, Any]:
+    """A JSON object on one line; empty where none comes in time."""
+    deadline, line, part = time.monotonic() + limit_s, b"", b"-"
     with contextlib.suppress(OSError, ValueError):
-        while not line.endswith(b"\n") and len(line) < most_bytes:
+        while part and not line.endswith(b"\n") and len(line) < most_bytes:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             part = connection.recv(PIECE_BYTES)
-            if not part:
-                return None
             line += part
         content = parse_json(line)
-        return content if isinstance(content, dict) else None
-    return None
-
-
-def digest(cluster: Cluster) -> str:
-    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -57,7 +57,7 @@ def connected(cluster):
     """A connection to the chief, as soon as he listens."""
     for _ in range(200):
         with contextlib.suppress(OSError):
-            return rendezvous.connect(cluster, 5)
+            return rendezvous.connect(cluster)
         time.sleep(0.02)
     raise AssertionError("nobody listens")
 
