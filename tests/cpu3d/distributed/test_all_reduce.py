@@ -305,16 +305,6 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_ends_the_others_within_a_minute(started, tmp_path):
-    processes = started("go on")
-    after_two_steps(processes, tmp_path)
-    processes[1].send_signal(signal.SIGSTOP)
-    assert processes[0].wait(50) == 6
-    assert "error: worker 1 " in lines(tmp_path, 0, "err")[0]
-    assert "got no sign of life" in lines(tmp_path, 0, "err")[0]
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="needs Horovod: ./run.sh setup --horovod")
 def test_horovod_gives_the_same_sums(tmp_path):
     script = tmp_path / "worker.py"

@@ -237,15 +237,6 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
     supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
 
 
-def test_on_a_disk_that_takes_no_files_beats_are_lost_and_nobody_hangs(job, tmp_path, monkeypatch):
-    def full(**_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", full)
-    show, patience = beating(tmp_path, beat=1.0), Patience(poll_s=0.02, silent_s=0.3)
-    supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
-
-
 def test_below_a_launcher_the_one_that_hangs_is_found_and_all_are_ended(job, tmp_path):
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {REPORTS + WORKS!r}])"
     error = failure([job(0, launcher)], Patience(poll_s=0.02, silent_s=0.3), show=beating(tmp_path, beat=1.0))
@@ -294,13 +285,6 @@ def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, pas
     assert caught.value.signal_number == passed_on
     assert all("saved" in words(one) for one in jobs)
     assert {one: signal.getsignal(one) for one in before} == before
-
-
-def test_a_signal_that_comes_when_all_is_done_changes_nothing(job, tmp_path):
-    jobs = [job(0, SAVES.replace("sys.exit(128 + told[0])", ""))]
-    when_ready(jobs, signal.SIGTERM)
-    supervise(jobs, tmp_path, patience=QUICK)
-    assert "saved" in words(jobs[0])
 
 
 def test_a_failure_while_saving_is_not_taken_for_an_interruption(job):
