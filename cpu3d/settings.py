@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
-from cpu3d.data.folds import parse_fold
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
+from memory_estimator.job import OPTIMIZERS, Architecture, check_micro_batch, micro_of
 from memory_estimator.schema import add_options, check, given, option, to_command_line
-from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from models.config import DTYPES, POLICIES, UNetConfig
 
 AUTO = "auto"
 """What an option says that `cpu3d.plan` decides."""
@@ -200,16 +200,9 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Architecture):
     """Fields of UNetConfig that a user may choose."""
 
-    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS, group="network")
-    filters: int = option(16, "feature maps of the first convolution", "F", group="network")
-    depth: int = option(5, "levels of resolution", "L", group="network")
-    norm: str = option("instance", choices=NORMS, group="network")
-    up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
-    residual: bool = option(False, "residual blocks", group="network")
-    deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
     dtype: str = option(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES), group="network")
     policy: str = option(
         AUTO,
@@ -262,7 +255,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = overview()
     parser.add_argument("--recipe", choices=sorted(RECIPES), help="settings to start from (default: brats-regions)")
-    add_options(parser, *DECLARED)
+    add_options(parser, *DECLARED, group="network")
 
 
 def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:

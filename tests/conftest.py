@@ -14,6 +14,10 @@ from memory_estimator.host import read_host
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the first test that computes would take a card for all of them
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores: one thread each.
+    os.environ.update(OMP_NUM_THREADS="1", TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="1")
+
 if "tensorflow" not in sys.modules:  # a second collection in one process finds it there, set up
     apply(thread_plan(read_host()))
 
@@ -61,9 +65,9 @@ def waits_for():
 @pytest.fixture(scope="session")
 def phantom_store(tmp_path_factory):
     """A store of six small phantoms: four to train, one to validate, one to test. Read only."""
-    from cpu3d.data.phantom import write_phantom
-    from cpu3d.data.prepare import prepare
     from cpu3d.data.store import open_store
+    from cpu3d.data.stores.phantom import write_phantom
+    from cpu3d.data.stores.prepare import prepare
 
     folder = tmp_path_factory.mktemp("phantom")
     write_phantom(folder / "raw", cases=6, shape=(40, 48, 36), seed=5, workers=1)

@@ -18,17 +18,15 @@ MAY_IMPORT = {
 """models <- memory_estimator <- cpu3d: a package on the left never asks one further right."""
 
 NEED_TENSORFLOW = {
-    "cpu3d.data.failures",
+    "cpu3d.data.pipeline",
     "cpu3d.data.finish",
-    "cpu3d.data.python_op",
     "cpu3d.data.source",
-    "cpu3d.inference.export.saved_model",
+    "cpu3d.inference.export.network",
     "cpu3d.training.feeds",
     "cpu3d.training.fit",
     "cpu3d.inference.predictor",
     "cpu3d.training.learner",
     "cpu3d.training.losses",
-    "cpu3d.training.plan_lines",
     "cpu3d.training.validation",
     "models.blocks",
     "models.filter_gradient",

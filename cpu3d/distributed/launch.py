@@ -49,10 +49,9 @@ from cpu3d.distributed.cluster import (
 from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import hosts_table, topology_of
-from cpu3d.host.plan_table import describe_plans, overridden
+from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.thread_plan import default_workers, thread_plans
-from cpu3d.host.topology import Topology, cpu_ranges, read_topology
+from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step

@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
 from cpu3d.training.heartbeat import STEP_PHASES, Heartbeat, is_here, is_suspended, read_heartbeats
-from cpu3d.util.child import family, how_ended, last_words, start, told_of_signals
+from cpu3d.util.child import family, forward_signals, how_ended, last_words, start
 
 LOST = WorkerLostError.exit_code
 
@@ -120,7 +120,7 @@ def supervise(
     """
     running: List[_Running] = []
     children: List[subprocess.Popen] = []
-    with told_of_signals(children, as_signal=_passed_on) as signals, _Observer(run, show, patience) as observer:
+    with forward_signals(children, as_signal=_passed_on) as signals, _Observer(run, show, patience) as observer:
         try:
             for job in jobs:
                 running.append(_Running(job))

@@ -106,7 +106,7 @@ def train(
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
         with fits_memory("a training step", _smaller(config)):
-            fit = Fit(plan, run_folder, exchange, cluster.local_ranks)
+            fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
                 refuse_what_does_not_fit()
             if cluster.is_chief:

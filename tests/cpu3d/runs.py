@@ -7,7 +7,7 @@ from cpu3d.plan import make_plan
 from cpu3d.settings import save_config
 from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.fit import Fit
-from cpu3d.training.learner import Outcome
+from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_log import read_events
 from memory_estimator.host import read_host
 
@@ -58,17 +58,32 @@ class NumpyLearner:
         pass
 
 
+def shared_learner(config):
+    """The network of a run from its initial weights; one that was compiled for an equal run before is taken again."""
+    what = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    key = repr([getattr(config, name) for name in what])
+    if key not in _LEARNERS:
+        learner = Learner(config)
+        _LEARNERS[key] = learner, {name: np.array(array) for name, array in learner.arrays().items()}
+    learner, initial = _LEARNERS[key]
+    learner.restore(initial)
+    return learner
+
+
+_LEARNERS = {}
+
+
 def decided(store, folder, *, recipe=None, gpus=(), host=None, workers=1, **settings):
     """The settings of a run on `store`, all of them."""
     return make_plan(store, folder, host or read_host(), settings, recipe, gpus=gpus, workers=workers).config
 
 
-def start(store, folder, *, learner=None, **settings):
-    """A run, new or continued, with the real network or with `learner(config)`."""
+def start(store, folder, *, learner=shared_learner, **settings):
+    """A run, new or continued, with the real network or another `learner(config)`."""
     plan = make_plan(store, folder, read_host(), {**SMALL, **settings})
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(plan.config, folder)
-    return Fit(plan, folder, learner=learner and learner(plan.config))
+    return Fit(plan, folder, learner=learner(plan.config))
 
 
 def weights(folder, name="last"):

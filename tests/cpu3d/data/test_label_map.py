@@ -1,7 +1,6 @@
 import pytest
 
-from cpu3d.data.label_map import parse_label_map, with_label_map
-from cpu3d.data.layouts import read_dataset
+from cpu3d.data.stores.layouts import parse_label_map, read_dataset, with_label_map
 from cpu3d.errors import InputError
 
 
@@ -9,12 +8,6 @@ from cpu3d.errors import InputError
 def brats2021(tmp_path, brats_case):
     brats_case(tmp_path / "a", "brats2017")
     return read_dataset(tmp_path)
-
-
-def test_pairs_of_codes_are_read():
-    assert parse_label_map(["4=3", "10=0"]) == {4: 3, 10: 0}
-    assert parse_label_map(["4=3", "4=3"]) == {4: 3}
-    assert parse_label_map([]) == {}
 
 
 @pytest.mark.parametrize("pair", ["", "4", "4=", "4:3", "-1=3", "4=3.0", "256=1", "4=256", "4=3=2", "0=1"])

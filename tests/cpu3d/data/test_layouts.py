@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.layouts import case_files, describe_labels, read_dataset, regions_of
+from cpu3d.data.stores.layouts import case_files, read_dataset, regions_of
 from cpu3d.errors import InputError
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
@@ -76,22 +76,6 @@ def test_paediatric_cases_are_all_told_and_never_read_with_the_codes_of_gliomas(
     assert case_files([tmp_path / "BraTS-PED-00001-000"], CANONICAL).images  # an image has no codes
 
 
-def test_a_single_case_folder_is_a_data_set_of_one(tmp_path, brats_case):
-    brats_case(tmp_path / "BraTS-GLI-00001-000")
-    dataset = read_dataset(tmp_path / "BraTS-GLI-00001-000")
-    assert [case.case_id for case in dataset.cases] == ["BraTS-GLI-00001-000"]
-
-
-def test_the_label_mapping_is_told_line_by_line(tmp_path, brats_case):
-    brats_case(tmp_path / "a", "brats2017")
-    assert describe_labels(read_dataset(tmp_path)) == [
-        "0 background -> no region",
-        "1 necrotic and non-enhancing tumour core -> WT, TC",
-        "2 oedema -> WT",
-        "4 enhancing tumour -> WT, TC, ET",
-    ]
-
-
 def test_every_missing_or_double_file_of_every_case_is_told_and_good_cases_stay(tmp_path, brats_case):
     brats_case(tmp_path / "good")
     first = brats_case(tmp_path / "bad1")
@@ -106,24 +90,6 @@ def test_every_missing_or_double_file_of_every_case_is_told_and_good_cases_stay(
     assert told == {(case, what) for case in ("bad1", "bad2", "bad3") for what in ("modality", "label")}
     assert len(dataset.problems) == 2 + 5 + 5
     assert any("bad1-t1c" in p.reason or "-t1c.nii.gz" in p.reason for p in dataset.problems)
-
-
-def test_missing_decathlon_files_are_told_and_good_cases_stay(tmp_path, decathlon):
-    folder = decathlon(tmp_path / "d", 4)
-    (folder / "imagesTr/BRATS_000.nii.gz").unlink()
-    (folder / "labelsTr/BRATS_001.nii.gz").unlink()
-    content = json.loads((folder / "dataset.json").read_text())
-    del content["training"][2]["label"]
-    (folder / "dataset.json").write_text(json.dumps(content))
-    dataset = read_dataset(folder)
-    assert [problem.case_id for problem in dataset.problems] == ["BRATS_000", "BRATS_001", "BRATS_002"]
-    assert [case.case_id for case in dataset.cases] == ["BRATS_003"]
-
-
-def test_archive_companions_of_macos_are_passed_over(tmp_path, brats_case):
-    files = brats_case(tmp_path / "a")
-    (tmp_path / "a" / f"._{files['seg'].name}").write_bytes(b"junk")
-    assert read_dataset(tmp_path).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -197,17 +163,6 @@ def test_case_ids_must_be_used_once(tmp_path, brats_case, decathlon):
         read_dataset(folder)
 
 
-def test_folders_without_cases_are_refused(tmp_path, brats_case):
-    with pytest.raises(InputError, match="found neither"):
-        read_dataset(tmp_path)
-    with pytest.raises(InputError, match="found none"):
-        read_dataset(tmp_path / "nowhere")
-    brats_case(tmp_path / "a", "brats2017")
-    brats_case(tmp_path / "b", "brats2023")
-    with pytest.raises(InputError, match="one layout, got brats2017 and brats2023"):
-        read_dataset(tmp_path)
-
-
 def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
     brats_case(tmp_path / "x", "brats2017")
     files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR", "T1w"))
@@ -243,24 +198,6 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
         case_files(plain, CANONICAL)
     with pytest.raises(InputError, match="got a folder"):
         case_files([tmp_path / "x", plain[0]], CANONICAL)
-
-
-def test_a_single_channel_takes_the_file_named_after_it_and_no_other(tmp_path, brats_case):
-    files = brats_case(tmp_path / "x")
-    for several in (["t2f"], ["t1n", "t2f", "seg"]):
-        found = case_files([files[suffix] for suffix in several], ("FLAIR",))
-        assert (names(found.images), found.case_id) == (["x-t2f.nii.gz"], "x")
-    for wrong in (["t1n"], ["seg"], ["seg", "seg"]):
-        with pytest.raises(InputError, match=r"channel FLAIR .* found none"):
-            case_files([files[suffix] for suffix in wrong], ("FLAIR",))
-
-
-def test_the_real_folders_are_recognised(real_cases):
-    glioma = read_dataset(real_cases / "brats-gli-real")
-    assert (glioma.layout, len(glioma.cases), glioma.problems) == ("brats2023", 1, ())
-    metastasis = read_dataset(real_cases / "brats-met-00110-000")
-    assert [problem.reason.split()[0] for problem in metastasis.problems] == ["label"]
-    assert len(case_files([real_cases / "brats-met-00110-000/BraTS-MET-00110-000"], CANONICAL).images) == 4
 
 
 def test_a_resection_cavity_is_a_region_apart_from_the_tumours():

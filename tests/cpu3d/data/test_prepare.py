@@ -1,26 +1,17 @@
-import argparse
 import dataclasses
-import errno
 import fcntl
 import json
-import mmap
 import os
-import shutil
-import tempfile
 
 import numpy as np
 import pytest
 
-from cpu3d.data import prepare as prepare_module
-from cpu3d.data import resume, write_cases
-from cpu3d.data.files import page_cache
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
-from cpu3d.data.upkeep.change_format import change_format
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.stores import conversion
+from cpu3d.data.stores.conversion import Settings
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
-from cpu3d.util.workers import KILLED
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 
@@ -38,13 +29,10 @@ def dataset(tmp_path, decathlon):
 def counted(monkeypatch):
     """The ids of the cases that are converted, in order."""
     done = []
-    real = write_cases.convert
-
-    def spy(job):
-        done.append(job.files.case_id)
-        return real(job)
-
-    monkeypatch.setattr(write_cases, "convert", spy)
+    real = conversion.load_case
+    monkeypatch.setattr(
+        conversion, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more)
+    )
     return done
 
 
@@ -61,8 +49,8 @@ def test_a_store_holds_every_case_and_says_what_it_is(tmp_path, dataset, tiny_im
     assert "layout decathlon, channels FLAIR, T1w, t1gd, T2w" in told
     assert "3 enhancing tumour -> WT, TC, ET" in told
     assert f"2 train, 1 val, 1 test, seed 1, hash {manifest.split_hash}" in told
-    assert "4 int16; exact" in told
-    assert "fit a box of 4x3x2" in told
+    assert "4 int16 .npy; exact" in told
+    assert "brain's box 4x3x2" in told
 
 
 def test_two_processes_write_what_one_does(tmp_path, dataset):
@@ -83,26 +71,25 @@ def test_a_finished_store_is_left_as_it_is(tmp_path, dataset, counted, capsys):
 
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, counted, monkeypatch):
     prepare(dataset, tmp_path / "whole", **THIRDS)
-    real = prepare_module.outcomes
+    real = conversion.run_jobs
 
-    def cut_after_two(jobs, workers):
-        for number, pair in enumerate(real(jobs, workers)):
+    def cut_after_two(*given):
+        for number, pair in enumerate(real(*given)):
             yield pair
             if number == 1:
                 (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial").write_bytes(b"left by a killed worker")
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_module, "outcomes", cut_after_two)
+    monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
     with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
         prepare(dataset, tmp_path / "cut", **THIRDS)
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
-    monkeypatch.undo()
+    monkeypatch.setattr(conversion, "run_jobs", real)
+    counted.clear()
     (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.cpu3d.partial").write_bytes(b"left by a killed process")
-    done = []
-    monkeypatch.setattr(prepare_module, "outcomes", lambda jobs, n: done.extend(jobs) or real(jobs, n))
     prepare(dataset, tmp_path / "cut", **THIRDS)
-    assert [job.files.case_id for job in done] == ["BRATS_002", "BRATS_003"]
+    assert counted == ["BRATS_002", "BRATS_003"]
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
@@ -165,26 +152,6 @@ def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_an
     os.utime(path, (then_s, then_s))
     with pytest.raises(InputError, match="source of case BRATS_000 has changed"):
         prepare(dataset, store, **THIRDS)
-
-
-def test_an_unchanged_store_is_recognised_without_reading_the_volumes(tmp_path, dataset, monkeypatch):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    hashed = []
-    real = resume.file_sha256
-    monkeypatch.setattr(resume, "file_sha256", lambda path: hashed.append(path) or real(path))
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert hashed == []
-    prepare(dataset, tmp_path / "store", **THIRDS, verify=True)
-    assert len(set(hashed)) == 4 * (2 + 2)
-
-
-def test_a_source_that_was_only_touched_is_not_done_again(tmp_path, dataset, counted):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    counted.clear()
-    later = (tmp_path / "store/manifest.json").stat().st_mtime + 100
-    os.utime(dataset / "imagesTr/BRATS_000.nii.gz", (later, later))
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert counted == []
 
 
 def test_a_finished_store_refuses_another_split_and_other_cases_and_stays(tmp_path, dataset, decathlon):
@@ -269,60 +236,6 @@ def test_bad_cases_are_put_into_quarantine_when_asked(tmp_path, dataset, write_n
     assert "Nothing to do" in capsys.readouterr().out
 
 
-def test_too_few_cases_are_told_before_any_work_together_with_the_bad_ones(tmp_path, dataset, counted):
-    for number in range(3):
-        (dataset / f"imagesTr/BRATS_00{number}.nii.gz").unlink()
-    with pytest.raises(InputError) as error:
-        prepare(dataset, tmp_path / "store", workers=1)
-    assert len(error.value.problems) == 4
-    assert "at least 3 patients, got 1" in error.value.problems[-1]
-    assert counted == []
-
-
-def test_an_error_nobody_thought_of_is_its_cases_own_problem(tmp_path, dataset, monkeypatch):
-    real = write_cases.load_case
-
-    def surprise(files, **options):
-        if files.case_id == "BRATS_001":
-            raise ZeroDivisionError("of something")
-        return real(files, **options)
-
-    monkeypatch.setattr(write_cases, "load_case", surprise)
-    (dataset / "labelsTr/BRATS_002.nii.gz").write_bytes(b"damaged")
-    with pytest.raises(InputError) as error:
-        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    assert "case BRATS_001 must be readable, got ZeroDivisionError: of something" in error.value.problems[0]
-    assert "BRATS_002" in error.value.problems[1]
-    manifest = prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1, skip_bad=True)
-    assert [case.case_id for case in manifest.cases] == ["BRATS_000", "BRATS_003"]
-
-
-def test_a_file_system_that_cannot_reserve_space_is_no_obstacle(tmp_path, dataset, monkeypatch):
-    def unsupported(*_):
-        raise OSError(errno.EOPNOTSUPP, "unsupported")
-
-    monkeypatch.setattr(write_cases.os, "posix_fallocate", unsupported)
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert open_store(tmp_path / "store").image("BRATS_000").shape == (6, 5, 4, 4)
-
-
-def test_a_disk_that_gives_back_other_bytes_is_told(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr(write_cases, "file_sha256", lambda path: "0" * 64)
-    with pytest.raises(OSError, match="read back"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-    assert not list((tmp_path / "store/cases").iterdir())
-
-
-def test_a_case_that_kills_its_process_is_told_by_name(tmp_path, dataset, monkeypatch):
-    def killer(function, jobs, workers):
-        for job in jobs:
-            yield job, KILLED if job.files.case_id == "BRATS_001" else function(job)
-
-    monkeypatch.setattr(write_cases, "run_jobs", killer)
-    with pytest.raises(InputError, match="case BRATS_001 must fit into memory, but its process was killed"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-
-
 def test_two_at_a_time_are_refused(tmp_path, dataset):
     (tmp_path / "store").mkdir()
     handle = os.open(tmp_path / "store", os.O_RDONLY)
@@ -335,46 +248,10 @@ def test_two_at_a_time_are_refused(tmp_path, dataset):
     prepare(dataset, tmp_path / "store", **THIRDS)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission_is_refused(tmp_path, dataset):
-    (tmp_path / "store").mkdir(mode=0o555)
-    with pytest.raises(InputError, match="folder to write to"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-    with pytest.raises(InputError, match="folder to write to"):
-        prepare(dataset, tmp_path / "store/below", **THIRDS)
-
-
-def test_missing_write_permission_is_told_before_any_work_unless_there_is_none_to_do(
-    tmp_path, dataset, counted, monkeypatch, capsys
-):
-    def denied(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "TemporaryFile", denied)
-        with pytest.raises(InputError, match=r"store .* folder to write to, got Permission denied; choose another"):
-            prepare(dataset, tmp_path / "store", **THIRDS)
-        assert counted == []
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert "Nothing to do" in capsys.readouterr().out
-
-
-def test_both_brats_layouts_are_prepared_with_their_own_codes(tmp_path, brats_case):
-    for layout, codes in (("brats2017", (1, 2, 4)), ("brats2023", (1, 2, 3))):
-        for case in "abc":
-            brats_case(tmp_path / layout / case, layout)
-        manifest = prepare(tmp_path / layout, tmp_path / f"store-{layout}", workers=1)
-        assert manifest.layout == layout
-        assert manifest.regions["WT"] == codes
-        assert tuple(code for code in manifest.cases[0].label_voxels if code) == codes
-
-
 @pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("format_", write_cases.FORMAT_CHOICES)
+@pytest.mark.parametrize("format_", conversion.FORMAT_CHOICES)
 def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
-    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(**write_cases.FORMAT_CHOICES[format_], crop=crop))
+    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(**conversion.FORMAT_CHOICES[format_], crop=crop))
     store = open_store(tmp_path / "store")
     store.check(store.manifest.cases)
     for number, record in enumerate(store.manifest.cases):
@@ -392,17 +269,6 @@ def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tin
             assert np.array_equal(image != 0, exact != 0)
         else:
             assert np.array_equal(image, exact)
-
-
-def test_what_is_unusual_about_a_store_is_said(tmp_path, dataset, capsys):
-    prepare(dataset, tmp_path / "a", **THIRDS, settings=Settings(scores=True, crop=True))
-    told = capsys.readouterr().out
-    assert "4 float16; rounded by up to" in told
-    assert "crop     brains' boxes only, 20% of the voxels; all outside is 0" in told  # 4x3x2 of 6x5x4
-    prepare(dataset, tmp_path / "b", **THIRDS)
-    told = capsys.readouterr().out
-    assert "crop" not in told
-    assert "zeroed" not in told
 
 
 @pytest.mark.parametrize(
@@ -429,50 +295,6 @@ def test_a_store_is_not_continued_with_other_settings(tmp_path, dataset, changes
     assert content_of(store) == before
 
 
-def test_the_settings_of_a_store_can_be_read_back(tmp_path, dataset):
-    settings = Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3, 5: 0}, scores=True)
-    prepare(dataset, tmp_path / "store", **THIRDS, settings=settings)
-    assert resume.settings_of(tmp_path / "store") == settings
-    assert resume.settings_of(tmp_path) == Settings()
-
-
-@pytest.mark.parametrize(
-    ("setting", "rule"),
-    [
-        ({"format": "zip"}, "format in .* must be npy or b2nd, as `prepare` wrote it, got 'zip'"),
-        ({"format": ["npy"]}, "format in .* must be npy or b2nd"),
-        ({"crop": "no"}, "crop in .* must be true or false, as `prepare` wrote it, got 'no'"),
-        ({"crop": 1}, "crop in .* must be true or false, .* got 1"),
-        ({"zero_nan": None}, "zero_nan in .* must be true or false"),
-        ({"scores": "float16"}, "scores in .* must be true or false"),
-        ({"label_map": 4}, "label_map in .* must be code to code"),
-        ({"label_map": {"4": "3"}}, "label_map in .* must be code to code"),
-        ({"label_map": {"four": 3}}, "label_map in .* must be code to code"),
-    ],
-)
-def test_settings_of_another_type_are_refused_by_name_and_never_guessed_at(tmp_path, dataset, setting, rule):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    path = tmp_path / "store/source.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **setting}))
-    with pytest.raises(InputError, match=rule):
-        resume.settings_of(tmp_path / "store")
-    with pytest.raises(InputError, match=rule):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '[["format", "npy"]]', "{"])
-def test_a_source_json_that_is_no_object_is_refused(tmp_path, dataset, content):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    (tmp_path / "store/source.json").write_text(content)
-    with pytest.raises(InputError, match=r"source\.json must be as `prepare` wrote it, got no JSON object"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-
-
-def test_files_of_no_known_format_are_not_asked_for():
-    with pytest.raises(InputError, match="format of a store's files must be one of npy, b2nd, got 'float16'"):
-        Settings(format="float16")
-
-
 @pytest.mark.parametrize(
     "line", ["", "{", "[1]", '{"case_id": "x"}', '{"case_id": "x", "reasons": "bad"}', '{"case_id": 1, "reasons": []}']
 )
@@ -486,93 +308,24 @@ def test_a_damaged_list_of_what_was_left_out_is_refused_with_its_line(tmp_path, 
     assert content_of(tmp_path / "store") == before
 
 
-def test_a_folder_with_half_written_files_of_another_program_is_refused_untouched(tmp_path, dataset):
-    store = tmp_path / "store"
-    store.mkdir()
-    (store / ".film.mkv.partial").write_bytes(b"mine")
-    with pytest.raises(InputError, match="must be empty or begun by `prepare`, got other files"):
-        prepare(dataset, store, **THIRDS)
-    assert content_of(store) == {".film.mkv.partial": b"mine"}
-    (store / ".film.mkv.partial").unlink()
-    (store / ".source.json.abc.cpu3d.partial").write_bytes(b"left by a killed process")
-    prepare(dataset, store, **THIRDS)
-    assert not list(store.glob(".*"))
-
-
-def test_a_case_of_a_finished_store_that_is_packed_differently_again_is_the_same_case(tmp_path, dataset, monkeypatch):
-    first = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
-    (tmp_path / "store/cases/BRATS_001.x.b2nd").unlink()
-    real = write_cases.encode
-
-    def longer(array, format_):  # as another version of blosc2 might
-        return [*real(array, format_), *([b"\0"] if array.ndim == 4 else [])]
-
-    monkeypatch.setattr(write_cases, "encode", longer)
-    again = prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
-    assert again.split_hash == first.split_hash
-    assert again.cases[1].image_bytes == first.cases[1].image_bytes + 1
-    assert (again.cases[0], again.cases[2:]) == (first.cases[0], first.cases[2:])
-    store = open_store(tmp_path / "store")
-    assert store.manifest == again
-    store.check(store.manifest.cases)
-
-
 def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused(tmp_path, dataset, monkeypatch):
     prepare(dataset, tmp_path / "store", **THIRDS)
     manifest = (tmp_path / "store/manifest.json").read_bytes()
     (tmp_path / "store/cases/BRATS_001.x.npy").unlink()
-    real = write_cases.load_case
+    real = conversion.load_case
 
     def other(files, **options):
         case = real(files, **options)
         return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
 
-    monkeypatch.setattr(write_cases, "load_case", other)
+    monkeypatch.setattr(conversion, "load_case", other)
     with pytest.raises(InputError, match=r"case BRATS_001 of .* must get back the voxels that it had, got others"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert (tmp_path / "store/manifest.json").read_bytes() == manifest
 
 
-@pytest.fixture
-def resident_pages(tmp_path):
-    """resident_pages(path): how many of a file's pages are in memory. Skips where that cannot be seen or changed."""
-
-    def look(path):
-        with open(path, "rb") as file:
-            if not page_cache.tells(file.fileno()):
-                pytest.skip("the kernel does not tell which pages are in memory")
-        return int(page_cache.resident(np.memmap(path, np.uint8, "r")).sum())
-
-    control = tmp_path / "control"
-    with open(control, "wb") as file:
-        file.write(bytes(4 * mmap.PAGESIZE))
-        file.flush()
-        os.fsync(file.fileno())
-        assert look(control) == 4
-        page_cache.give_back(file.fileno())
-    if look(control):
-        pytest.skip("the file system here keeps its pages, as one in memory does")
-    return look
-
-
-def test_what_was_written_is_read_back_from_the_disk_and_not_from_memory(
-    tmp_path, dataset, resident_pages, monkeypatch
-):
-    there = []
-    real = write_cases.file_sha256
-
-    def look_and_read(path):
-        there.append(resident_pages(path))
-        return real(path)
-
-    monkeypatch.setattr(write_cases, "file_sha256", look_and_read)
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    change_format(tmp_path / "store", tmp_path / "packed", format_="b2nd", workers=1)
-    assert there == [0] * (4 + 4) * 2
-
-
 def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
-    real = write_cases.page_cache.give_back
+    real = conversion.pages.give_back
 
     def failing(handle):
         real(handle)
@@ -581,32 +334,10 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
             file.seek(-1, os.SEEK_END)
             file.write(b"\x07")
 
-    monkeypatch.setattr(write_cases.page_cache, "give_back", failing)
+    monkeypatch.setattr(conversion.pages, "give_back", failing)
     with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
-
-
-def test_packed_voxels_that_do_not_unpack_are_never_stored(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr(write_cases, "decode_b2nd", lambda content: np.zeros(3))
-    with pytest.raises(OSError, match="blosc2 does not unpack what it has packed"):
-        prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings("b2nd"))
-    assert not list((tmp_path / "store/cases").iterdir())
-
-
-def test_the_command_line_prepares_the_real_glioma(tmp_path, real_cases):
-    parser = argparse.ArgumentParser()
-    prepare_module.add_arguments(parser)
-    source = shutil.copytree(real_cases / "brats-gli-real", tmp_path / "data")
-    options = ["--dataset", str(source), "--store", str(tmp_path / "store"), "--split", "1", "0", "0"]
-    options += ["--format", "b2nd", "--crop", "--zero-nan", "--label-map", "4=3"]
-    assert prepare_module.run(parser.parse_args(options)) == 0
-    store = open_store(tmp_path / "store")
-    assert store.image("BraTS-GLI-99001-000").shape == (240, 240, 155, 4)
-    record = store.case("BraTS-GLI-99001-000")
-    assert record.patient_id == "BraTS-GLI-99001"
-    assert (record.format, record.stored) == ("b2nd", record.box)
-    assert resume.settings_of(store.folder) == Settings("b2nd", True, True, {4: 3})
 
 
 @pytest.fixture
@@ -633,10 +364,3 @@ def test_the_resection_cavity_of_brats_2024_is_a_region_where_it_occurs(post_tre
     assert tuple(without.regions) == ("WT", "TC", "ET")
     assert prepare(post_treatment / "one", post_treatment / "plain", fractions=(1, 0, 0), workers=1) == without
     assert "finished and unchanged" in capsys.readouterr().out
-
-
-def test_a_cavity_that_is_read_as_another_label_is_called_by_its_name(post_treatment, capsys):
-    settings = Settings(label_map={4: 3})
-    manifest = prepare(post_treatment / "both", post_treatment / "s", fractions=(1, 0, 0), workers=1, settings=settings)
-    assert 4 not in manifest.labels
-    assert "4 resection cavity in the files is read as 3 enhancing tumour" in capsys.readouterr().out

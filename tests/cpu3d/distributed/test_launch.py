@@ -12,7 +12,7 @@ from cpu3d.distributed.cluster import HOROVOD, OPEN_PORTS, from_tf_config
 from cpu3d.distributed.launch import Options, make_plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS
+from cpu3d.host.topology import EXAMPLE_HOSTS
 from cpu3d.util.child import ROOT
 
 # --- The plan ---
@@ -199,7 +199,7 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
     assert launched("--dry-run", "--on-host", name, *train(ROOT / "none-such", "--batch", 4)) == 0
     told = capsys.readouterr().out
     assert f"{workers} worker" in told.splitlines()[0]
-    topology = EXAMPLE_HOSTS[name][1]
+    topology = EXAMPLE_HOSTS[name]
     assert f"{topology.host.usable_cores // workers} " in told
     assert told.count("-m cpu3d train") == workers
     assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)

@@ -15,13 +15,13 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.__main__ import main
-from cpu3d.data.folds import with_fold
-from cpu3d.data.patches import patch_at
-from cpu3d.data.prepare import prepare
+from cpu3d.data.sampling import patch_at
 from cpu3d.data.source import patch_sampling
+from cpu3d.data.splits import with_fold
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.inference.options import Inference
 from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import newest
 from cpu3d.training.fit import Fit
@@ -62,7 +62,7 @@ def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(phantom_store, 
 
 WAYS = [
     {"policy": "speed", "ema": 0.9},
-    {"policy": "lean", "batch": 2, "ema": 0.9},
+    {"policy": "lean", "batch": 2, "ema": 0.9, "depth": 2},
     {"batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "depth": 2, **PATCH},
     {"resolution": 0.5, "validations": 1, "depth": 2},
 ]
@@ -80,7 +80,7 @@ def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predict
 
 
 VARIANTS = [
-    {"batch": 2, "residual": True, "up": "upsampling", "policy": "balanced"},
+    {"batch": 2, "residual": True, "up": "upsampling", "policy": "balanced", "depth": 2},
     {"norm": "batch", "batch": 4, "micro_batch": 2, "extent": "full", "deep_supervision": True, "dtype": "bfloat16"},
     {"network": "cicek2016", "channels": ["T2w", "FLAIR"], "optimizer": "sgd", "rotation_deg": 10.0, "scaling": 0.1},
 ]

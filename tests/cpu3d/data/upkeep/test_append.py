@@ -8,15 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data import prepare as prepare_module
-from cpu3d.data.prepare import prepare
-from cpu3d.data.resume import settings_of
-from cpu3d.data.splits import split_cases
 from cpu3d.data.store import open_store
-from cpu3d.data.upkeep.append import append, deal_cases
-from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.data.upkeep.verify import verify
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.stores import conversion
+from cpu3d.data.stores.conversion import Settings, settings_of
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import append, deal_cases, repeat_entries
+from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError
 
 SPLITS = ("train", "val", "test")
@@ -72,25 +69,6 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
 
 
-def test_known_cases_may_come_in_another_folder_under_another_name(data, store):
-    (data / "many").rename(data / "elsewhere")
-    shutil.move(data / "elsewhere/imagesTr", data / "elsewhere/pictures")
-    path = data / "elsewhere/dataset.json"
-    content = json.loads(path.read_text().replace("imagesTr", "pictures"))
-    path.write_text(json.dumps({**content, "name": "another"}))
-    (store / "cases-notes.jsonl").write_text("a user's own")
-    assert append(store, data / "elsewhere", workers=1).new == ("BRATS_003", "BRATS_004", "BRATS_005")
-    assert (store / "cases-notes.jsonl").read_text() == "a user's own"
-
-
-def test_where_nothing_is_new_the_store_stays_as_it_is(data, store):
-    before = content_of(store)
-    done = append(store, data / "few", workers=1)
-    assert (done.new, len(done.known)) == ((), 3)
-    assert done.manifest == open_store(store).manifest
-    assert content_of(store) == before
-
-
 def test_a_case_of_the_same_id_from_other_files_is_refused(data, store, write_nifti, tiny_label):
     before = content_of(store)
     for number in (0, 2):
@@ -125,14 +103,6 @@ def test_a_new_case_whose_files_would_replace_arrays_that_entries_share_is_refus
     assert verify(store, workers=1).problems == ()
 
 
-def test_a_damaged_list_of_what_was_left_out_is_refused_before_any_case_is_made(data, store):
-    (store / "quarantine.jsonl").write_text("bad\n")
-    before = content_of(store)
-    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 1"):
-        append(store, data / "many", workers=1)
-    assert content_of(store) == before
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -163,12 +133,6 @@ def test_bad_cases_are_told_and_nothing_is_appended_unless_they_may_be_left_out(
     assert listed == ["BRATS_003", "BRATS_004"]
 
 
-def test_a_known_case_that_has_lost_a_file_since_is_no_bad_case(data, store):
-    (data / "many/labelsTr/BRATS_001.nii.gz").unlink()
-    done = append(store, data / "many", workers=1)
-    assert (len(done.new), done.known, done.bad) == (3, ("BRATS_000", "BRATS_002"), ())
-
-
 def test_what_was_left_out_and_is_mended_since_comes_in(data, store):
     whole = (data / "many/imagesTr/BRATS_003.nii.gz").read_bytes()
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
@@ -184,59 +148,25 @@ def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeyp
     shutil.copytree(store, data / "twin")
     append(data / "twin", data / "many", workers=1)
     before = open_store(store).manifest
-    real = prepare_module.outcomes
+    real = conversion.run_jobs
 
-    def cut_after_two(jobs, workers):
-        for number, pair in enumerate(real(jobs, workers)):
+    def cut_after_two(*given):
+        for number, pair in enumerate(real(*given)):
             yield pair
             if number == 1:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_module, "outcomes", cut_after_two)
+    monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
     with pytest.raises(KeyboardInterrupt, match="run the same command again"):
         append(store, data / "many", workers=1)
     assert open_store(store).manifest == before
     assert verify(store, workers=1).problems == ()
     assert len(verify(store, workers=1).strays) == 6
     done = []
-    monkeypatch.setattr(prepare_module, "outcomes", lambda jobs, n: done.extend(jobs) or real(jobs, n))
+    monkeypatch.setattr(conversion, "run_jobs", lambda f, jobs, n: done.extend(jobs) or real(f, jobs, n))
     append(store, data / "many", workers=1)
     assert [job.files.case_id for job in done] == ["BRATS_005"]
     assert content_of(store) == content_of(data / "twin")
-
-
-def test_an_unfinished_store_is_not_appended_to(data, store):
-    (store / "manifest.json").unlink()
-    with pytest.raises(InputError, match="found none"):
-        append(store, data / "many", workers=1)
-
-
-def test_prepare_refuses_the_grown_data_set_and_names_append(data, store):
-    with pytest.raises(InputError, match="store append"):
-        prepare(data / "many", store, fractions=(1, 1, 1), workers=1)
-
-
-def test_a_known_patients_new_case_goes_where_the_patient_is():
-    split = {"train": ("a1", "b1"), "val": ("c1",), "test": ("d1",)}
-    patients = {"a1": "a", "b1": "b", "c1": "c", "d1": "d"}
-    dealt = deal_cases(split, patients, {"d2": "d", "a2": "a", "c2": "c"}, seed=0)
-    assert dealt == {"train": ("a1", "a2", "b1"), "val": ("c1", "c2"), "test": ("d1", "d2")}
-
-
-def test_new_patients_keep_the_shares_and_come_in_the_order_of_their_hashes():
-    # 8 : 1 : 1 of ten patients; with ten more the shares ask for 16 : 2 : 2, so 8, 1 and 1 come in.
-    old = {f"old{number}": f"old{number}" for number in range(10)}
-    split = {"train": tuple(sorted(old)[:8]), "val": (sorted(old)[8],), "test": (sorted(old)[9],)}
-    new = {f"new{number}": f"patient{number}" for number in range(10)}
-    dealt = deal_cases(split, old, new, seed=4)
-    assert [len(dealt[name]) for name in SPLITS] == [16, 2, 2]
-    alone = split_cases(new, fractions=(0.8, 0.1, 0.1), seed=4)
-    assert {name: tuple(sorted(set(dealt[name]) - set(old))) for name in SPLITS} == alone
-
-
-def test_a_split_that_had_no_patients_gets_none():
-    dealt = deal_cases({"train": ("a",), "val": (), "test": ()}, {"a": "a"}, {"b": "b", "c": "c"}, seed=0)
-    assert dealt == {"train": ("a", "b", "c"), "val": (), "test": ()}
 
 
 @given(

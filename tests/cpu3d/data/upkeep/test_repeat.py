@@ -1,9 +1,7 @@
 """The size of the largest published runs on BraTS: 484 cases a hundred and one times, 48,884 entries."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
-from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.errors import InputError
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import repeat_entries
 
 ROOT = Path(__file__).resolve().parents[4]
 CASES, TIMES = 484, 101
@@ -64,23 +61,6 @@ def test_entries_share_arrays_patients_and_splits_with_their_case(few):
         assert store.case(case_id).stem == "BRATS_001"
         assert np.array_equal(store.image(case_id), old.image("BRATS_001"))
     assert len(list(few.glob("cases/*.x.npy"))) == 3
-
-
-def test_fewer_than_one_entry_a_case_is_refused(few):
-    with pytest.raises(InputError, match="times must be at least 1"):
-        repeat_entries(few, 0)
-
-
-def test_a_store_that_another_process_writes_is_left_alone(few):
-    before = (few / "manifest.json").read_bytes()
-    handle = os.open(few, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(InputError, match=r"store .* by one process at a time; wait for the other"):
-            repeat_entries(few, 2)
-    finally:
-        os.close(handle)
-    assert (few / "manifest.json").read_bytes() == before
 
 
 def test_a_store_of_48884_cases_opens_at_once_and_is_read_in_constant_memory(few):
