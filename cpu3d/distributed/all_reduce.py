@@ -178,7 +178,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
     The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
     the bits, the speed and the memory of a process without it. Raises WorkerLostError where a worker has gone since
-    they met, InputError where its port is taken, RuntimeError when TensorFlow has computed before.
+    they met, or its port is taken, and RuntimeError when TensorFlow has computed before.
     """
     import tensorflow as tf
     from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
@@ -210,7 +210,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
             ),
         )
     except tf.errors.OpError as error:
-        raise not_started(str(error), cluster) from error
+        raise lost_by_message(str(error), cluster) from error
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".
@@ -243,14 +243,3 @@ def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     if not known and "CoordinationService/" in message and not cluster.is_chief:
         known = [0]  # that service is the chief's
     return lost_worker(cluster, known[0] if known else None, reason)
-
-
-def not_started(message: str, cluster: Cluster) -> InputError:
-    """The error for the user where TensorFlow has not come to a server of its own, or has not found the others."""
-    if not re.search(r"could not start grpc server|address already in use", message, re.IGNORECASE):
-        return lost_by_message(message, cluster)
-    address = cluster.addresses[cluster.rank]
-    return InputError(
-        f"port of worker {cluster.rank} ({address}) must be free until TensorFlow takes it, got it taken by another "
-        "process; give the same command again, or choose another port"
-    )

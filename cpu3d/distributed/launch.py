@@ -46,7 +46,7 @@ from cpu3d.distributed.cluster import (
     read_hosts,
     without_cluster,
 )
-from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
+from cpu3d.distributed.slurm import bound_apart, in_slurm, read_slurm
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.describe import describe_plans, overridden
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if options.on_host and not options.dry_run:
         raise InputError(f"--on-host must come with --dry-run, got {options.on_host} without; leave it out")
     if options.on_host == "list":
-        Console().print(hosts_table())
+        Console().print(hosts_table().rich())
         return 0
     training = _training(options.train)
     topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
@@ -125,8 +125,6 @@ class Plan:
     engine: str = TENSORFLOW
     apart: bool = False
     """Whether something else has given each worker CPUs of its own."""
-    note: str = ""
-    """What the user may not have meant, or ""."""
 
     @property
     def ranks(self) -> range:
@@ -195,9 +193,7 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callab
     if options.engine == HOROVOD:  # starts them on all hosts from one
         cluster, workers = cluster.of_rank(0), cluster.workers
     found = "--hosts" if options.hosts else options.on_host or "this one"
-    others = 0 if options.hosts else len(hosts_without_step(environ)) - 1
-    unused = f"the job has {counted(others, 'other host')}, which srun ./run.sh launch ... would use"
-    return Plan(cluster, workers, found, options.engine, note=unused if others > 0 else "")
+    return Plan(cluster, workers, found, options.engine)
 
 
 def _from(ports: Sequence[int], count: int) -> Tuple[int, ...]:
@@ -236,13 +232,11 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     header = ("address", "rank", "worker of its host", "socket", "starts here")
     console.print(Table(header, rows, title="Workers").rich())
     for of_one_host in places.values():
-        console.print(describe_plans(topology, of_one_host))
+        console.print(describe_plans(topology, of_one_host).rich())
     if len(counts) > 1:
         say("All hosts are taken to be like this one.", console)
     for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
         say(f"note: {setting} is set here, and wins", console)
-    if plan.note:
-        say(f"note: {plan.note}", console)
     for rank, command in commands.items():
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
         whom = "all workers" if plan.engine == HOROVOD else f"worker {rank}"
@@ -262,8 +256,6 @@ def _launch(plan: Plan, commands: Mapping[int, Tuple[str, ...]], run: Path) -> N
         name, log = ("horovodrun", "horovod.log") if horovod else (f"worker {rank}", f"worker-{rank}.log")
         jobs.append(Job(name, command, plan.environ_of(rank, environ), logs / log))
     say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
-    if plan.note:
-        say(f"note: {plan.note}")
     began_s, before = time.monotonic(), last_step(run)
     with Follower(jobs[0].log if plan.cluster.is_chief else None, run) as follower:
         supervise(jobs, run, show=follower.show, say=follower.say)

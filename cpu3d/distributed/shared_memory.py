@@ -17,9 +17,7 @@ from typing import Callable, Mapping, Optional
 import numpy as np
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.rendezvous import peer_of
 from cpu3d.errors import WorkerLostError
-from cpu3d.training.heartbeat import is_suspended
 
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
@@ -30,9 +28,6 @@ GONE, SILENT = "no connection: its process has ended or its host is gone", "no s
 MEMORY_BYTES = 32 * 2**20
 """Of all parts."""
 
-LOOK_S = 1.0
-"""While waiting for a worker: whether a signal has stopped it."""
-
 WORD = struct.Struct("<q")
 """The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
 
@@ -41,8 +36,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     """The function that sums a float32 array (n,) over all workers.
 
     `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
-    raises WorkerLostError when a worker is gone, or has been suspended for SILENCE_S, and ValueError on the chief for
-    vectors of different lengths.
+    raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
     """
     memory = np.frombuffer(_shared(cluster, peers), np.float32)
     length = memory.size // (2 * cluster.workers)
@@ -125,14 +119,9 @@ def _tell(peers: Mapping[int, socket.socket], word: int) -> None:
 
 
 def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> int:
-    """The word of a worker, however long it takes to come."""
-    peers[rank].settimeout(LOOK_S)
-    suspended_s = 0.0
-    while suspended_s < SILENCE_S:
-        try:
-            return WORD.unpack(peers[rank].recv(WORD.size))[0]
-        except socket.timeout:
-            suspended_s = suspended_s + LOOK_S if is_suspended(peer_of(peers[rank])[0]) else 0.0
-        except (OSError, struct.error):
-            raise lost_worker(cluster, rank, GONE) from None
-    raise lost_worker(cluster, rank, SILENT)
+    """The word of a worker, however long it takes to come: one that hangs or is suspended is ended by `launch`."""
+    peers[rank].settimeout(None)
+    try:
+        return WORD.unpack(peers[rank].recv(WORD.size))[0]
+    except (OSError, struct.error):
+        raise lost_worker(cluster, rank, GONE) from None

@@ -47,12 +47,6 @@ def in_slurm(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and ("SLURM_STEP_NODELIST" in environ or "SLURM_STEP_ID" in environ)
 
 
-def hosts_without_step(environ: Mapping[str, str]) -> Tuple[str, ...]:
-    """The hosts of the job whose batch script or shell this is, where that is no task of `srun`; else none."""
-    named = _first(environ, "", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return () if in_slurm(environ) or not named else expand_hosts(named)
-
-
 def bound_apart(environ: Mapping[str, str]) -> bool:
     """Whether Slurm keeps the tasks of this host to CPUs of their own. Then none shares its CPUs with another."""
     return len(set(filter(None, environ.get("SLURM_CPU_BIND_LIST", "").split(",")))) > 1

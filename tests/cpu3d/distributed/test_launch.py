@@ -96,12 +96,6 @@ def test_what_does_not_agree_is_refused(options, environ, said):
         plan_of(environ, **options)
 
 
-def test_a_batch_script_that_leaves_hosts_idle_is_told_so():
-    script = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}
-    assert plan_of(script, workers=1).note.startswith("the job has 2 other hosts, which srun")
-    assert plan_of(workers=1).note == ""
-
-
 # --- The launch ---
 
 STAND_IN = """
@@ -134,7 +128,7 @@ def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"][1])
+    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"])
     return script
 
 

@@ -3,7 +3,6 @@ import pytest
 from cpu3d.distributed.slurm import (
     expand_counts,
     expand_hosts,
-    hosts_without_step,
     in_slurm,
     read_slurm,
 )
@@ -99,7 +98,4 @@ def test_a_step_that_is_not_whole_is_refused(environ, said):
 def test_a_batch_script_is_no_task():
     script = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     assert not in_slurm(script)
-    assert hosts_without_step(script) == ("n1", "n2")
     assert in_slurm(step("n[1-2]", "1(x2)", 0))
-    assert hosts_without_step(step("n[1-2]", "1(x2)", 0)) == ()
-    assert hosts_without_step({}) == ()
