@@ -316,7 +316,7 @@ case "$command" in
   test)
     cd "$root"
     if [ "${1:-}" = --all ]; then shift; set -- -m "" "$@"; fi
-    run pytest "$@"
+    run pytest -n auto --maxprocesses 4 "$@"
     ;;
   estimate) run memory_estimator "$@" ;;
   *) run cpu3d "$command" "$@" ;;

@@ -10,6 +10,7 @@ from typing import List, Optional
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
+from memory_estimator.schema import OptionError
 
 COMMANDS = {
     "demo": "cpu3d.demo",
@@ -18,7 +19,7 @@ COMMANDS = {
     "store": "cpu3d.data.upkeep.command",
     "train": "cpu3d.training.train",
     "launch": "cpu3d.distributed.launch",
-    "status": "cpu3d.report.status.command",
+    "status": "cpu3d.report.status",
     "evaluate": "cpu3d.inference.evaluate",
     "predict": "cpu3d.inference.predict",
     "export": "cpu3d.inference.export.command",
@@ -64,6 +65,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return InputError.exit_code
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
         return error.exit_code if isinstance(error, Interrupted) else 130

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from cpu3d.distributed.plan import OF_A_CLUSTER
+from cpu3d.distributed.cluster import VARIABLES
 from models.config import POLICIES
 
 CASES = 12
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from cpu3d.__main__ import main
 
-    for name in OF_A_CLUSTER:  # left over, it would make the training one of several that nobody has started
+    for name in VARIABLES:  # left over, it would make the training one of several that nobody has started
         os.environ.pop(name, None)
     for command in commands(args.out / "smoke" if args.smoke else args.out, args.smoke, args.policy):
         print(f"\n$ ./run.sh {shlex.join(command)}", file=sys.stderr, flush=True)

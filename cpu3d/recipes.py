@@ -1,6 +1,6 @@
 """Named runs. Each says its command, its cost and what to expect; `train --recipe NAME` starts from one.
 
-What a recipe asks of a host, its network and batch, stands in `memory_estimator.recipes`, so that
+What a recipe asks of a host, its network and batch, stands in `memory_estimator.job`, so that
 `./run.sh estimate --recipe NAME` answers without the trainer. "Predicted" below is its answer with 387 training cases,
 those of the Decathlon's 484 that a split of 8 1 1 leaves, for 2 cores of an AMD EPYC (Zen 5, AVX512_BF16) with
 `--calibration avx512_bf16 --threads 2`; validation comes on top.
@@ -8,9 +8,9 @@ those of the Decathlon's 484 that a split of 8 1 1 leaves, for 2 cores of an AMD
 
 from typing import Any, Callable, Dict
 
-from cpu3d.config import RunConfig
 from cpu3d.data.augment import AugmentConfig
-from memory_estimator.recipes import JOBS
+from cpu3d.settings import RunConfig
+from memory_estimator.job import JOBS
 
 
 def brats_regions() -> RunConfig:

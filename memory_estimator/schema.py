@@ -23,6 +23,10 @@ T = TypeVar("T")
 _KEY = "option"
 
 
+class OptionError(ValueError):
+    """An option's value outside its range; a command line ends with its message and exit code 2."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field's metadata hold, beside its name, type and default."""
@@ -37,45 +41,56 @@ class Option:
     group: str = ""
     """Heading that --help lists it under."""
     one_of: str = ""
-    """Options of one class with the same word here exclude each other."""
+    """Options with the same word here exclude each other."""
     positional: bool = False
+    rest: bool = False
+    """Positional, and takes all words that follow, options of others too."""
     repeat: bool = False
     """Given again for each element of a tuple."""
+    empty: bool = False
+    """May stand without a value: an empty tuple."""
     name: str = ""
     """Of the option, without dashes, where it is not the field's."""
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:  # noqa: A002
+def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002
     """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has to be given."""
     choices = more.pop("choices", None)
-    metadata = {_KEY: Option(help, choices=None if choices is None else tuple(choices), **more)}
+    metadata = {_KEY: Option(help, metavar, choices=None if choices is None else tuple(choices), **more)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_options(
-    parser: argparse.ArgumentParser, cls: type, *, only: Optional[Sequence[str]] = None, required: bool = True
+    parser: argparse.ArgumentParser,
+    *classes: type,
+    only: Optional[Sequence[str]] = None,
+    required: bool = True,
+    choices: Optional[Mapping[str, Sequence[Any]]] = None,
+    group: str = "",
 ) -> None:
-    """Add the options of a dataclass, or `only` the named fields'. What is not given leaves no attribute.
+    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
 
-    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe.
+    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe. `choices` are of
+    named fields, in place of their own; `group` is the heading of options that have none.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
-    types = get_type_hints(cls)
-    for field, spec in _fields(cls):
+    fields = [(get_type_hints(cls)[field.name], field, spec) for cls in classes for field, spec in _fields(cls)]
+    for hint, field, spec in fields:
         if only is not None and field.name not in only:
             continue
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
-        target = groups[spec.group]
+        heading = spec.group or group
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        target = groups[heading]
         if spec.one_of:
             if spec.one_of not in exclusive:
                 exclusive[spec.one_of] = target.add_mutually_exclusive_group()
             target = exclusive[spec.one_of]
         flag = "--" + (spec.name or field.name).replace("_", "-")
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
-        inner, count = _shape_of(types[field.name])
-        if types[field.name] is Optional[bool]:
+        inner, count = _shape_of(hint)
+        if hint is Optional[bool]:
             pair = target if spec.one_of else target.add_mutually_exclusive_group()
             pair.add_argument(flag, dest=field.name, action="store_true", **more)
             pair.add_argument(
@@ -95,14 +110,16 @@ def add_options(
                 **more,
             )
             continue
-        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
+        more.update(type=inner, metavar=spec.metavar, choices=(choices or {}).get(field.name, spec.choices))
         if count is not None:
-            more["nargs"] = count
+            more["nargs"] = "*" if spec.empty else count
         if spec.repeat:
             more["action"] = "append"
             if count == "+":
                 del more["nargs"]
-        if spec.positional:
+        if spec.rest:
+            target.add_argument(field.name, **{**more, "nargs": argparse.REMAINDER})
+        elif spec.positional:
             target.add_argument(field.name, **more)
         else:
             needed = required and field.default is dataclasses.MISSING
@@ -114,14 +131,14 @@ def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
 
 
-def from_args(cls: Type[T], args: argparse.Namespace, **more: Any) -> T:
-    """The dataclass with the options that were given, its defaults for the others. Raises ValueError out of range."""
+def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = OptionError, **more: Any) -> T:
+    """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
     found = cls(**{**given(cls, args), **more})
-    check(found)
+    check(found, error)
     return found
 
 
-def check(settings: Any, error: Type[Exception] = ValueError) -> None:
+def check(settings: Any, error: Type[Exception] = OptionError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
@@ -144,7 +161,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
             for one in value:
                 words += [flag, *_words(one)]
         else:
-            words += [*([] if spec.positional else [flag]), *_words(value)]
+            words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
     return words
 
 
@@ -174,7 +191,7 @@ def _help(field: dataclasses.Field, spec: Option) -> str:
     plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
     if isinstance(default, tuple) and default and all(isinstance(one, (int, float, str)) for one in default):
         default, plain = " ".join(map(str, default)), True
-    if not plain or "(default" in spec.help or spec.help.startswith("default"):
+    if not plain or "default:" in spec.help:
         return spec.help
     return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
 

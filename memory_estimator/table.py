@@ -1,7 +1,7 @@
 """One table for the terminal, Markdown and HTML, from the same rows.
 
 table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One step")
-console.print(table.rich())
+console.print(table)
 lines = table.markdown()
 page.write(table.html())
 """
@@ -11,11 +11,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, List, Sequence
 
 if TYPE_CHECKING:
+    import rich.console
     import rich.table
+
+WIDTH = 120
+"""Columns where the output is no terminal, as in a log."""
 
 
 class Bold(str):
     """A cell that stands out."""
+
+    style = "bold"
+
+
+class Good(str):
+    """A cell that tells of something as it should be: green on a terminal."""
+
+    style = "green"
+
+
+class Poor(Bold):
+    """A cell to look at: yellow on a terminal."""
+
+    style = "yellow"
+
+
+class Bad(Bold):
+    """A cell that tells of a failure: red on a terminal."""
+
+    style = "bold red"
 
 
 @dataclass(frozen=True)
@@ -50,8 +74,11 @@ class Table:
             left = position < self.names
             table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
         for row in self.rows:
-            table.add_row(*(Text(cell, "bold" if isinstance(cell, Bold) else "") for cell in row))
+            table.add_row(*(Text(cell, getattr(cell, "style", "")) for cell in row))
         return table
+
+    def __rich__(self) -> "rich.table.Table":
+        return self.rich()
 
     def markdown(self) -> List[str]:
         """Lines of a GitHub table; the title stands above it and the caption below it, each a paragraph."""
@@ -75,6 +102,14 @@ class Table:
             + (f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else "")
             + f"<tbody>\n{body}</tbody></table></div>"
         )
+
+
+def new_console() -> "rich.console.Console":
+    """For printing text as it is and tables: as wide as the terminal, or as WIDTH."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
 
 
 # --- Private helpers ---

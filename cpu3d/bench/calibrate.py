@@ -5,48 +5,34 @@
 
 Runs a few small training steps under TensorFlow's profiler, in a fresh process for each dtype, within a minute for each
 engine: a slow host does fewer. Estimates and training on this host then use the file by themselves. Wants a quiet
-machine.
-
-Scratch of operations is not fitted: it follows from rules that were read off oneDNN's AVX-512 kernels. So the peaks of
-one of the networks are measured too, and printed beside what is predicted of them: more than a fifth between the two
-says that the rules do not hold here.
-
-`python -m cpu3d.bench.calibrate '{"engine": "itex", "networks": [...]}'` is one process; it prints one JSON line.
+machine. Scratch of operations is not fitted: `bench validate --first 3` shows whether its rules hold here.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import gc
 import itertools
-import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import psutil
-from rich.console import Console
-from scipy.optimize import nnls
 
-from cpu3d.bench.harness import last_json_line
-from cpu3d.bench.step import WARM_UP_STEPS, made_up, profile_planes
-from cpu3d.bench.validate import describe
-from cpu3d.config import RunConfig
-from cpu3d.errors import InputError
+from cpu3d.bench.harness import Result, in_fresh_process, read_options, show
+from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from cpu3d.util.versions import versions
-from memory_estimator.allocator import use
+from cpu3d.util.records import versions
 from memory_estimator.calibration import (
     GROUPS,
     OWN,
@@ -56,17 +42,16 @@ from memory_estimator.calibration import (
     shipped_constants,
     to_json,
 )
-from memory_estimator.estimate import estimate
 from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
-from memory_estimator.program import Program, StepOp
-from memory_estimator.schema import add_options, check, from_args, option
+from memory_estimator.schema import add_options, option
+from memory_estimator.step.allocator import use
+from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
+from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table
-from memory_estimator.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
-from memory_estimator.training_step import training_step
-from memory_estimator.units import format_bytes
 from models.config import UNetConfig
 
 SHAPE = (96, 96, 96)
@@ -93,9 +78,11 @@ KIND_BY_TYPE = (
 )
 """Part of TensorFlow's name for a type of operation, and the group it is timed in; the first that fits counts."""
 
-
 Costs = Dict[str, Dict[str, float]]
 """Group -> feature -> seconds a unit."""
+
+Measured = List[Tuple[str, Result]]
+"""(dtype, result of `measure`) of each process."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +95,6 @@ class Options:
     all: bool = option(False, help="every engine that is installed, a minute each")
     out: Path = option(OWN, help=f"default: {OWN.name} in the project's root", metavar="FILE")
     name: str = option("", help="default: the CPU's name")
-
-    def __post_init__(self):
-        check(self, InputError)
 
 
 class Event(NamedTuple):
@@ -126,49 +110,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args)
+    options = read_options(Options, args)
     writable_folder(options.out.parent, "folder")
-    host, begin = read_host(), time.perf_counter()
+    host, begin, results = read_host(), time.perf_counter(), []
     engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
-    dtypes = ["bfloat16", "float32"] if host.fast_bfloat16 else ["float32"]
-    runs = [(engine, dtype) for engine in engines for dtype in dtypes]
-    results: List[Tuple[str, Dict[str, Any]]] = []
+    runs = [(engine, dtype) for engine in engines for dtype in ("bfloat16", "float32")[not host.fast_bfloat16 :]]
+    size = cache_bytes() or shipped_constants(host.isa).cache_bytes
     with bar("calibrate", total=len(runs)) as advance:
         for number, (engine, dtype) in enumerate(runs):
-            left_s = BUDGET_S * len(engines) - (time.perf_counter() - begin)
-            results.append((dtype, _measure(engine, dtype, host, left_s / (len(runs) - number))))
+            left_s = (BUDGET_S * len(engines) - (time.perf_counter() - begin)) / (len(runs) - number)
+            request = {"engine": engine, "cache_bytes": size, "networks": _networks(dtype), "budget_s": left_s}
+            results.append((dtype, in_fresh_process(measure, request)))
             advance()
-    constants = put_together(results, host, options.name)
+    constants, busy = put_together(results, host, options.name), _busy_with_others(results)
+    left_out = sum(len(result["left_out"]) for _, result in results)
     content = {
         **to_json(constants),
         "seconds": round(time.perf_counter() - begin, 1),
         "budget_s": BUDGET_S * len(engines),
-        "networks_left_out": sum(len(result["left_out"]) for _, result in results),
-        "cpus_busy_with_others": round(_busy_with_others(results), 2),
-        "check": [check_peaks(constants, dtype, result) for dtype, result in results],
+        "networks_left_out": left_out,
+        "cpus_busy_with_others": round(busy, 2),
         "versions": results[-1][1]["versions"],
         "environment": results[-1][1]["environment"],
     }
-    console = Console()
-    for table in (costs_table(constants), peaks_table(content["check"])):
-        console.print(table.rich())
-    if content["networks_left_out"]:
-        console.print(f"{content['networks_left_out']} networks left out: this host needs more than the time allotted")
-    if content["cpus_busy_with_others"] > QUIET:
-        console.print(
-            f"other processes kept {content['cpus_busy_with_others']:.1f} CPUs busy: times are too long, "
-            "calibrate again when quiet"
-        )
+    show(costs_table(constants))
+    if left_out:
+        print(f"{left_out} networks left out: this host needs more than the time allotted")
+    if busy > QUIET:
+        print(f"other processes kept {busy:.1f} CPUs busy: times are too long, calibrate again when quiet")
         if _is_undisturbed(options.out, constants):
-            console.print(f"{options.out} left as it was: it was measured when quiet; remove it to have this one")
+            print(f"{options.out} left as it was: it was measured when quiet; remove it to have this one")
             return 0
     write_json(options.out, content)
-    console.print(f"{options.out} written after {content['seconds']:.0f} s")
+    print(f"{options.out} written after {content['seconds']:.0f} s")
     return 0
 
 
-def put_together(results: List[Tuple[str, Dict[str, Any]]], host: Host, name: str = "") -> HostConstants:
-    """Constants from (dtype, result of `measure`) of each process, all of one host."""
+def put_together(results: Measured, host: Host, name: str = "") -> HostConstants:
+    """Constants from what was measured, all of it on one host."""
     costs: Dict[str, Dict[str, Any]] = {}
     runtime: Dict[str, List[Dict[str, int]]] = {}
     for dtype, result in results:
@@ -205,60 +184,20 @@ def put_together(results: List[Tuple[str, Dict[str, Any]]], host: Host, name: st
     )
 
 
-def check_peaks(constants: HostConstants, dtype: str, result: Dict[str, Any]) -> Dict[str, Any]:
-    """The peaks of one network as measured, beside what these constants and the rules for scratch say of them.
-
-    The process has run a tiny network before, whose remains are in the way: some per cent of the process's peak, and up
-    to a fifth of so small an allocator's (bfloat16, on the development host). What is further off is the rules' fault.
-    """
-    found, engine = result["check"], result["engine"]
-    job = Job(UNetConfig(**found["unet"]), tuple(found["shape"]), engine=engine, threads=constants.threads)
-    predicted = estimate(job, constants)
-    return {
-        "job": describe(job),
-        "allocator_peak_bytes": {
-            "measured": found["allocator_peak_bytes"],
-            "predicted": predicted.allocator_peak_bytes,
-        },
-        "process_peak_bytes": {
-            "measured": found["process_peak_bytes"],
-            "predicted": predicted.process_peak_bytes,
-        },
-    }
-
-
 def costs_table(constants: HostConstants) -> Table:
     """The main figures: baseline, and the rates that the costs come to."""
     rows = []
-    for engine, by_dtype in constants.costs.items():
-        for dtype, groups in by_dtype.items():
-            rates = (_rate(groups, group) for group in ("conv", "conv_filter_gradient", "conv_input_gradient"))
-            passing = groups.get("norm", {}).get("traffic")
-            rows.append(
-                (
-                    engine,
-                    dtype,
-                    f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB",
-                    *(f"{rate / 1e9:.0f} GFLOP/s" if rate else "-" for rate in rates),
-                    f"{1e-9 / passing:.0f} GB/s" if passing else "-",
-                    f"{groups['every_op']['seconds'] * 1e6:.0f} us",
-                )
-            )
+    for engine, dtype, groups in (
+        (e, d, groups) for e, found in constants.costs.items() for d, groups in found.items()
+    ):
+        rates = [_rate(groups, group) / 1e9 for group in ("conv", "conv_filter_gradient", "conv_input_gradient")]
+        passing = groups.get("norm", {}).get("traffic")
+        cells = [f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB"]
+        cells += [f"{rate:.0f} GFLOP/s" if rate else "-" for rate in rates]
+        cells += [f"{1e-9 / passing:.0f} GB/s" if passing else "-", f"{groups['every_op']['seconds'] * 1e6:.0f} us"]
+        rows.append((engine, dtype, *cells))
     columns = ("engine", "dtype", "baseline", "forward", "filter gradient", "input gradient", "norm", "between ops")
     return Table(columns, rows, title=f"{constants.name}, {constants.threads} threads", names=2)
-
-
-def peaks_table(found: Sequence[Mapping[str, Any]]) -> Table:
-    """What `check_peaks` found: the rules hold where errors are below a fifth."""
-    rows = []
-    for one in found:
-        for name in ("allocator_peak_bytes", "process_peak_bytes"):
-            measured, predicted = one[name]["measured"], one[name]["predicted"]
-            if measured:
-                error = f"{predicted / measured - 1:+.1%}"
-                what = name.replace("_bytes", "").replace("_", " ")
-                rows.append((one["job"], what, format_bytes(measured), format_bytes(predicted), error))
-    return Table(("check", "", "measured", "predicted", "error"), rows, names=2)
 
 
 # --- From timed operations to what a unit of each kind of work costs ---
@@ -277,7 +216,7 @@ def fit_costs(networks: Sequence[Mapping[str, Any]]) -> Costs:
     for network in timed:
         for row in network["rows"]:
             by_group[row["group"]].append(row)
-    costs = {group: _complete(_least_squares(rows)) for group, rows in by_group.items()}
+    costs = {group: _least_squares(rows) for group, rows in by_group.items()}
     left = [(network["step_s"] - _seconds(costs, network["rows"])) / network["ops"] for network in timed]
     costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
     return costs
@@ -295,47 +234,39 @@ def straight_line(points: Sequence[Mapping[str, int]]) -> Dict[str, int]:
 # --- One process: small steps, operation by operation ---
 
 
-def measure(request: Dict[str, Any]) -> Dict[str, Any]:
+def measure(request: Dict[str, Any]) -> Result:
     """Time the operations of a few steps of each of `request["networks"]`.
 
     A network is {"unet", "shape", "steps"}. The result's "networks" have a row for every convolution and one for every
     other group of operations: its features, summed, and its seconds, the median of the steps. "runtime" has what the
-    process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone. "check" has the
-    peaks of the first network that is timed, which nothing is fitted to.
+    process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone.
 
     Once `request["budget_s"]` is spent, no more steps are done; networks that would take more than is left are named in
     "left_out". The first that is timed always is, for one step at least.
     """
     begin = time.perf_counter()
     host, threads, tf = set_up(request["engine"])
-
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
     found: List[Dict[str, Any]] = []
     left_out: List[Dict[str, Any]] = []
-    runtime, check = None, None
-    second_a_flop = 0.0  # of the network timed last; unknown yet
+    runtime, second_a_flop = None, 0.0  # of the network timed last; unknown yet
     for network in request["networks"]:
         job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
         program = training_step(job)
+        flops = sum(op.flops for op in program.ops)
         left_s = request["budget_s"] - (time.perf_counter() - begin)
-        if second_a_flop and (WARM_UP_STEPS + 1) * second_a_flop * _flops(program) > left_s:
+        if second_a_flop and (WARM_UP_STEPS + 1) * second_a_flop * flops > left_s:
             left_out.append(network)
             continue
-        is_first_timed = check is None and network["steps"] > 0
-        one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"], is_first_timed)
-        peaks = one.pop("peaks")
-        if is_first_timed:
-            check = {"unet": network["unet"], "shape": network["shape"], **peaks}
+        one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"])
         found.append(one)
         runtime = runtime or _runtime(program)
-        if one["step_s"]:
-            second_a_flop = one["step_s"] / _flops(program)
+        second_a_flop = one["step_s"] / flops if one["step_s"] else second_a_flop
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     return {
         "networks": found,
         "left_out": left_out,
-        "check": check,
         "runtime": runtime,
         "engine": engine,
         "engine_name": engine_name(tf),
@@ -395,9 +326,10 @@ def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[s
         if len(seconds) == len(ops):
             found += [{**row, "seconds": one} for row, one in zip(each, seconds)]
         else:
-            found.append(
-                {"group": group, "features": _summed(row["features"] for row in each), "seconds": sum(seconds)}
-            )
+            sums: Features = defaultdict(float)
+            for name, amount in (pair for row in each for pair in row["features"].items()):
+                sums[name] += amount
+            found.append({"group": group, "features": dict(sums), "seconds": sum(seconds)})
     return found
 
 
@@ -432,13 +364,6 @@ def _networks(dtype: str) -> List[Dict[str, Any]]:
     ]
 
 
-def _measure(engine: str, dtype: str, host: Host, budget_s: float) -> Dict[str, Any]:
-    size = cache_bytes() or shipped_constants(host.isa).cache_bytes
-    request = {"engine": engine, "cache_bytes": size, "networks": _networks(dtype), "budget_s": budget_s}
-    command = [sys.executable, "-m", "cpu3d.bench.calibrate", json.dumps(request)]
-    return last_json_line(command, f"calibration on {engine} in {dtype}")
-
-
 def _rate(groups: Dict[str, Dict[str, float]], group: str) -> float:
     """Operations a second of a convolution from 32 to 32 channels: two vectors each."""
     costs = groups.get(group, {})
@@ -447,9 +372,9 @@ def _rate(groups: Dict[str, Dict[str, float]], group: str) -> float:
     return 1 / per_work if per_work else 0.0
 
 
-def _busy_with_others(results: List[Tuple[str, Dict[str, Any]]]) -> float:
+def _busy_with_others(results: Measured) -> float:
     """CPUs that other processes kept busy during the worst of the measurements."""
-    return max((network["others"] or 0.0 for _, result in results for network in result["networks"]), default=0.0)
+    return max((network["others"] for _, result in results for network in result["networks"]), default=0.0)
 
 
 def _fill_up(by_dtype: Dict[str, Any], engine: str, shipped: HostConstants) -> Iterator[str]:
@@ -473,6 +398,8 @@ def _is_undisturbed(path: Path, constants: HostConstants) -> bool:
 
 
 def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
+    from scipy.optimize import nnls  # not into the memory of a measuring process
+
     there = [row for row in rows if row["seconds"] > 0]
     names = sorted({name for row in there for name, amount in row["features"].items() if amount})
     if not there or not names:
@@ -487,14 +414,8 @@ def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
     costs = dict(zip(names, (found / scale).tolist()))
     if names == ["cached", "traffic"]:
         costs["traffic"] += costs["cached"]
-    return costs
-
-
-def _complete(costs: Dict[str, float]) -> Dict[str, float]:
-    """Traffic costs the same beyond the cache as in it where only one was seen."""
-    for one, other in (("cached", "traffic"), ("traffic", "cached")):
-        if one in costs and other not in costs:
-            return {**costs, other: costs[one]}
+    elif {"cached", "traffic"} & set(names):  # the same beyond the cache as in it where only one was seen
+        costs = {"cached": costs.get("traffic"), "traffic": costs.get("cached"), **costs}
     return costs
 
 
@@ -503,71 +424,46 @@ def _seconds(costs: Costs, rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _measure_network(
-    tf: Any, job: Job, program: Program, steps: int, left_s: float, cache_bytes: int, with_peaks: bool
+    tf: Any, job: Job, program: Program, steps: int, left_s: float, cache_bytes: int
 ) -> Dict[str, Any]:
-    """One network's entry of the result, of at most so many steps and not many more seconds; and its "peaks"."""
+    """One network's entry of the result, of at most so many steps and not many more seconds."""
     from cpu3d.training.learner import Learner
 
     begin = time.perf_counter()
-    live_before = _live_bytes(tf)
     learner = Learner(RunConfig(grid=job.shape, unet=job.unet))
-    image, target = made_up(tf, job.unet, 1, job.shape)
+    parts = itertools.repeat(made_up(tf, job.unet, 1, job.shape))
 
     def step() -> float:
         begin = time.perf_counter()
-        learner.step(itertools.repeat((image, target)), 1e-4)
+        learner.step(parts, 1e-4)
         return time.perf_counter() - begin
 
     for _ in range(WARM_UP_STEPS):
         step()
-    peaks = _peaks(tf, step, live_before) if with_peaks else {}  # before the profiler takes memory of its own
     before, traced = _busy_s(), []
     while len(traced) < steps and (not traced or time.perf_counter() - begin + traced[-1][0] < left_s):
         traced.append(trace(tf, step))
-    after = _busy_s()
+    clock_s, own_s, machine_s = _busy_s() - before
+    of_steps = [rows(program, events, cache_bytes) for _, events in traced]
     return {
         "step_s": statistics.median(seconds for seconds, _ in traced) if traced else None,
         "steps": len(traced),
-        "others": _share_of_others(before, after) if traced else None,
+        "others": max(0.0, machine_s - own_s) / clock_s if traced else 0.0,
         "ops": len(program.ops),
-        "rows": _middle([rows(program, events, cache_bytes) for _, events in traced]),
-        "peaks": peaks,
-    }
-
-
-def _flops(program: Program) -> int:
-    return sum(op.flops for op in program.ops)
-
-
-def _live_bytes(tf: Any) -> int:
-    """What the allocator has given out; 0 where it keeps no count."""
-    try:
-        return int(tf.config.experimental.get_memory_info("CPU:0")["current"])
-    except (ValueError, KeyError, tf.errors.OpError):
-        return 0
-
-
-def _peaks(tf: Any, step: Any, live_before: int) -> Dict[str, Optional[int]]:
-    """Both peaks after one more step, the allocator's without what was live before the network was built."""
-    from cpu3d.training.learner import allocator_peak_bytes
-
-    with contextlib.suppress(ValueError, tf.errors.OpError):
-        tf.config.experimental.reset_memory_stats("CPU:0")
-    step()
-    peak = allocator_peak_bytes()
-    return {
-        "allocator_peak_bytes": None if peak is None else peak - live_before,
-        "process_peak_bytes": peak_rss_bytes(),
+        "rows": [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in zip(*of_steps)],
     }
 
 
 def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
-    """(when it began, operation) for every operation of a profile, in no order."""
-    for plane in profile_planes(folder):
-        for line in plane.lines:
-            if not line.name.startswith("tf_"):
-                continue
-            for event in line.events:
+    """(when it began, operation) for every operation of the profiles under `folder`, in no order."""
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    for path in folder.rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(path.read_bytes())
+        for plane, line in ((one, line) for one in space.planes for line in one.lines):
+            for event in line.events if line.name.startswith("tf_") else ():
                 name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
                 if name and not name.endswith(":"):
                     begin = line.timestamp_ns * 1000 + event.offset_ps
@@ -582,43 +478,14 @@ def _group(event: Event) -> str:
     return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
 
 
-def _summed(many: Iterable[Features]) -> Features:
-    sums: Features = defaultdict(float)
-    for one in many:
-        for name, amount in one.items():
-            sums[name] += amount
-    return dict(sums)
-
-
-def _middle(steps: List[List[Dict[str, Any]]]) -> List[Dict[str, Any]]:
-    """One list of rows for several steps' lists: the median seconds of each row."""
-    return [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in zip(*steps)]
-
-
-def _busy_s() -> Optional[Tuple[float, float, float]]:
-    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took; None without."""
-    with contextlib.suppress(OSError, AttributeError):
-        own, every = psutil.Process().cpu_times(), psutil.cpu_times()
-        machine = every.user + every.nice + every.system + every.irq + every.softirq
-        return time.perf_counter(), own.user + own.system, machine
-    return None
-
-
-def _share_of_others(
-    before: Optional[Tuple[float, float, float]], after: Optional[Tuple[float, float, float]]
-) -> Optional[float]:
-    """CPUs that other processes kept busy meanwhile; None where that is not known."""
-    if before is None or after is None:
-        return None
-    clock, own, machine = (late - early for early, late in zip(before, after))
-    return max(0.0, machine - own) / clock
+def _busy_s() -> np.ndarray:
+    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took."""
+    own, every = psutil.Process().cpu_times(), psutil.cpu_times()
+    machine = sum(getattr(every, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    return np.array([time.perf_counter(), own.user + own.system, machine])
 
 
 def _runtime(program: Program) -> Dict[str, int]:
     """What the process holds besides its tensors and oneDNN's scratch, and for how many operations."""
     held = use(program).resident_bytes + max(op.hidden_bytes for op in program.ops)
     return {"bytes": peak_rss_bytes() - held, "ops": runtime_ops(program)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))

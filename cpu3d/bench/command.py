@@ -2,14 +2,14 @@
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
-    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16 --picture process.png --timeline step.png
+    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16
     ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
     ./run.sh bench validate --record records/memory.jsonl
     ./run.sh bench tables --records records --out docs/results.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
-    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl --picture scaling.png
-    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl --picture windows.png
+    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl
+    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl
     ./run.sh bench faults --kills 50 --workdir faults --record records/faults.jsonl
 
 A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
@@ -19,34 +19,29 @@ constants to this host, is a command of its own: every user wants it, these few 
 import argparse
 import inspect
 
-from cpu3d.bench import faults, memory, scaling, step, tables, validate, windows
-from cpu3d.bench.data import command as data
+from cpu3d.bench import data, faults, memory, scaling, step, tables, validate, windows
 
 KINDS = {
-    "step": step,
-    "memory": memory,
-    "engines": step.Engines,
-    "validate": validate,
-    "tables": tables,
-    "data": data,
-    "windows": windows,
-    "scaling": scaling,
-    "faults": faults,
+    "step": (step, step.add_arguments, step.run),
+    "memory": (memory, memory.add_arguments, memory.run),
+    "engines": (step.run_engines, step.add_engine_arguments, step.run_engines),
+    "validate": (validate, validate.add_arguments, validate.run),
+    "tables": (tables, tables.add_arguments, tables.run),
+    "data": (data, data.add_arguments, data.run),
+    "windows": (windows, windows.add_arguments, windows.run),
+    "scaling": (scaling, scaling.add_arguments, scaling.run),
+    "faults": (faults, faults.add_arguments, faults.run),
 }
+"""Kind -> what its help is the docstring of, how its options are added, how it is run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, kind in KINDS.items():
-        words = inspect.getdoc(kind)
-        sub = kinds.add_parser(
-            name,
-            help=words.splitlines()[0],
-            description=words,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        kind.add_arguments(sub)
-        sub.set_defaults(bench_run=kind.run)
+    for name, (documented, add, run_kind) in KINDS.items():
+        words, style = inspect.getdoc(documented), argparse.RawDescriptionHelpFormatter
+        sub = kinds.add_parser(name, help=words.splitlines()[0], description=words, formatter_class=style)
+        add(sub)
+        sub.set_defaults(bench_run=run_kind)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,16 +8,15 @@ Folder after folder is prepared, or trained on phantoms, by commands that get SI
 validate, save or prepare (or one of their workers does) and that are given again until they are done. After each kill
 every checkpoint has to load and none that was logged may be missing; at the end weights, optimizer, averages, best
 weights, every step and validation, or the store's files, have to be the same to the bit. Ends with code 1 where
-anything is not, and then keeps that folder. About 10 s a kill; one that comes too late does not count, and is aimed
-anew. A fifth of the kills are of `prepare`, none with several workers. One run in four has batch norm.
+anything is not, and then keeps that folder. About 10 s a kill; one that comes too late does not count. A fifth of the
+kills are of `prepare`, none with several workers. One run in four has batch norm.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import hashlib
+import itertools
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -26,35 +25,29 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
-from rich.console import Console
 
+from cpu3d.bench.harness import Result, read_options, show
 from cpu3d.data.phantom import write_phantom
 from cpu3d.data.store import open_store
 from cpu3d.errors import InputError
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import BEST, checkpoints, step_of
-from cpu3d.training.checkpoint_history import newest as newest_checkpoint
+from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
+from cpu3d.training.checkpoint import newest as newest_checkpoint
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start
 from cpu3d.util.progress import bar
-from cpu3d.util.records import append_record
-from cpu3d.util.records import newest as newest_of
-from cpu3d.util.versions import versions
+from cpu3d.util.records import append_record, versions
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, check, from_args, option
+from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 
-STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED = (
+STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED = PHASES = (
     "starting", "preparing", "computing", "validating", "saving", "ended",
 )  # fmt: skip
-
-PHASES = (STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED)
-"""What a kill can hit."""
 
 SAVING_BY_TIME, ANYWHERE = "saving by time", "anywhere"
 """Aims only: a checkpoint that no validation comes before, which is SAVING, and any moment of the process."""
@@ -63,15 +56,28 @@ IN_TRAIN = (STARTING, COMPUTING, COMPUTING, VALIDATING, VALIDATING, SAVING, SAVI
 """What the kills of `train` are aimed at, in these shares."""
 
 NORMS = ("instance", "batch", "instance", "instance")
-"""Of one training life after the other: batch norm has statistics that move with each step."""
+"""Of one trained folder after the other: batch norm has statistics that move with each step."""
 
-LIFE_KILLS, BARREN_LIVES = 5, 10
+FOLDER_KILLS, IN_VAIN = 5, 10
 """Most kills of one folder; folders in a row in which no kill came in time, after which the rest is given up."""
 
-CASES, SHAPE, STEPS, KEEP = 16, (32, 40, 32), 240, 3
+CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 20, 3
 
 RUN = (
-    *("--steps", STEPS, "--validations", 12, "--batch", 2, "--save-minutes", 0.004, "--keep", KEEP, "--ema", 0.9),
+    *(
+        "--steps",
+        STEPS,
+        "--validations",
+        STEPS // VALIDATED_EVERY,
+        "--batch",
+        2,
+        "--save-minutes",
+        0.004,
+        "--keep",
+        KEEP,
+        "--ema",
+        0.9,
+    ),
     *("--filters", 4, "--depth", 3, "--dtype", "float32", "--policy", "speed", "--deterministic"),
 )
 """Steps of milliseconds, enough of them to be killed in between, with saves by time and by validation."""
@@ -85,8 +91,8 @@ EXACT = {
 END_S = 60.0
 """Within which all processes of a command must have ended when one of them was killed."""
 
-POLL_S, LOOK_S = 0.0005, 0.3
-"""Between two looks at a run, whose phases last milliseconds; and for the worker that is to be killed."""
+POLL_S = 0.0005
+"""Between two looks at a run, whose phases last milliseconds."""
 
 Alive = Callable[[], bool]
 
@@ -101,78 +107,23 @@ class Options:
     workers: int = option(1, help="above 1: `launch`, whose workers are killed", at_least=1, metavar="N")
     record: Optional[Path] = option(None, help="append the result to a .jsonl file", metavar="FILE")
 
-    def __post_init__(self):
-        check(self, InputError)
-
 
 @dataclass(frozen=True)
 class Aim:
     """One kill to be."""
 
     phase: str
-    not_before: float
+    not_before: float = 0.0
     """Share of the run's steps, 0 to 1, that must be logged first."""
-    delay: float
-    """How far into the phase, as a share of what it took undisturbed: 0 to 1."""
-    victim: int
+    delay: float = 0.0
+    """How far into the phase, as a share of the shortest that it took undisturbed: 0 to 1."""
+    victim: int = 0
     """Rank of the worker to kill."""
 
 
 @dataclass(frozen=True)
-class Life:
-    """What one folder goes through: the kills in their order, then the same command until it is done."""
-
-    command: str
-    """ "prepare" or "train"."""
-    aims: Tuple[Aim, ...] = ()
-    norm: str = ""
-
-
-@dataclass(frozen=True)
-class Usual:
-    """How the work goes undisturbed."""
-
-    seconds: Dict[str, float]
-    """Phase -> how long it takes, the shortest of those that come again; ANYWHERE is the whole process."""
-    steps: int
-    validations: FrozenSet[int]
-    """Steps after which there is one."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What all lives share."""
-
-    folder: Path
-    workers: int
-    usual: Usual
-
-    @property
-    def log(self) -> Path:
-        """The output of all processes."""
-        return self.folder / "said.txt"
-
-    @property
-    def store(self) -> Path:
-        """The store that was prepared undisturbed."""
-        return self.folder / "store"
-
-    def reference(self, norm: str) -> Path:
-        """The run that was trained undisturbed."""
-        return self.folder / f"reference-{norm}"
-
-    def command(self, life: Life, folder: Path) -> List[str]:
-        """What a life does, into `folder`."""
-        if life.command == "prepare":
-            return ["prepare", "--dataset", str(self.folder / "phantom"), "--store", str(folder), "--workers", "2"]
-        launch = ["launch", "--workers", str(self.workers)] if self.workers > 1 else []
-        data = ["--store", str(self.store), "--run", str(folder)]
-        return [*launch, "train", *data, "--norm", life.norm, *map(str, RUN)]
-
-
-@dataclass(frozen=True)
 class Ended:
-    """How an attempt came to its end."""
+    """How a command came to its end."""
 
     exit_code: int
     killed: bool
@@ -183,52 +134,42 @@ class Ended:
     problems: List[str]
 
 
-class CommandFailedError(InputError):
-    """A command that nobody has disturbed did not end well."""
-
-    exit_code = 1
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args)
+    options = read_options(Options, args)
     workdir = writable_folder(options.workdir, "workdir").resolve()
     if any(workdir.iterdir()):
         raise InputError(f"workdir {workdir} must be empty, got other content; choose another, or empty it")
     if options.record:
         writable_folder(options.record.parent, "folder")
     result = campaign(workdir, kills=options.kills, seed=options.seed, workers=options.workers)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(faults_table(result).rich())
+    show(faults_table(result))
     wrong = [problem for life in result["lives"] for problem in life["problems"]]
     for problem in wrong:
-        console.print(f"wrong: {problem}")
+        print(f"wrong: {problem}")
     if options.record:
         append_record(options.record, "faults", result)
     return 1 if wrong or result["missed"] else 0
 
 
-def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Dict[str, Any]:
+def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Result:
     """Do it all below `workdir`, which is empty; returns the content of a record."""
-    begin = time.monotonic()
-    planned = lives(kills, seed=seed, workers=workers)
-    bench = undisturbed(workdir, workers, [life.norm for life in planned if life.norm])
-    missed: List[Life] = []
-    done: List[Dict[str, Any]] = []
-    barren = 0
+    begin, bench, folders = time.monotonic(), Bench(workdir, workers), []
+    of_prepare = 0 if workers > 1 else round(kills / 5)
+    aims = drawn_aims(seed, workers)
+    done = in_vain = 0
     with bar("kills", total=kills) as advance:
-        while planned or (missed and barren < BARREN_LIVES):
-            life = planned.pop(0) if planned else missed.pop(0)
-            lived, left = live(bench, life, workdir / f"{life.command}-{len(done) + 1}")
-            done.append(lived)
-            advance(len(lived["kills"]))
-            barren = 0 if lived["kills"] else barren + 1
-            if left:  # half as far into the phase the next time: the machine may be faster now
-                aims = tuple(dataclasses.replace(aim, delay=aim.delay / 2) for aim in left)
-                missed.append(dataclasses.replace(life, aims=aims))
+        while done < kills and in_vain < IN_VAIN:
+            norm = "" if done < of_prepare else NORMS[sum(bool(one["norm"]) for one in folders) % len(NORMS)]
+            left = (kills if norm else of_prepare) - done
+            own = [aims(bool(norm), number) for number in range(min(FOLDER_KILLS, left))]
+            folders.append(bench.kill_in(own, norm, workdir / f"{'train' if norm else 'prepare'}-{len(folders) + 1}"))
+            landed = len(folders[-1]["kills"])
+            advance(landed)
+            done, in_vain = done + landed, 0 if landed else in_vain + 1
     return {
         "workers": workers,
         "seed": seed,
@@ -236,9 +177,9 @@ def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Dict[str,
         "cases": CASES,
         "shape": list(SHAPE),
         "options": [str(one) for one in RUN],
-        "usual_s": bench.usual.seconds,
-        "lives": done,
-        "missed": sum(len(life.aims) for life in missed),
+        "usual_s": bench.usual_s,
+        "lives": folders,
+        "missed": kills - done,
         "seconds": time.monotonic() - begin,
         "engine_name": next(e["engine"] for e in read_events(bench.reference(NORMS[0])) if e["event"] == "start"),
         "host": read_host().summary(),
@@ -246,156 +187,147 @@ def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Dict[str,
     }
 
 
-def lives(kills: int, *, seed: int, workers: int = 1) -> List[Life]:
-    """So many kills, dealt to the fewest folders; the same seed gives the same.
+def drawn_aims(seed: int, workers: int) -> Callable[[bool, int], Aim]:
+    """A function that draws the next aim, for `train` or for `prepare`, as that kill of a folder; the same for a seed.
 
-    The steps that a life's kills wait for rise, so that each finds a run that has come further.
+    The steps that a folder's kills wait for rise, so that each finds a run that has come further.
     """
     rng = np.random.default_rng([seed, workers])
-    of_prepare = 0 if workers > 1 else round(kills / 5)
-    found = []
-    for command, phases, count in (("prepare", (PREPARING,), of_prepare), ("train", IN_TRAIN, kills - of_prepare)):
-        # In whole rounds of all phases, so that each comes up even where there are few kills.
-        dealt = [str(phase) for _ in range(0, count, len(phases)) for phase in rng.permutation(phases)][:count]
-        for number, first in enumerate(range(0, count, LIFE_KILLS)):
-            own = dealt[first : first + LIFE_KILLS]
-            aims = []
-            for index, phase in enumerate(own):
-                wait, delay, victim = (index + rng.random()) / (len(own) + 1), rng.random(), rng.integers(workers)
-                if phase in (SAVING, SAVING_BY_TIME):
-                    victim = 0  # only the chief saves
-                aims.append(Aim(phase, float(wait), float(delay), int(victim)))
-            found.append(Life(command, tuple(aims), NORMS[number % len(NORMS)] if command == "train" else ""))
-    return found
+    phases = (str(phase) for _ in itertools.count() for phase in rng.permutation(IN_TRAIN))
+
+    def aim(is_training: bool, number: int) -> Aim:
+        phase = next(phases) if is_training else PREPARING
+        not_before, delay = (number + rng.random()) / (FOLDER_KILLS + 1), rng.random()
+        victim = 0 if phase in (SAVING, SAVING_BY_TIME) else int(rng.integers(workers))  # only the chief saves
+        return Aim(phase, not_before, delay, victim)
+
+    return aim
 
 
-def undisturbed(workdir: Path, workers: int, norms: Sequence[str]) -> Bench:
-    """The phantoms, the store and the runs that all is compared with, and how long the phases of the first took."""
-    write_phantom(workdir / "phantom", cases=CASES, shape=SHAPE, seed=0)
-    bench = Bench(workdir, workers, Usual({}, STEPS, frozenset()))
-    seconds: Dict[str, float] = {}
+class Bench:
+    """The phantoms, the store and the runs that all is compared with, made undisturbed; and the folders of kills."""
 
-    def whole(life: Life, folder: Path, name: str, is_there: Alive) -> float:
-        """Seconds of the command; when `is_there` came first goes to `seconds`."""
+    def __init__(self, folder: Path, workers: int):
+        """Makes them, and takes how long each phase of the first run lasted. Raises InputError where that fails."""
+        self.folder, self.workers = folder, workers
+        self.log, self.store = folder / "output.txt", folder / "store"
+        write_phantom(folder / "phantom", cases=CASES, shape=SHAPE, seed=0)
+        cases_s, whole_s = self._undisturbed("", self.store, (self.store / "cases").is_dir)
+        self.usual_s = {PREPARING: whole_s - cases_s}
+        tail, run = Tail(self.reference(NORMS[0])), self.reference(NORMS[0])
+        self.usual_s[STARTING], self.usual_s[ANYWHERE] = self._undisturbed(NORMS[0], run, lambda: bool(tail.newest()))
+        events = read_events(run)
+        for phase, event, name in (
+            (COMPUTING, "step", "step_s"),
+            (VALIDATING, "validation", "seconds"),
+            (SAVING, "checkpoint", "seconds"),
+            (SAVING_BY_TIME, "checkpoint", "seconds"),
+        ):
+            self.usual_s[phase] = min(found[name] for found in events if found["event"] == event)
+
+    def reference(self, norm: str) -> Path:
+        """The folder of the run that was trained undisturbed."""
+        return self.folder / f"reference-{norm}"
+
+    def command(self, norm: str, folder: Path) -> List[str]:
+        """What trains a run with a norm, or prepares a store without one, into `folder`."""
+        if not norm:
+            return ["prepare", "--dataset", str(self.folder / "phantom"), "--store", str(folder), "--workers", "2"]
+        launch = ["launch", "--workers", str(self.workers)] if self.workers > 1 else []
+        data = ["--store", str(self.store), "--run", str(folder)]
+        return [*launch, "train", *data, "--norm", norm, *map(str, RUN)]
+
+    def kill_in(self, aims: Sequence[Aim], norm: str, folder: Path) -> Result:
+        """One folder through its kills to its end; its part of the record."""
+        begin, kills, problems = time.monotonic(), [], []
+        if norm and not self.reference(norm).is_dir():
+            self._undisturbed(norm, self.reference(norm), lambda: True)
+        for aim in (*aims, None):
+            tail = Tail(folder)
+
+            def wait(start_s: float, alive: Alive, aim=aim, tail=tail) -> bool:
+                return aim is not None and wait_for(aim, self.usual_s[aim.phase], folder, tail, start_s, alive)
+
+            victim = aim.victim if aim and norm and self.workers > 1 else None
+            ended = attempt(self.command(norm, folder), self.log, victim=victim, wait=wait)
+            problems += ended.problems
+            if not ended.killed:
+                if ended.exit_code != 0:
+                    problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see {self.log}")
+                break
+            found, wrong = left_of_run(folder) if norm else left_of_store(folder)
+            hit = phase_hit(folder, tail.newest()) if norm else PREPARING
+            problems += wrong
+            if ended.exit_code == 0:
+                problems.append("the command must not end with code 0 when one of its processes was killed")
+            how = {"victim": aim.victim, "at_s": ended.at_s, "ended_s": ended.ended_s, "exit_code": ended.exit_code}
+            kills.append({"aim": aim.phase, "hit": hit, **found, **how})
+        if norm:
+            problems += run_differences(self.reference(norm), folder, KEEP)
+        else:
+            problems += store_differences(self.store, folder)
+        if not problems:
+            shutil.rmtree(folder)
+        named = [f"{folder.name}: {problem}" for problem in problems]
+        about = {"command": "train" if norm else "prepare", "norm": norm, "seconds": time.monotonic() - begin}
+        return {**about, "kills": kills, "problems": named}
+
+    def _undisturbed(self, norm: str, folder: Path, has_come: Callable[[], bool]) -> Tuple[float, float]:
+        """Seconds of the command until `has_come`, and until its end."""
+        came: List[float] = []
 
         def wait(begin: float, alive: Alive) -> bool:
             while alive():
-                if name not in seconds and is_there():
-                    seconds[name] = time.monotonic() - begin
+                if not came and has_come():
+                    came.append(time.monotonic() - begin)
                 time.sleep(0.001)
             return False
 
-        ended = attempt(bench.command(life, folder), bench.log, wait=wait)
+        ended = attempt(self.command(norm, folder), self.log, wait=wait)
         if ended.exit_code != 0:
-            raise CommandFailedError(
-                f"{life.command} without any kill must end well, got {how_ended(ended.exit_code)}; "
-                f"{bench.log} ends:\n  {last_words(bench.log)}"
+            raise InputError(
+                f"{folder.name} without any kill must end well, got {how_ended(ended.exit_code)}; {self.log} ends:\n  "
+                f"{last_words(self.log)}"
             )
-        return ended.at_s
-
-    took_s = whole(Life("prepare"), bench.store, PREPARING, (bench.store / "cases").is_dir)
-    seconds[PREPARING] = took_s - seconds.get(PREPARING, 0.0)  # from the first case on
-    for norm in (NORMS[0], *sorted({*norms} - {NORMS[0]})):
-        tail = Tail(bench.reference(norm))
-        took_s = whole(Life("train", norm=norm), bench.reference(norm), STARTING, tail.has_started)
-        seconds.setdefault(ANYWHERE, took_s)
-    events = read_events(bench.reference(NORMS[0]))
-    for phase, event, name in (
-        (COMPUTING, "step", "step_s"),
-        (VALIDATING, "validation", "seconds"),
-        (SAVING, "checkpoint", "seconds"),
-    ):
-        seconds[phase] = min(found[name] for found in events if found["event"] == event)
-    seconds[SAVING_BY_TIME] = seconds[SAVING]
-    seconds.setdefault(STARTING, seconds[ANYWHERE])
-    validations = frozenset(found["step"] for found in events if found["event"] == "validation")
-    return Bench(workdir, workers, Usual(seconds, STEPS, validations))
-
-
-def live(bench: Bench, life: Life, folder: Path) -> Tuple[Dict[str, Any], List[Aim]]:
-    """One folder through its kills to its end; its part of the record, and the aims that came too late."""
-    begin, waiting = time.monotonic(), list(life.aims)
-    kills: List[Dict[str, Any]] = []
-    problems: List[str] = []
-    is_training = life.command == "train"
-    while True:
-        aim, tail = waiting[0] if waiting else None, Tail(folder)
-
-        def wait(start_s: float, alive: Alive, aim=aim, tail=tail) -> bool:
-            return aim is not None and wait_for(aim, bench.usual, folder, tail, start_s, alive)
-
-        victim = aim.victim if aim and bench.workers > 1 and is_training else None
-        ended = attempt(bench.command(life, folder), bench.log, victim=victim, wait=wait)
-        problems += ended.problems
-        if aim is None or not ended.killed:
-            if ended.exit_code != 0:
-                problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see {bench.log}")
-            break
-        if is_training:
-            found, wrong = left_of_run(folder)
-            hit = phase_hit(folder, tail, bench.usual)
-        else:
-            found, wrong = left_of_store(folder)
-            hit = PREPARING if (folder / "cases").is_dir() else STARTING
-        problems += wrong
-        if ended.exit_code == 0:
-            problems.append("the command must not end with code 0 when one of its processes was killed")
-        how = {"victim": aim.victim, "at_s": ended.at_s, "ended_s": ended.ended_s, "exit_code": ended.exit_code}
-        kills.append({"aim": aim.phase, "hit": hit, **found, **how})
-        del waiting[0]
-    if is_training:
-        problems += run_differences(bench.reference(life.norm), folder, KEEP)
-    else:
-        problems += store_differences(bench.store, folder)
-    if not problems:
-        shutil.rmtree(folder)
-    named = [f"{folder.name}: {problem}" for problem in problems]
-    seconds = time.monotonic() - begin
-    lived = {"command": life.command, "norm": life.norm, "seconds": seconds, "kills": kills, "problems": named}
-    return lived, waiting
+        return (*came[:1], ended.at_s, ended.at_s)[:2]
 
 
 # --- A run seen from outside ---
 
 
 class Tail:
-    """The newest event of a run's log, and whether the attempt that is made now has begun."""
+    """The newest event that a run logs from now on."""
 
     def __init__(self, run: Path):
-        self._path, self._state = Path(run) / "log.jsonl", None
+        self._path = Path(run) / "log.jsonl"
         self._earlier = {line for line in self._lines() if _is_start(line)}
-        self.started = False
-        self.event: Dict[str, Any] = {}
 
-    def has_started(self) -> bool:
-        """Look at the log, of which whole lines count; whether this attempt has said that it begins."""
-        with contextlib.suppress(FileNotFoundError):
-            status = self._path.stat()
-            if (status.st_ino, status.st_size) != self._state:
-                lines = self._lines()
-                self._state = status.st_ino, status.st_size
-                self.started |= any(_is_start(line) and line not in self._earlier for line in lines)
-                with contextlib.suppress(ValueError, IndexError):
-                    self.event = json.loads(lines[-1])
-        return self.started
+    def newest(self) -> Dict[str, Any]:
+        """The last whole line of the log; {} until it has a start that was not there before."""
+        lines = self._lines()
+        if any(_is_start(line) and line not in self._earlier for line in lines):
+            with contextlib.suppress(ValueError):
+                return json.loads(lines[-1])
+        return {}
 
     def _lines(self) -> List[bytes]:
-        return self._path.read_bytes().rpartition(b"\n")[0].splitlines() if self._path.is_file() else []
+        with contextlib.suppress(OSError):
+            return self._path.read_bytes().rpartition(b"\n")[0].splitlines()
+        return []
 
 
-def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, alive: Alive) -> bool:
+def wait_for(aim: Aim, usual_s: float, folder: Path, tail: Tail, begin: float, alive: Alive) -> bool:
     """Wait until the moment that `aim` means; False when the process that began at `begin` has ended before."""
 
     def has_come() -> bool:
-        if aim.phase in (STARTING, ANYWHERE):
-            return True
-        if aim.phase == PREPARING:
-            return (folder / "cases").is_dir()
-        if not tail.has_started() or tail.event["step"] < aim.not_before * usual.steps:
+        if aim.phase in (STARTING, ANYWHERE, PREPARING):
+            return aim.phase != PREPARING or (folder / "cases").is_dir()
+        event = tail.newest()
+        if not event or event["step"] < aim.not_before * STEPS:
             return False
-        is_step, is_validated = tail.event["event"] == "step", tail.event["step"] in usual.validations
+        is_step, is_validated = event["event"] == "step", event["step"] % VALIDATED_EVERY == 0
         if aim.phase == SAVING:
-            return tail.event["event"] == "validation"
+            return event["event"] == "validation"
         if aim.phase == SAVING_BY_TIME:
             return is_step and not is_validated and any(partials(folder / "checkpoints"))
         return is_step and (is_validated or aim.phase == COMPUTING)
@@ -403,7 +335,7 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, ali
     while alive():
         if has_come():
             since = begin if aim.phase in (STARTING, ANYWHERE) else time.monotonic()
-            moment = since + aim.delay * usual.seconds[aim.phase]
+            moment = since + aim.delay * usual_s
             while alive() and time.monotonic() < moment:
                 time.sleep(max(min(POLL_S, moment - time.monotonic()), 0))
             return alive()
@@ -411,18 +343,18 @@ def wait_for(aim: Aim, usual: Usual, folder: Path, tail: Tail, begin: float, ali
     return False
 
 
-def phase_hit(run: Path, tail: Tail, usual: Usual) -> str:
-    """In which phase a training was that is dead now, by what it has left."""
-    if not tail.has_started():
+def phase_hit(run: Path, event: Dict[str, Any]) -> str:
+    """In which phase a training was that is dead now, by its newest event and what it has left."""
+    if not event:
         return STARTING
-    event, step = tail.event["event"], tail.event["step"]
-    if event == "end":
+    kind, step = event["event"], event["step"]
+    if kind == "end":
         return ENDED
     newest = checkpoints(run)[:1]
-    is_unlogged = event == "step" and bool(newest) and step_of(newest[0]) == step
-    if event == "validation" or is_unlogged or any(partials(run / "checkpoints")):
+    is_unlogged = kind == "step" and bool(newest) and step_of(newest[0]) == step
+    if kind == "validation" or is_unlogged or any(partials(run / "checkpoints")):
         return SAVING
-    return VALIDATING if event == "step" and step in usual.validations else COMPUTING
+    return VALIDATING if kind == "step" and step % VALIDATED_EVERY == 0 else COMPUTING
 
 
 def partials(folder: Path) -> List[Path]:
@@ -442,28 +374,20 @@ def attempt(
         output.flush()
         begin = time.monotonic()
         child = start([*PROGRAM, *command], output, cwd=ROOT)
-        target = psutil.Process(child.pid) if victim is None else None
-        looked_at = 0.0
-
-        def alive() -> bool:
-            nonlocal target, looked_at
-            if target is None and time.monotonic() - looked_at > LOOK_S:  # a look takes milliseconds
-                target, looked_at = _worker(child.pid, victim), time.monotonic()
-            return child.poll() is None
-
         try:
-            is_time = wait(begin, alive)
-            while is_time and target is None and alive():
-                time.sleep(LOOK_S / 10)
-            killed, problems, at_s = False, [], time.monotonic() - begin
-            if is_time and target is not None and alive():
-                # Each worker of `launch` is in a session of its own.
-                sessions = {child.pid, *(process.pid for process in _descendants(child.pid))}
-                at_s = time.monotonic() - begin
-                killed = _kill(target)
-                members = [process for process in psutil.process_iter() if _session(process.pid) in sessions]
-                problems = _wait_until_gone(child, members) if killed else []
+            process, problems = psutil.Process(child.pid), []
+            target = process if victim is None else _worker(process, victim)
+            is_time = wait(begin, lambda: child.poll() is None)
+            at_s, killed = time.monotonic() - begin, False
+            with contextlib.suppress(psutil.Error):
+                if is_time and target:
+                    members = process.children(recursive=True)
+                    target.kill()
+                    at_s, killed = time.monotonic() - begin, True
+                    problems = _wait_until_gone(child, members)
             child.wait()
+            if victim is None:  # one that had ended by then was not killed
+                killed = child.returncode == -signal.SIGKILL
             return Ended(child.returncode, killed, at_s, time.monotonic() - begin - at_s, problems)
         finally:
             if child.poll() is None:
@@ -560,12 +484,7 @@ def store_differences(reference: Path, store: Path) -> List[str]:
 # --- The record as a table ---
 
 
-def newest(records: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """The last record of every number of workers and CPU."""
-    return newest_of(records, lambda record: (record["workers"], record["host"]["cpu"]))
-
-
-def faults_table(record: Dict[str, Any]) -> Table:
+def faults_table(record: Result) -> Table:
     """A row for each phase that was hit: kills, and the steps that had to be done again."""
     kills = [kill for life in record["lives"] for kill in life["kills"]]
     rows = []
@@ -575,19 +494,15 @@ def faults_table(record: Dict[str, Any]) -> Table:
         cells = [f"{statistics.median(redone):g}", str(max(redone))] if redone else ["-", "-"]
         rows += [[phase, str(len(hit)), *cells]] if hit else []
     host, wrong = record["host"], sum(bool(life["problems"]) for life in record["lives"])
-    return Table(
-        ("killed while", "kills", "steps done again, median", "most"),
-        rows,
-        title=f"SIGKILL to one of {record['workers']} workers, seed {record['seed']}, {record['steps']} steps in "
-        f"float32, {host['cores']} cores of {host['cpu']}",
-        caption=f"Folders that lost something or ended otherwise than undisturbed: {wrong} of {len(record['lives'])}; "
-        f"kills that came too late each time: {record['missed']}.",
+    title = (
+        f"SIGKILL to one of {record['workers']} workers, seed {record['seed']}, {record['steps']} steps in float32, "
+        f"{host['cores']} cores of {host['cpu']}"
     )
-
-
-def faults_lines(record: Dict[str, Any]) -> List[str]:
-    """The table of one record as Markdown."""
-    return faults_table(record).markdown()
+    caption = (
+        f"Folders that lost something or ended otherwise than undisturbed: {wrong} of {len(record['lives'])}; kills "
+        f"that came too late each time: {record['missed']}."
+    )
+    return Table(("killed while", "kills", "steps done again, median", "most"), rows, title=title, caption=caption)
 
 
 # --- Private helpers ---
@@ -616,35 +531,19 @@ def _array_differences(name: str, wanted: Tuple[Any, Dict[str, Any]], got: Tuple
     return problems
 
 
-def _descendants(pid: int) -> List[psutil.Process]:
+def _worker(process: psutil.Process, rank: int) -> Optional[psutil.Process]:
+    """The process below one that was started as worker `rank`, once there is one; None where it ends before."""
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=True)
-    return []
-
-
-def _worker(pid: int, rank: Optional[int]) -> Optional[psutil.Process]:
-    """The process below `pid` that was started as worker `rank`."""
-    for process in _descendants(pid):
-        with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError):
-            if int(json.loads(process.environ()["TF_CONFIG"])["task"]["index"]) == rank:
-                return process
+        while process.status() != psutil.STATUS_ZOMBIE:
+            for child in process.children(recursive=True):
+                with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError):
+                    if int(json.loads(child.environ()["TF_CONFIG"])["task"]["index"]) == rank:
+                        return child
+            time.sleep(0.03)
     return None
 
 
-def _session(pid: int) -> Optional[int]:
-    with contextlib.suppress(OSError):
-        return os.getsid(pid)
-    return None
-
-
-def _kill(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(signal.SIGKILL)
-        return True
-    return False
-
-
-def _wait_until_gone(child: subprocess.Popen, members: List[psutil.Process]) -> List[str]:
+def _wait_until_gone(child: subprocess.Popen, members: Sequence[psutil.Process]) -> List[str]:
     """Wait for the command and all that it had started; end by force what does not go, and name it."""
     problems = []
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -652,8 +551,8 @@ def _wait_until_gone(child: subprocess.Popen, members: List[psutil.Process]) -> 
     if child.poll() is None:
         problems.append(f"the command must end within {END_S:g} s of the kill, it did not")
         child.kill()
-    _, left = psutil.wait_procs([process for process in members if process.pid != child.pid], timeout=END_S)
-    for process in left:
+    for process in psutil.wait_procs(members, timeout=END_S)[1]:
         problems.append(f"process {process.pid} must end within {END_S:g} s of the kill, it did not")
-        _kill(process)
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     return problems

@@ -1,26 +1,33 @@
-"""The harness of all benchmarks: a command in a fresh process, in turn with others; medians; table, record, picture."""
+"""The harness of all benchmarks: work in fresh processes, in turn with others; medians; table, record, picture.
+
+`python -m cpu3d.bench.harness MODULE FUNCTION '{"shape": ...}'` is one measuring process: it calls the function with
+the JSON and prints what that returns as its last line.
+"""
 
 import contextlib
+import importlib
 import json
+import os
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
-import threading
+import sys
+import tempfile
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record
 from memory_estimator.figure import PALETTE, plain
 from memory_estimator.schema import from_args, option
 from memory_estimator.table import Table
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LOOK_EVERY_S = 0.02
 """Between two looks at a measuring process; a look takes 0.1 ms of another core."""
@@ -33,6 +40,9 @@ HOST_FACTS = ("engine_name", "threads", "host", "versions")
 
 Result = Dict[str, Any]
 """The JSON object that a measuring process ends with."""
+
+Ways = Mapping[Hashable, Callable[[int], Result]]
+"""Name -> measures a way once, by the round's number."""
 
 T = TypeVar("T")
 
@@ -60,14 +70,18 @@ class Output:
     record: Optional[Path] = option(None, "append the result to a .jsonl file", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the result as PNG", metavar="FILE")
 
-    def publish(self, kind: str, result: Result, table: Table, draw: Optional[Callable[[], bytes]] = None) -> None:
+    def __post_init__(self):
+        for path in filter(None, (self.record, self.picture)):
+            writable_folder(path.parent, "folder")
+
+    def publish(
+        self, kind: str, result: Result, tables: Sequence[Table], draw: Optional[Callable[[], bytes]] = None
+    ) -> None:
         """Print, append to the record and draw what was asked for."""
         if self.json:
             print(json.dumps(result))
         else:
-            from rich.console import Console  # not into the memory of a measuring process
-
-            Console().print(table.rich())
+            show(*tables)
         if self.record:
             append_record(self.record, kind, result)
         if self.picture and draw:
@@ -86,15 +100,19 @@ class Turns:
 
 
 def read_options(cls: Type[T], args: Namespace, **more: Any) -> T:
-    """`from_args`, with InputError for a value out of range. The folders of files to be written are made and tried."""
+    """`from_args`, with InputError for a value out of range."""
     try:
-        found = from_args(cls, args, **more)
+        return from_args(cls, args, **more)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if isinstance(found, Output):
-        for path in filter(None, (found.record, found.picture)):
-            writable_folder(path.parent, "folder")
-    return found
+
+
+def show(*tables: Table) -> None:
+    """Print tables."""
+    from rich.console import Console  # not into the memory of a measuring process
+
+    for table in tables:
+        Console().print(table.rich())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -103,41 +121,58 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-# --- One measurement ---
+# --- Measuring processes ---
 
 
-def last_json_line(
-    command: List[str],
-    who: str,
-    cwd: Optional[Path] = ROOT,
+def in_fresh_process(
+    work: Callable[[Dict[str, Any]], Result],
+    request: Dict[str, Any],
+    *,
+    environ: Optional[Mapping[str, str]] = None,
     look: Optional[Callable[[int], None]] = None,
-    environment: Optional[Dict[str, str]] = None,
 ) -> Result:
-    """Run a command and read the last line it prints. `look` gets the process's id every 20 ms.
+    """What `work(request)` returns in a new process, where nothing was allocated or compiled before.
 
-    Raises ProcessFailedError, with the command's last line, where that is no JSON. SIGINT and SIGTERM kill the command
-    and raise KeyboardInterrupt, in the background as well.
+    `environ` is set besides our environment; `look` is called with the process's id every 20 ms as long as it runs.
     """
-    with _stopped_by_signals():
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            out, err = _watched(process, look)
-        except BaseException:  # Ctrl-C among them: nothing is left running
-            process.kill()
-            process.communicate()
-            raise
-    lines = out.strip().splitlines()
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        last = (err.strip().splitlines() or ["nothing"])[-1]
-        raise ProcessFailedError(
-            f"{who} must end with a line of JSON, exited with {process.returncode} saying: {last}",
-            process.returncode,
-            last,
-        ) from None
+    full = None if environ is None else {**os.environ, **environ}
+    return run_together([command_of(work, request)], f"bench, {work.__name__},", environ=full, look=look)[0]
+
+
+def command_of(work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any]) -> List[str]:
+    """The command line of a process that does `work(request)`."""
+    content = json.dumps(request, default=str)
+    return [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__, content]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]],
+    who: str,
+    *,
+    cwd: Optional[Path] = ROOT,
+    environ: Optional[Mapping[str, str]] = None,
+    look: Optional[Callable[[int], None]] = None,
+) -> List[Result]:
+    """The JSON object that each command prints as its last line, all running at the same time.
+
+    Once one has failed the others are killed. Raises ProcessFailedError, with that one's last line, and
+    KeyboardInterrupt for SIGINT and SIGTERM, which kill them all.
+    """
+    with contextlib.ExitStack() as stack:
+        processes: List[subprocess.Popen] = []
+        signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
+        stack.callback(_end, processes)
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        for command, log in zip(commands, logs):
+            processes.append(start(command, log, environ, cwd))
+        while not signals and None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if look:
+                look(processes[0].pid)
+            time.sleep(LOOK_EVERY_S)
+        if signals:
+            raise KeyboardInterrupt
+        failed = [pair for pair in zip(processes, logs) if pair[0].returncode]
+        return [_answer(process, log, who) for process, log in failed or zip(processes, logs)]
 
 
 def check_peers(commands: Sequence[str]) -> None:
@@ -156,15 +191,13 @@ def check_peers(commands: Sequence[str]) -> None:
 
 
 def run_peer(command: str) -> Result:
-    """A peer's JSON, with its name, options and peak. Raises InputError without step_s, ProcessFailedError if it died.
-
-    Its name is its own "peer" or that of its script; its options are the words of its command that are no path.
-    """
-    result = last_json_line(shlex.split(command), f"peer {command!r}", cwd=None)
-    if not isinstance(result, dict) or not isinstance(result.get("step_s"), (int, float)):
-        found = sorted(result) if isinstance(result, dict) else result
-        raise InputError(f"peer must print JSON with step_s, got {found} from {command!r}; adapt it")
-    return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
+    """A peer's JSON, with its "peer" (else its script's name) and its peak. Raises InputError without step_s."""
+    words = shlex.split(command)
+    result = run_together([[str(shutil.which(words[0])), *words[1:]]], f"peer {command!r}", cwd=None)[0]
+    if not isinstance(result.get("step_s"), (int, float)):
+        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
+    script = next((word for word in words if word.endswith(".py")), words[0])
+    return {"peer": Path(script).name, **result, "process_peak_bytes": result.get("peak_rss_bytes")}
 
 
 def peer_options(command: str) -> str:
@@ -172,11 +205,11 @@ def peer_options(command: str) -> str:
     return " ".join(word for word in shlex.split(command) if "/" not in word)
 
 
-# --- Several, in turn ---
+# --- Several ways, in turn ---
 
 
 def in_turn(
-    ways: Mapping[Hashable, Callable[[int], Result]], rounds: int, label: str, *, keep_going: bool = True
+    ways: Ways, rounds: int, label: str, *, keep_going: bool = True
 ) -> Tuple[Dict[Hashable, List[Optional[Result]]], Dict[Hashable, ProcessFailedError]]:
     """Measure every way in every round, as a function of the round's number: (results, failures) of each way.
 
@@ -214,6 +247,11 @@ def summary(
         for name in ("allocator_peak_bytes", "process_peak_bytes")
     }
     return {**peaks, **_spread(seconds, [one[seconds] for one in results if one]), **_spread("ratio", ratios)}
+
+
+def middle(results: Sequence[Result], name: str = "step_s") -> Result:
+    """The result with the (lower) median of one figure, whole: its figures belong together."""
+    return sorted(results, key=lambda one: one[name])[(len(results) - 1) // 2]
 
 
 def with_range(row: Result, name: str) -> str:
@@ -259,32 +297,31 @@ def draw_bars(
 # --- Private helpers ---
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM too, and for SIGINT where a shell has it ignored, as in the background.
-
-    Python alone would end at a SIGTERM without a word to the process that measures, which then runs on.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
-        yield
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
+    log.seek(0)
+    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+    raise ProcessFailedError(
+        f"{who} must end with a line of JSON, exited with {process.returncode} saying: {lines[-1]}",
+        process.returncode,
+        lines[-1],
+    )
 
 
-def _watched(process: Any, look: Optional[Callable[[int], None]]) -> Tuple[str, str]:
-    """What the process printed, once it has ended."""
-    while look:
-        look(process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=LOOK_EVERY_S)
-    return process.communicate()
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 def _spread(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
-    middle = statistics.median(values) if values else None
-    return {name: middle, f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)}
+    median = statistics.median(values) if values else None
+    return {name: median, f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(json.loads(sys.argv[3]))))

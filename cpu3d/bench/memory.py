@@ -1,7 +1,7 @@
 """Measure what the real training step takes of memory, in a fresh process, beside what the estimator predicts.
 
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
-    ./run.sh bench memory --shape 128 128 128 --picture process.png --trace process.mprof --timeline step.png
+    ./run.sh bench memory --shape 128 128 128 --trace process.mprof
     ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
 
 Takes the estimator's arguments, --recipe and --run among them; of a run it measures the step alone, without averaged
@@ -21,7 +21,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import (
     HOST_FACTS,
@@ -30,6 +30,7 @@ from cpu3d.bench.harness import (
     Turns,
     check_peers,
     draw_bars,
+    in_fresh_process,
     in_turn,
     peer_options,
     read_options,
@@ -38,25 +39,19 @@ from cpu3d.bench.harness import (
     with_range,
     write_bytes,
 )
-from cpu3d.bench.step import WARM_UP_STEPS, measure_in_fresh_process, title_of
+from cpu3d.bench.step import WARM_UP_STEPS, has_plain, measure, title_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
 from cpu3d.util.atomic import writable_folder
-from memory_estimator.allocator import counted_by_op
 from memory_estimator.calibration import find_constants
-from memory_estimator.closed_form.writer import DTYPE_BYTES
-from memory_estimator.estimate import Estimate, estimate
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.estimate import estimate
+from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
-from memory_estimator.pictures import draw_timeline
+from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
-from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import training_step
 from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine
 from memory_estimator.validation import job_from as measured_job
@@ -84,7 +79,6 @@ class MemoryOptions:
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
     policies: bool = option(False, "compare all policies, the plain Keras graph, peers")
     trace: Optional[Path] = option(None, "write the process's memory as an mprof trace", metavar="FILE")
-    timeline: Optional[Path] = option(None, "draw live bytes over one step, as PNG", metavar="FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,26 +91,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options, turns, output = (read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
     threads = getattr(args, "threads", None)
-    for path in filter(None, (options.trace, options.timeline)):
-        writable_folder(path.parent, "folder")
-    _check(options, turns, getattr(args, "policy", None))
+    if options.trace:
+        writable_folder(options.trace.parent, "folder")
+    _check(options, turns, output, getattr(args, "policy", None))
     request = _request(args, options)
     if options.policies:
-        result = compare_policies(request, turns.peer, turns.rounds, _figures, threads)
-        output.publish("policies", result, policies_table(result), lambda: draw_policies(result))
+        result = compare_policies(request, turns.peer, turns.rounds, threads)
+        output.publish("policies", result, [policies_table(result)], lambda: draw_policies(result))
         return 0
-    result, seen = measure_memory({**request, "matmul": ["after"], "profile": bool(options.timeline)}, threads)
-    allocations, moments = result.pop("allocations", None), result.pop("moments")
-    prediction = predict(result)
-    result.update(against(result, prediction))
-    output.publish("memory", result, _table(result), lambda: draw_process(seen, moments, result))
+    result, seen = measure_memory({**request, "matmul": ["after"]}, threads)
+    moments = result.pop("moments")
+    result["predicted"] = predicted = predict(result)
+    result["errors"] = predicted and {
+        name: figure / result[name] - 1 if result.get(name) else None for name, figure in predicted.items()
+    }
+    if predicted:
+        result["errors"]["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
+    output.publish("memory", result, [_table(result)])
     if options.trace:
         write_bytes(options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]])))
-    if options.timeline:
-        if isinstance(allocations, str):
-            print(f"no live curve: {allocations}", file=sys.stderr)
-            allocations = None
-        write_bytes(options.timeline, _timeline(result, prediction, allocations or []))
     return 0
 
 
@@ -129,12 +122,9 @@ def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tu
     ProcessFailedError where the process dies, as the kernel's out-of-memory killer makes it.
     """
     looks: List[Optional[Resident]] = []
-    result = measure_in_fresh_process(
-        {**request, "watched": True}, look=lambda pid: looks.append(resident(pid)), threads=threads
-    )
-    ends = [end for name, _, end in result["moments"] if name == "step"]
-    last = ends[-2 if request.get("profile") else -1]  # the profiler takes memory of its own
-    result["moments"] = [moment for moment in result["moments"] if moment[2] <= last]
+    request = {**request, "watched": True}
+    result = in_fresh_process(measure, request, environ=_threads(threads), look=lambda pid: looks.append(resident(pid)))
+    last = result["moments"][-1][2]
     seen = [one for one in looks if one and one.time_s <= last]
     result["anonymous_peak_bytes"] = max((one.anonymous_bytes for one in seen), default=None)
     result["file_peak_bytes"] = max((one.file_bytes for one in seen), default=None)
@@ -142,8 +132,8 @@ def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tu
     return result, seen
 
 
-def predict(result: Result) -> Optional[Estimate]:
-    """The estimator's prediction of what was measured; None, with the reason on stderr, where it has none.
+def predict(result: Result) -> Optional[Result]:
+    """The estimator's figures for what was measured; None, with the reason on stderr, where it has none.
 
     It knows nothing of an engine without oneDNN, nor of what this host's calibration leaves out: no reason to lose a
     measurement.
@@ -152,69 +142,59 @@ def predict(result: Result) -> Optional[Estimate]:
         if not has_known_engine(result):
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
         job = measured_job(result)
-        return estimate(job, find_constants(job.threads))
+        found = estimate(job, find_constants(job.threads))
+        return {name: getattr(found, name) for name in (*FIGURES, "upper_bound_bytes")}
     except ValueError as error:
         print(f"no prediction: {error}", file=sys.stderr)
         return None
-
-
-def against(result: Result, prediction: Optional[Estimate]) -> Result:
-    """`predicted` beside `errors`, which are signed shares of what was measured."""
-    if prediction is None:
-        return {"predicted": None, "errors": None}
-    predicted = {name: getattr(prediction, name) for name in (*FIGURES, "upper_bound_bytes")}
-    errors = {name: predicted[name] / result[name] - 1 if result[name] else None for name in FIGURES}
-    errors["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
-    return {"predicted": predicted, "errors": errors}
 
 
 # --- All policies ---
 
 
 def compare_policies(
-    request: Dict[str, Any],
-    peers: Sequence[str],
-    rounds: int,
-    predict: Callable[[Result], Optional[Result]],
-    threads: Optional[int] = None,
+    request: Dict[str, Any], peers: Sequence[str], rounds: int, threads: Optional[int] = None
 ) -> Result:
     """Measure the step of `request` plain, under every policy and by peers, in turn; the content of a record.
 
-    `predict` gives the estimator's figures for the request of a policy on the engine and threads that ran. Raises
-    InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
+    Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
     """
-    variants = {PLAIN: {"plain": True, "micro_batch": request["batch"]}}  # the plain graph computes a batch as a whole
+    variants: Dict[str, Any] = {}
+    if has_plain(UNetConfig(**request["unet"])):  # it computes a batch as a whole
+        variants[PLAIN] = {"plain": True, "micro_batch": request["batch"]}
     variants.update({policy: {"unet": {**request["unet"], "policy": policy}} for policy in POLICIES})
-    ways: Dict[Any, Callable[[int], Result]] = {
-        (number, command): lambda _, command=command: run_peer(command) for number, command in enumerate(peers)
-    }
-    peer_ways = tuple(ways)  # first: a command that is wrong is found out before ours took their time
+    # Peers first: a command that is wrong is found out before ours took their time.
+    ways: Dict[str, Any] = {command: lambda _, command=command: run_peer(command) for command in peers}
     for name, more in variants.items():
         one = {**request, "matmul": [], **more}
-        ways[name] = lambda _, one=one: measure_in_fresh_process(one, threads=threads)
+        ways[name] = lambda _, one=one: in_fresh_process(measure, one, environ=_threads(threads))
     found, failures = in_turn(ways, rounds, "memory")
     measured = [one for name in variants for one in found[name] if one]
     if not measured:
-        raise failures[PLAIN]
-    unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"] * DTYPE_BYTES[request["unet"]["dtype"]]
+        raise failures[BASELINE]
+    unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"]
+    unit_bytes *= 2 if request["unet"]["dtype"] == "bfloat16" else 4
     facts = {name: measured[0][name] for name in HOST_FACTS}
-    names = _peer_names(peer_ways, found)
     rows = []
-    for way in (*variants, *peer_ways):
+    for way in (*variants, *peers):
         row = summary(found[way], found[BASELINE])
-        allocator = row["allocator_peak_bytes"]
-        policy = {**request, **facts, **variants[way]} if way in POLICIES else None
+        allocator, kind = row["allocator_peak_bytes"], "plain" if way == PLAIN else "policy"
+        name, options = way, ""
+        if way in peers:
+            kind, options = "peer", peer_options(way)
+            name = next((one["peer"] for one in found[way] if one), options)
+            name += f" {options}" * any(row["name"] == name for row in rows)
         rows.append({
-            "name": names.get(way, way),
-            "kind": "peer" if way in names else "policy" if policy else "plain",
-            "options": peer_options(way[1]) if way in names else "",
+            "name": name,
+            "kind": kind,
+            "options": options,
             **row,
             "units": None if allocator is None else allocator / unit_bytes,
             "rounds": [
                 one and {name: one.get(name) for name in (*FIGURES, "step_s_min", "step_s_max")} for one in found[way]
             ],
             "error": failures[way].reason if way in failures else None,
-            "predicted": predict(policy) if policy else None,
+            "predicted": predict({**request, **facts, **variants[way]}) if kind == "policy" else None,
         })  # fmt: skip
     return {
         **{name: value for name, value in request.items() if name != "matmul"},
@@ -285,43 +265,22 @@ def mprof_trace(seen: Sequence[Resident], moments: Sequence[Moment], command: st
     return ("\n".join(lines) + "\n").encode()
 
 
-def draw_process(seen: Sequence[Resident], moments: Sequence[Moment], result: Result) -> bytes:
-    """Anonymous memory and file pages over time, the steps as grey bands, the predicted peak as a line. PNG."""
-    figure = new_figure(7.2, 3.2)
-    axes = figure.add_subplot()
-    start = seen[0].time_s if seen else 0
-    times_s = [one.time_s - start for one in seen]
-    anonymous, total = ([size / GIB for size in sizes] for sizes in (
-        [one.anonymous_bytes for one in seen], [one.total_bytes for one in seen],
-    ))  # fmt: skip
-    axes.fill_between(times_s, anonymous, color=PALETTE[0], alpha=0.9, linewidth=0, label="anonymous")
-    axes.fill_between(times_s, anonymous, total, color=PALETTE[4], alpha=0.9, linewidth=0, label="file pages")
-    for number, (_, begin, end) in enumerate(moments):
-        axes.axvspan(begin - start, end - start, color="#000000", alpha=0.10 if number % 2 else 0.05, linewidth=0)
-    if result["predicted"]:
-        peak = result["predicted"]["process_peak_bytes"] / GIB
-        axes.axhline(peak, color=PALETTE[1], linewidth=1.4, linestyle="--", label=f"predicted peak, {peak:.2f} GiB")
-    axes.set_xlim(0, (times_s[-1] if times_s else 0) or 1)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds since the start of the process")
-    axes.set_ylabel("resident, GiB")
-    plain(axes, title_of(result))
-    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=3)
-    figure.tight_layout(pad=0.6)
-    return png(figure)
-
-
 # --- Private helpers ---
 
 
-def _check(options: MemoryOptions, turns: Turns, policy: Optional[str]) -> None:
+def _threads(count: Optional[int]) -> Dict[str, str]:
+    """The environment of so many threads; for None the host's own number or the environment's holds."""
+    return {} if count is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(count))
+
+
+def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optional[str]) -> None:
     """Raise InputError for options that contradict each other, and for peers that cannot be run."""
     if options.policies:
-        one = {"policy": policy, "trace": options.trace, "timeline": options.timeline}
-        problems = [f"{name} must be left out with --policies, got {one[name]}; drop it" for name in one if one[name]]
+        given, rule = {"policy": policy, "trace": options.trace}, "be left out with --policies, got it; drop it"
     else:
-        many = {"peer": turns.peer, "rounds": turns.rounds > 1}
-        problems = [f"{name} must come with --policies, got it alone; add that" for name in many if many[name]]
+        given = {"peer": turns.peer, "rounds": turns.rounds > 1, "picture": output.picture}
+        rule = "come with --policies, got it alone; add that"
+    problems = [f"{name} must {rule}" for name, value in given.items() if value]
     if problems:
         raise InputError(*problems)
     check_peers(turns.peer)
@@ -339,37 +298,23 @@ def _request(args: argparse.Namespace, options: MemoryOptions) -> Dict[str, Any]
         job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     except ValueError as error:
         raise InputError(str(error)) from None
+    return request_for(
+        job, engine=job.engine if whole and engine == "auto" else engine, steps=options.steps, warm_up=options.warm_up
+    )
+
+
+def request_for(job: Job, **more: Any) -> Dict[str, Any]:
+    """What `step.measure` is to do to measure a job."""
     return {
         "shape": list(job.shape),
         "batch": job.batch,
         "micro_batch": job.micro,
         "unet": dataclasses.asdict(job.unet),
         "optimizer": job.optimizer,
-        "steps": options.steps,
-        "warm_up": options.warm_up,
-        "engine": job.engine if whole and engine == "auto" else engine,
+        "engine": job.engine,
+        "matmul": [],
+        **more,
     }
-
-
-def _figures(variant: Result) -> Optional[Result]:
-    """The estimator's figures for a policy."""
-    prediction = predict(variant)
-    return prediction and {name: getattr(prediction, name) for name in (*FIGURES, "upper_bound_bytes")}
-
-
-def _peer_names(ways: Sequence[Tuple[int, str]], found: Dict[Any, List[Optional[Result]]]) -> Dict[Any, str]:
-    """What each peer calls itself, else its script; for those of one name also what only some of their commands say."""
-    names, words = {}, {way: shlex.split(way[1]) for way in ways}
-    for way in ways:
-        script = Path(next((word for word in words[way] if word.endswith(".py")), words[way][0])).name
-        names[way] = next((one["peer"] for one in found[way] if one and "peer" in one), script)
-    same = {name: [way for way in ways if names[way] == name] for name in names.values()}
-    return {
-        way: " ".join([name, *(
-            word for word in peer_options(way[1]).split() if not all(word in words[other] for other in same[name])
-        )])
-        for way, name in names.items()
-    }  # fmt: skip
 
 
 def _peaks(figures: Result, unit_bytes: int) -> List[str]:
@@ -390,18 +335,9 @@ def _table(result: Result) -> Table:
         ("before the first volume, GiB", "baseline_bytes"),
         ("s a step", "step_s"),
     ):
-        values = [figures.get(key) for figures in (result, predicted)]
         unit, error = (1 if key == "step_s" else GIB), errors.get(key)
+        values = [figures.get(key) for figures in (result, predicted)]
         shown = ["-" if value is None else f"{value / unit:.2f}" for value in values]
         rows.append([name, *shown, "" if error is None else f"{error:+.1%}"])
     title = f"Memory of a training step, {title_of(result)}"
     return Table(("", "measured", "predicted", "error"), rows, title=title, caption=result["engine_name"])
-
-
-def _timeline(result: Result, prediction: Optional[Estimate], allocations: List[Any]) -> bytes:
-    title, ops, counted, seconds = f"One training step, {title_of(result)}", [], [], []
-    if prediction:
-        program = training_step(prediction.job)
-        ops, counted = [op.name for op in program.ops], counted_by_op(program)
-        seconds = step_seconds(program, prediction.constants, prediction.job).op_s
-    return draw_timeline(ops, counted, seconds, title=title, measured=allocations)

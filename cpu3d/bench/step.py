@@ -10,16 +10,11 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
-import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 
@@ -29,8 +24,9 @@ from cpu3d.bench.harness import (
     Turns,
     check_peers,
     draw_bars,
+    in_fresh_process,
     in_turn,
-    last_json_line,
+    middle,
     peer_options,
     read_options,
     run_peer,
@@ -38,15 +34,14 @@ from cpu3d.bench.harness import (
     times,
     with_range,
 )
-from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.util.versions import versions
+from cpu3d.settings import RunConfig
+from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
-from memory_estimator.job import OPTIMIZERS
-from memory_estimator.options import add_network_options, network_from
+from memory_estimator.job import OPTIMIZERS, add_network_options, network_from
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
@@ -65,9 +60,6 @@ MATMUL_SIDES = (1024, 2048, 4096)
 
 ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
 """In the order they are measured; the first is the baseline."""
-
-Allocation = Tuple[float, str, int]
-"""(seconds into the step, operation, bytes live after the call)."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +85,9 @@ class EngineOptions(StepOptions):
     dtypes: Tuple[str, ...] = option(DTYPES, "dtypes, the first is the baseline's", choices=DTYPES)
 
 
-def add_step_options(parser: argparse.ArgumentParser, cls: type = StepOptions, without: Sequence[str] = ()) -> None:
-    """Add the options of a step and of its network."""
-    add_network_options(parser)
-    add_options(parser, cls, only=[field.name for field in dataclasses.fields(cls) if field.name not in without])
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser)
+    add_network_options(parser)
+    add_options(parser, StepOptions)
     add_options(parser, Turns)
     add_options(parser, Output, only=("json", "record"))
 
@@ -108,22 +95,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     output, turns, request = read_options(Output, args), read_options(Turns, args), step_request(args)
     check_peers(turns.peer)
-    ways = {"": lambda _: measure_in_fresh_process(request)}
+    ways = {"": lambda _: in_fresh_process(measure, request)}
     ways.update({command: lambda _, command=command: run_peer(command) for command in turns.peer})
     found, _ = in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
-    # The result with the (lower) median step time, whole: its figures belong together.
-    result = dict(sorted(ours, key=lambda one: one["step_s"])[(len(ours) - 1) // 2])
-    result["rounds"] = [one["step_s"] for one in ours]
-    result["peers"] = [
-        {
-            **{name: value for name, value in summary(results, ours).items() if not name.startswith("allocator")},
-            "peer": results[0].get("peer", command.split()[0]),
-            "options": peer_options(command),
-        }
-        for command, results in found.items()
-    ]
-    output.publish("step", result, _table(result))
+    result = {**middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
+    for command, results in found.items():
+        own = {"peer": results[0]["peer"], "options": peer_options(command)}
+        result["peers"].append({**summary(results, ours), **own})
+    output.publish("step", result, [_table(result)])
     return 0
 
 
@@ -147,19 +127,6 @@ def step_request(args: argparse.Namespace, cls: type = StepOptions, **more: Any)
         "engine": options.engine,
         "matmul": ["before", "after"],
     }
-
-
-def measure_in_fresh_process(
-    request: Dict[str, Any], look: Optional[Callable[[int], None]] = None, threads: Optional[int] = None
-) -> Result:
-    """`measure(request)` in a new process: nothing allocated or compiled before counts.
-
-    `look` is called with the process's id every 20 ms as long as it runs; without `threads` they are the host's own
-    number or the environment's.
-    """
-    command = [sys.executable, "-m", "cpu3d.bench.step", json.dumps(request)]
-    more = {} if threads is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(threads))
-    return last_json_line(command, "the measured step", look=look, environment={**os.environ, **more})
 
 
 def title_of(result: Result, batch: str = "") -> str:
@@ -189,7 +156,14 @@ def _table(result: Result) -> Table:
 # --- Every engine ---
 
 
-class Engines:
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [field.name for field in dataclasses.fields(EngineOptions) if field.name not in ("dtype", "engine")]
+    add_network_options(parser)
+    add_options(parser, EngineOptions, only=names)
+    add_options(parser, Output)
+
+
+def run_engines(args: argparse.Namespace) -> int:
     """Time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2.
 
         ./run.sh bench engines --shape 128 128 128 --picture engines.png
@@ -197,32 +171,24 @@ class Engines:
     Engines: stock TensorFlow without oneDNN, stock with oneDNN, and with Intel's extension. A combination that the
     engine cannot do is shown as such.
     """
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add_step_options(parser, EngineOptions, without=("dtype", "engine"))
-        add_options(parser, Output)
-
-    @staticmethod
-    def run(args: argparse.Namespace) -> int:
-        output, options = read_options(Output, args), read_options(EngineOptions, args)
-        requests = [
-            step_request(args, EngineOptions, dtype=dtype, engine=engine)
-            for engine in ENGINE_NAMES
-            for dtype in options.dtypes
-        ]
-        ways = {number: lambda _, one=one: measure_in_fresh_process(one) for number, one in enumerate(requests)}
-        found, failures = in_turn(ways, 1, "engines")
-        rows = [
-            found[number][0] or {**request, "step_s": None, "error": str(failures[number])}
-            for number, request in enumerate(requests)
-        ]
-        first = rows[0]["step_s"]
-        for row in rows:
-            row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
-        result = {"shape": list(options.shape), "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
-        output.publish("engines", result, engines_table(result), lambda: draw_engines(rows))
-        return 0
+    output, options = read_options(Output, args), read_options(EngineOptions, args)
+    requests = {
+        (engine, dtype): step_request(args, EngineOptions, dtype=dtype, engine=engine)
+        for engine in ENGINE_NAMES
+        for dtype in options.dtypes
+    }
+    ways = {name: lambda _, one=one: in_fresh_process(measure, one) for name, one in requests.items()}
+    found, failures = in_turn(ways, 1, "engines")
+    rows = [
+        found[name][0] or {**request, "step_s": None, "error": str(failures[name])}
+        for name, request in requests.items()
+    ]
+    first = rows[0]["step_s"]
+    for row in rows:
+        row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
+    result = {"shape": list(options.shape), "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
+    output.publish("engines", result, [engines_table(result)], lambda: draw_engines(rows))
+    return 0
 
 
 def engines_table(result: Result) -> Table:
@@ -239,11 +205,11 @@ def engines_table(result: Result) -> Table:
 
 
 def draw_engines(rows: Sequence[Result]) -> bytes:
-    """Seconds a step of every engine and dtype on a logarithmic axis, as PNG."""
+    """Seconds a step of every engine and dtype that could on a logarithmic axis, as PNG."""
     done = [row for row in rows if row["step_s"]]
+    seconds = [row["step_s"] for row in done]
     figure = new_figure(7, 0.5 * len(done) + 1.2)
     axes = figure.add_subplot()
-    seconds = [row["step_s"] for row in done]
     draw_bars(
         axes, seconds, "seconds a training step (logarithmic)",
         names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
@@ -252,8 +218,8 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
     )  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
-    first = done[0]
-    title = f"3D U-Net, {times(first['shape'])}, {first['unet']['filters']} filters, {first['host']['cores']} cores"
+    unet = done[0]["unet"]
+    title = f"3D U-Net, {times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout(pad=0.6)
     return png(figure)
@@ -269,9 +235,8 @@ def measure(request: Dict[str, Any]) -> Result:
     as the best of all products counts: a share of it is then never flattered by a slow moment of the host. Where memory
     is the question it must not come before, because the matrices' pages would stay with the process.
 
-    With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume;
-    with `request["profile"]` it lists the allocator's calls of one step more. All peaks are read before that and
-    before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
+    With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume.
+    All peaks are read before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
     """
     host, threads, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
@@ -305,20 +270,12 @@ def measure(request: Dict[str, Any]) -> Result:
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
     allocator_peak, process_peak, after = allocator_peak_bytes(), peak_rss_bytes(), resident()
-
     more: Dict[str, Any] = {}
     if request.get("watched"):
-        more["baseline_bytes"] = before and before.total_bytes
-        more["resident_bytes"] = after and after.total_bytes
-        more["moments"] = moments
-    if request.get("profile"):
-        try:
-            more["allocations"] = record_allocations(tf, step)
-        except RuntimeError as error:  # what was measured before stands either way
-            more["allocations"] = str(error)
+        sizes = {"baseline_bytes": before, "resident_bytes": after}
+        more = {**{name: one and one.total_bytes for name, one in sizes.items()}, "moments": moments}
     if "after" in request["matmul"]:
         peaks.append(_matmul_gflops(tf, unet.dtype))
-
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     return {
@@ -354,55 +311,6 @@ def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tup
     return tf.cast(noise, unet.dtype), tf.cast(tf.equal(drawn, 9), tf.uint8)
 
 
-def record_allocations(tf: Any, step: Callable[[], Any]) -> List[Allocation]:
-    """Run `step` under TensorFlow's profiler and return the allocator's calls in order.
-
-    Raises RuntimeError where this TensorFlow's profile cannot be read or names no allocation, as without oneDNN.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder)
-        try:
-            step()
-        finally:
-            tf.profiler.experimental.stop()
-        found = sorted(_allocator_calls(Path(folder)))
-    if not found:
-        raise RuntimeError("the profile must name allocations, got none; take the engine itex or stock")
-    begin = found[0][0]
-    return [((time - begin) / 1e12, op, live) for time, op, live in found]
-
-
-def profile_planes(folder: Path) -> Iterator[Any]:
-    """Everything in the profiles under `folder`. Raises RuntimeError where this TensorFlow writes another format."""
-    try:
-        # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-        from tensorflow.tsl.profiler.protobuf import xplane_pb2
-    except ImportError as error:
-        raise RuntimeError(f"the profile must be readable, got {error}; use TensorFlow 2.15 or 2.21") from None
-    for path in folder.rglob("*.xplane.pb"):
-        space = xplane_pb2.XSpace()
-        space.ParseFromString(path.read_bytes())
-        yield from space.planes
-
-
-def _allocator_calls(folder: Path) -> Iterator[Tuple[int, str, int]]:
-    """(picoseconds, operation, bytes live) of every call in the profile, in no order."""
-    for plane in profile_planes(folder):
-        names = plane.stat_metadata
-        for line in plane.lines:
-            for event in line.events:
-                if plane.event_metadata[event.metadata_id].name not in ("MemoryAllocation", "MemoryDeallocation"):
-                    continue
-                stats = {}
-                for stat in event.stats:
-                    kind = stat.WhichOneof("value")
-                    value = names[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind)
-                    stats[names[stat.metadata_id].name] = value
-                if "bytes_allocated" in stats:
-                    moment = line.timestamp_ns * 1000 + event.offset_ps
-                    yield moment, str(stats.get("tf_op", "")), int(stats["bytes_allocated"])
-
-
 def _matmul_gflops(tf: Any, dtype: str) -> float:
     """The best rate of a square matrix product in `dtype`, over a few sizes; stops growing where a product is slow."""
     best = 0.0
@@ -428,52 +336,50 @@ class PlainLearner:
     """The training step as anyone would write it with tf.keras: what memory policies are held against.
 
     Stands in for `training.learner.Learner`, with the same loss and optimizer, without averaged weights; TensorFlow
-    orders the operations. Raises ValueError for a run in micro-batches: the batch is computed as a whole.
+    orders the operations. The batch is computed as a whole.
     """
 
     def __init__(self, config: RunConfig):
         import tensorflow as tf
 
         from cpu3d.training.learner import optimizer_of
+        from cpu3d.training.losses import dice_cross_entropy
 
-        if config.parts != 1:
-            raise ValueError(
-                f"micro_batch must be the whole batch of {config.batch} with the plain Keras graph, got "
-                f"{config.micro}; give {config.batch}"
-            )
         self.model = build_plain(config.unet, config.grid, config.batch)
         self.optimizer = optimizer_of(config)
-        self.optimizer.build(self.model.trainable_variables)
-        self._step = tf.function(self._train)
+        variables = self.model.trainable_variables
+        self.optimizer.build(variables)
+
+        @tf.function
+        def train(image, target):
+            with tf.GradientTape() as tape:
+                loss, dice = dice_cross_entropy(target, self.model(image, training=True))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return loss, dice
+
+        self._train = train
 
     def step(self, parts: Iterator[Tuple[Any, Any]], learning_rate: float) -> Tuple[float, np.ndarray]:
         """One optimizer step on the next of `parts`: its loss and the Dice of each region."""
         self.optimizer.learning_rate.assign(learning_rate)
-        loss, dice = self._step(*next(parts))
+        loss, dice = self._train(*next(parts))
         return float(loss), dice.numpy()
 
-    def _train(self, image, target):
-        import tensorflow as tf
 
-        from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
-
-        with tf.GradientTape() as tape:
-            logits = self.model(image, training=True)
-            loss_of = deep_supervision_loss if isinstance(logits, (list, tuple)) else dice_cross_entropy
-            loss, dice = loss_of(target, logits)
-        variables = self.model.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss, dice
+def has_plain(config: UNetConfig) -> bool:
+    """Whether `build_plain` builds this network."""
+    return config.norm == "instance" and config.up == "transposed" and not config.residual | config.deep_supervision
 
 
 def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int) -> Any:
-    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order."""
+    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order.
+
+    With instance norm and transposed convolutions, without residual blocks and deep supervision: see `has_plain`.
+    """
     import tensorflow as tf
 
     from models.layers import precision
-    from models.norm import MOMENTUM
 
-    config.check_shape(shape)
     keras, kind = tf.keras.layers, {"dtype": precision(config)}
 
     class InstanceNorm(keras.Layer):
@@ -485,50 +391,24 @@ def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int
             self.beta = self.add_weight(name="beta", initializer="zeros", **own)
 
         def call(self, x):
-            normalised = [
-                tf.compat.v1.nn.fused_batch_norm(
-                    sample, self.gamma, self.beta, epsilon=EPSILON, data_format="NDHWC", is_training=True
-                )[0]
-                for sample in (tf.split(x, x.shape[0]) if x.shape[0] > 1 else [x])
-            ]
-            return tf.concat(normalised, 0) if len(normalised) > 1 else normalised[0]
-
-    def convolution(x, channels, kernel, use_bias):
-        return keras.Conv3D(channels, kernel, padding="same", use_bias=use_bias, **kind)(x)
-
-    def norm(x):
-        if config.norm == "instance":
-            return InstanceNorm(**kind)(x)
-        return keras.BatchNormalization(epsilon=EPSILON, momentum=MOMENTUM, **kind)(x) if config.norm == "batch" else x
+            more = {"epsilon": EPSILON, "data_format": "NDHWC", "is_training": True}
+            fused = tf.compat.v1.nn.fused_batch_norm
+            samples = tf.split(x, x.shape[0]) if x.shape[0] > 1 else [x]
+            found = [fused(one, self.gamma, self.beta, **more)[0] for one in samples]
+            return tf.concat(found, 0) if len(found) > 1 else found[0]
 
     def block(x, widths):
-        entry, bias = x, config.norm == "none"  # a bias where no norm follows
-        x = keras.ReLU(**kind)(norm(convolution(x, widths[0], 3, bias)))
-        x = norm(convolution(x, widths[1], 3, bias))
-        if config.residual:
-            x = keras.Add(**kind)([x, convolution(entry, widths[1], 1, False)])
-        return keras.ReLU(**kind)(x)
-
-    def up(x, width):
-        if config.up == "transposed":
-            return keras.Conv3DTranspose(width, 2, strides=2, use_bias=False, **kind)(x)
-        return keras.UpSampling3D(2, **kind)(convolution(x, width, 1, False))
+        for width in widths:
+            x = keras.Conv3D(width, 3, padding="same", use_bias=False, **kind)(x)
+            x = keras.ReLU(**kind)(InstanceNorm(**kind)(x))
+        return x
 
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype)
-    skips, levels = [], []
+    skips = []
     for level in range(config.depth):
-        x = keras.MaxPool3D(2, **kind)(x) if level else x
-        x = block(x, config.encoder_widths(level))
+        x = block(keras.MaxPool3D(2, **kind)(x) if level else x, config.encoder_widths(level))
         skips.append(x)
     for level in reversed(range(config.depth - 1)):
-        x = keras.Concatenate(**kind)([skips[level], up(x, config.up_width(level))])
-        x = block(x, config.decoder_widths(level))
-        levels.append(x)
-    # As in build_unet3d: the finest first, then from the deepest up.
-    sources = [x, *levels[:-1]] if config.deep_supervision else [x]
-    logits = [convolution(source, config.outputs, 1, True) for source in sources]
-    return tf.keras.Model(image, logits if config.deep_supervision else logits[0])
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+        up = keras.Conv3DTranspose(config.up_width(level), 2, strides=2, use_bias=False, **kind)(x)
+        x = block(keras.Concatenate(**kind)([skips[level], up]), config.decoder_widths(level))
+    return tf.keras.Model(image, keras.Conv3D(config.outputs, 1, **kind)(x))

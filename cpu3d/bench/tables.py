@@ -6,42 +6,46 @@
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that; its upper bounds follow from accuracy.json, which `python -m
-memory_estimator.digest` makes of the same record: run that first.
+memory_estimator.validation` makes of the same record: run that first.
 """
 
 import argparse
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.bench import windows
-from cpu3d.bench.data import command as data_command
-from cpu3d.bench.faults import faults_lines
-from cpu3d.bench.faults import newest as newest_faults
+from cpu3d.bench import data, windows
+from cpu3d.bench.faults import faults_table
 from cpu3d.bench.harness import read_options, with_range, write_bytes
 from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
-from cpu3d.bench.validate import page, summary_table
+from cpu3d.bench.validate import describe
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
-from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import Accuracy, estimate, load_accuracy
 from memory_estimator.scaling.costs import read_scaling
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
-from memory_estimator.units import GIB
-from memory_estimator.validation import Measured, Row, compare, has_known_engine, job_from, read_measured
+from memory_estimator.units import GIB, format_bytes
+from memory_estimator.validation import (
+    Measured,
+    Row,
+    compare,
+    has_known_engine,
+    job_from,
+    read_measured,
+    spreads,
+    targets,
+)
 
 VALIDATION = "memory.jsonl"
 """In the folder of records: what `bench validate` measured."""
-
-SCALING = "scaling.jsonl"
-"""In the folder of records: what `bench scaling` measured."""
 
 HEAD = """\
 # Results
@@ -49,6 +53,24 @@ HEAD = """\
 Made of [records](../records) by `./run.sh bench tables --records records --out docs/results.md`. Ranges are the least
 to the most of the rounds. How each was measured stands in the help of its command.
 """
+
+VALIDATION_HEAD = """\
+# The estimator against measured steps
+
+Made by `./run.sh bench tables --records records --page docs/validation.md`: what was measured comes from
+records/memory.jsonl (`bench validate`), what is predicted from the code as it stands. Each configuration ran in a fresh
+process; the peaks are TensorFlow's and the kernel's own counts, the time is the median of the steps from the third on.
+Errors are signed, as shares of what was measured: +2 % is predicted too high.
+
+Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels. The rules (what
+each operation keeps, the scratch of a kernel, how the allocator grows) are not held out: they were found with runs of
+up to 128^3 voxels in view. For other configurations, expect errors nearer to the worst.
+
+A configuration reads: shape, f(ilters), d(epth), b(atch), c(hannels), k outputs, dtype, engine, norm, optimizer, and
+what differs from the default. Disturbed is a measurement whose steps lie further apart than a tenth of their median.
+"""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,26 +110,105 @@ def tables(folder: Path) -> List[str]:
     return lines
 
 
-def validation(folder: Path) -> Tuple[Tuple[Measured, ...], List[Row]]:
+def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
     """The measured steps, and each beside what the estimator as it stands predicts."""
     # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
     constants = functools.lru_cache(maxsize=None)(shipped_constants)
-    try:
-        measured = read_measured(folder / VALIDATION)
-        return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    measured = _read(read_measured, folder / VALIDATION)
+    return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
 
 
-def scaling_records(folder: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The newest of each job, read as the estimator reads them. Raises InputError for what it cannot read."""
-    try:
-        return read_scaling(folder / SCALING)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+def page(measured: Sequence[Measured], rows: Sequence[Row], accuracy: Accuracy) -> List[str]:
+    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too.
+
+    `accuracy` is what the rows' upper bounds were made with.
+    """
+    held_out = [row for row in rows if row.measured.held_out]
+    fitted = [row for row in rows if not row.measured.held_out]
+    hosts = sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured})
+    margin = f"{_percent(accuracy.margin_share)} of the peak and {format_bytes(accuracy.margin_bytes)}"
+    lines = [*VALIDATION_HEAD.splitlines(), "", f"Measured on {'; '.join(hosts)}.", ""]
+    for heading, words, table in (
+        (
+            f"Errors of the {len(held_out)} larger configurations",
+            f"Median size and worst error; the upper bound adds {margin}, shown is how far it is above the peak.",
+            summary_table(held_out),
+        ),
+        ("Demanded and found", "", _target_table(held_out)),
+        ("More than 96^3 voxels", "", _detail_table(held_out)),
+        ("96^3 voxels and less", "", _detail_table(fitted)),
+    ):
+        lines += [f"## {heading}", "", *([words, ""] if words else []), *table.markdown(), ""]
+    failures = [f"- {describe(one.job)}: {one.failure}" for one in measured if one.failure]
+    return [*lines, "## Not measured", "", *failures] if failures else lines[:-1]
+
+
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by engine and dtype."""
+    groups: Dict[str, List[Row]] = {"all": list(rows)}
+    for row in sorted(rows, key=lambda row: (row.measured.job.engine, row.measured.job.unet.dtype)):
+        groups.setdefault(f"{row.measured.job.engine}, {row.measured.job.unet.dtype}", []).append(row)
+    cells = []
+    for group, some in groups.items():
+        found, least = spreads(some), min((row.slack for row in some), default=math.nan)
+        allocator, process, step = (
+            f"{_percent(one.median)}, worst {_signed(one.worst)}" if one.count else "-"
+            for one in (found[name] for name in ("allocator peak", "process peak", "seconds a step"))
+        )
+        bound = f"{_signed(found['upper bound'].mean)} ({_signed(least)})"
+        cells.append((group, str(len(some)), allocator, process, bound, step))
+    columns = ("engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)", "seconds a step")
+    return Table(columns, cells)
+
+
+def _target_table(rows: Sequence[Row]) -> Table:
+    """What is demanded of the errors beside what was found."""
+    cells = []
+    for one in targets(rows):
+        demanded, found = (
+            "-" if math.isnan(value) else _percent(value) if one.is_share else f"{value:.0f}"
+            for value in (one.demanded, one.found)
+        )
+        cells.append((one.name, demanded, found, "met" if one.met else "**not met**"))
+    return Table(("figure", "demanded, at most", "found", ""), cells)
+
+
+def _detail_table(rows: Sequence[Row]) -> Table:
+    """A line for every row: settings, then each figure as measured and the error of what is predicted."""
+    cells = []
+    for row in rows:
+        one, allocator_bytes = row.measured, row.measured.allocator_peak_bytes
+        cells.append(
+            (
+                describe(one.job),
+                "-" if allocator_bytes is None else f"{allocator_bytes / GIB:.3f}",
+                _signed(row.allocator_error),
+                f"{one.process_peak_bytes / GIB:.3f}",
+                _signed(row.process_error),
+                _signed(row.slack),
+                f"{one.step_s:.2f}",
+                f"{_percent(one.step_spread, 0)}{', disturbed' if one.disturbed else ''}",
+                _signed(row.step_error),
+                ", ".join(row.misses),
+            )
+        )
+    peaks = ("allocator, GiB", "error", "process, GiB", "error", "bound above")
+    return Table(("configuration", *peaks, "s a step", "spread", "error", "misses"), cells)
 
 
 # --- Sections ---
+
+
+def _each(kind: str, names: Sequence[str], lines: Callable[[Dict[str, Any]], List[str]]) -> Callable[[Path], List[str]]:
+    """A section of the newest record of each job, which the named fields and the CPU tell apart."""
+
+    def section(path: Path) -> List[str]:
+        def job(record: Dict[str, Any]) -> str:
+            return json.dumps([*(record.get(name, "cpu") for name in names), record["host"]["cpu"]], sort_keys=True)
+
+        return [line for record in newest(read_records(path, kind), job) for line in (*lines(record), "")]
+
+    return section
 
 
 def _step(path: Path) -> List[str]:
@@ -124,75 +225,79 @@ def _step(path: Path) -> List[str]:
     return Table(("", "s a step", "process peak", "against ours"), rows, title=title, caption=rate).markdown()
 
 
-def _policies(path: Path) -> List[str]:
-    def job(record: Dict[str, Any]) -> str:
-        names = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
-        return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True)
+def _policies(record: Dict[str, Any]) -> List[str]:
+    """The table with what the estimator says now; nothing for an engine that it does not know."""
 
-    lines: List[str] = []
-    for record in newest(read_records(path, "policies"), job):
-        rows = [{**row, "predicted": _predicted(record, row)} for row in record["rows"]]
-        lines += [*policies_table({**record, "rows": rows}).markdown(), ""]
-    return lines
+    def predicted(row: Dict[str, Any]) -> Optional[Mapping[str, Any]]:
+        if row["kind"] != "policy" or not has_known_engine(record):
+            return None
+        job = job_from({**record, "unet": {**record["unet"], "policy": row["name"]}})
+        return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
 
-
-def _predicted(record: Dict[str, Any], row: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The estimator's figures as it stands; None for what is no policy and for an engine that it does not know."""
-    if row["kind"] != "policy" or not has_known_engine(record):
-        return None
-    job = job_from({**record, "unet": {**record["unet"], "policy": row["name"]}})
-    return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
+    rows = [{**row, "predicted": predicted(row)} for row in record["rows"]]
+    return policies_table({**record, "rows": rows}).markdown()
 
 
 def _estimator(path: Path) -> List[str]:
     rows = [row for row in validation(path.parent)[1] if row.measured.held_out]
-    return [*summary_table(rows), "", "Every configuration stands in [validation.md](validation.md)."]
-
-
-def _data(path: Path) -> List[str]:
-    records = read_records(path, "data")
-    return [*data_command.targets_lines(records), "", *data_command.page_lines(records)]
+    return [*summary_table(rows).markdown(), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
 def _compare(path: Path) -> List[str]:
     return comparisons_markdown(read_records(path, "compare"))
 
 
-def _resolutions(path: Path) -> List[str]:
-    return comparisons_markdown(read_records(path, "resolutions"))
-
-
-def _windows(path: Path) -> List[str]:
-    def job(record: Dict[str, Any]) -> str:
-        own = [record[name] for name in ("name", "cases", "mode", "grid", "unet")]
-        return json.dumps([*own, record["host"]["cpu"], windows.device_of(record)])
-
-    lines: List[str] = []
-    for record in newest(read_records(path, "windows"), job):
-        distances = windows.distances_table(record)
-        lines += [*windows.windows_table(record).markdown(), "", *(distances.markdown() if distances else []), ""]
-    return lines
-
-
-def _faults(path: Path) -> List[str]:
-    return [line for record in newest_faults(read_records(path, "faults")) for line in (*faults_lines(record), "")]
+def _windows(record: Dict[str, Any]) -> List[str]:
+    distances = windows.distances_table(record)
+    return [*windows.windows_table(record).markdown(), "", *(distances.markdown() if distances else [])]
 
 
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "step": ("The training step beside others", _step),
     "engines": ("Engines", lambda path: engines_table(read_records(path, "engines")[-1]).markdown()),
-    "policies": ("Memory policies", _policies),
+    "policies": (
+        "Memory policies",
+        _each("policies", ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name"), _policies),
+    ),
     "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
-    "data": ("Loading", _data),
+    "data": ("Loading", lambda path: data.page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _compare),
-    "resolutions": ("Resolution, effective batch and learning rate", _resolutions),
-    "windows": ("One pass against a sliding window", _windows),
-    "scaling": ("Several workers", lambda path: scaling_lines(scaling_records(path.parent))),
-    "faults": ("Killed at random moments", _faults),
+    "resolutions": (
+        "Resolution, effective batch and learning rate",
+        lambda path: comparisons_markdown(read_records(path, "resolutions")),
+    ),
+    "windows": (
+        "One pass against a sliding window",
+        _each("windows", ("name", "cases", "mode", "grid", "unet", "device"), _windows),
+    ),
+    "scaling": ("Several workers", lambda path: scaling_lines(_read(read_scaling, path))),
+    "faults": (
+        "Killed at random moments",
+        _each("faults", ("workers",), lambda record: faults_table(record).markdown()),
+    ),
 }
 """Kind of record, which is its file's name too -> heading and lines."""
+
+
+# --- Private helpers ---
+
+
+def _read(read: Callable[[Path], T], path: Path) -> T:
+    """Records as the estimator reads them. Raises InputError for what it cannot read."""
+    try:
+        return read(path)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _gib(row: Dict[str, Any]) -> str:
     size_bytes = row["process_peak_bytes"]
     return "-" if size_bytes is None else f"{size_bytes / GIB:.1f} GiB"
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _signed(share: Optional[float]) -> str:
+    return "-" if share is None or math.isnan(share) else f"{100 * share:+.1f} %"

@@ -60,7 +60,6 @@ from cpu3d.compare.run import (
     searched_dice,
 )
 from cpu3d.compare.statistics import compare, read_run
-from cpu3d.config import load_config
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
@@ -68,7 +67,7 @@ from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.recipes import RECIPES
-from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+from cpu3d.settings import add_training_options, chosen_settings, load_config, with_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, check, given, option

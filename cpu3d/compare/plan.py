@@ -16,25 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d import memory_plan
 from cpu3d.compare.run import PlannedRun, end_of, rounded, step_voxels
-from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus
-from cpu3d.patch_plan import BOTTOM
+from cpu3d.plan import make_plan
 from cpu3d.recipes import RECIPES
 from cpu3d.report.page import flat
-from cpu3d.resolve import resolve
+from cpu3d.settings import SIZES_OF_PATCH, RunConfig, add_training_options, as_options, chosen_settings, load_config
 from cpu3d.training.run_log import FINISHED, read_events
-from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, as_options, chosen_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
+from memory_estimator.planner import BOTTOM
 
 SCHEMA = 1
 """Version of compare.json."""
@@ -215,15 +212,8 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
     host, gpus, found, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
-            config = resolve(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus)
-            view, is_open = with_fold(store, config.fold), variant.settings.get("policy", "auto") == "auto"
-            cases, volumes, predicted = len(view.cases("train")), memory_plan.volumes_of(config, view), None
-            if config.device != "cpu":
-                config = memory_plan.under(config, "speed") if is_open else config
-            else:
-                if is_open:
-                    config, _ = memory_plan.pick_policy(config, host, cases * config.patches_per_case, volumes)
-                predicted = memory_plan.foresee(config, host, cases * config.patches_per_case, volumes)
+            plan = make_plan(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus=gpus)
+            config, cases, predicted = plan.config, len(plan.store.cases("train")), plan.estimate
         except InputError as error:
             problems += [f"variant {variant.name}: {problem}" for problem in error.problems]
             continue

@@ -27,11 +27,9 @@ from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.page import flat, gib, render_page
 from cpu3d.report.pictures import Line, chart, overlay, strips
-from cpu3d.training_options import as_options
+from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, newest
-from cpu3d.util.versions import versions
-from cpu3d.util.words import duration, listed, plus_minus
+from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table

@@ -19,16 +19,16 @@ from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, T
 
 from rich.console import Console
 
-from cpu3d.config import RunConfig, load_config
-from cpu3d.distributed.plan import of_nobody
+from cpu3d.distributed.cluster import without_cluster
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
-from cpu3d.training.checkpoint_history import checkpoints
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_step, last_words, start, told_of_signals
+from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
 from cpu3d.util.progress import bar
 
 POLL_S = 1.0
@@ -305,8 +305,8 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Planne
 def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, List[int]]]:
     """A process, and the signals of ours that it was sent, each as SIGINT: the second one stops it unsaved."""
     children: List[subprocess.Popen] = []
-    with told_of_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
-        child = start(command, output, of_nobody(os.environ), cwd=ROOT)
+    with forward_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
+        child = start(command, output, without_cluster(os.environ), cwd=ROOT)
         children.append(child)
         if signals:  # while it was being started
             child.send_signal(signal.SIGINT)

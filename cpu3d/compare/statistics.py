@@ -25,15 +25,15 @@ import numpy as np
 
 from cpu3d.compare.plan import unpaired
 from cpu3d.compare.run import Failed, end_of, step_voxels
-from cpu3d.config import RunConfig, load_config
 from cpu3d.data.extent import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.report.page import gib
+from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.run_log import read_events
-from cpu3d.util.words import number, seconds
+from cpu3d.util.records import number, seconds
 
 RESAMPLES = 10_000
 

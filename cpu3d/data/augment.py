@@ -12,21 +12,22 @@ from typing import Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.sampling import random_units
+from memory_estimator.schema import option
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
     """How far augmentation goes. All zero (and no flips) turns it off."""
 
-    flip: bool = True
+    flip: bool = option(True, "no mirroring: where left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2."""
     gain: float = 0.1
     """Multiply each channel by 1 + U(-gain, gain), in normalised units."""
     offset: float = 0.1
     """Add U(-offset, offset) to each channel, in standard deviations."""
-    rotation_deg: float = 0.0
+    rotation_deg: float = option(0.0, "small rotations up to A degrees; they cost time", "A", group="augmentation")
     """Turn about Z and about X by U(-rotation, rotation) each, in degrees. Costs two resamplings of the volume."""
-    scaling: float = 0.0
+    scaling: float = option(0.0, "zoom by up to 1 +- S; it costs time", "S", group="augmentation")
     """Zoom X and Y by one factor 1 + U(-scaling, scaling), and Z by another. Shares the resamplings of rotation."""
 
     def __post_init__(self):

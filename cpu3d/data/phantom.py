@@ -31,9 +31,9 @@ from cpu3d.data.region import Shape3
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from cpu3d.util.workers import KILLED, run_jobs, worker_count
 from memory_estimator.files import read_json
 
 VERSION = 1

@@ -25,9 +25,9 @@ from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, USUAL, Job, Settings, outcomes
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
+from cpu3d.util.child import worker_count
 from cpu3d.util.progress import bar
-from cpu3d.util.versions import versions
-from cpu3d.util.workers import worker_count
+from cpu3d.util.records import versions
 
 Fractions = Tuple[float, float, float]
 

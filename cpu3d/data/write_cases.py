@@ -18,7 +18,7 @@ from cpu3d.data.records import CaseRecord, array_path, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, write_json
-from cpu3d.util.workers import KILLED, run_jobs
+from cpu3d.util.child import KILLED, run_jobs
 
 FORMAT_CHOICES = {
     "npy": {"format": "npy", "scores": False},

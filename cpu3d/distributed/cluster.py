@@ -1,24 +1,38 @@
-"""Which workers train one network together, and which of them this process is. Pure: no TensorFlow, no network."""
+"""Which workers train one network together, which of them this process is, and on which hosts. No TensorFlow."""
 
+import contextlib
 import dataclasses
+import ipaddress
 import json
+import random
+import socket
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
+
+import psutil
 
 from cpu3d.distributed.slurm import bound_apart
 from cpu3d.errors import InputError
-from memory_estimator.files import parse_json
+from memory_estimator.files import parse_json, typed
 
 CHIEF, WORKER = "chief", "worker"
 """The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
 
 MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
 ENGINES = (MEMORY, TENSORFLOW, HOROVOD)
-"""What sums over the workers; `strategy` tells of each."""
+"""What sums over the workers, see `all_reduce`."""
 
-PORTS = range(1, 65536)
+VARIABLES = ("TF_CONFIG", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "HOSTNAME")))
+"""Of the environment: they tell a worker of its cluster."""
+
+LOOPBACK = "127.0.0.1"
+"""The host of all workers where there is only one."""
+
+OPEN_PORTS = range(20000, 32768)
+"""Ports to choose from: below are more of known services, above those that Linux gives to whoever asks for any."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +47,19 @@ class Cluster:
     """One of ENGINES."""
 
     def __post_init__(self):
-        problems = [problem for address in self.addresses for problem in _wrong_with(address)]
+        problems = []
+        for address in self.addresses:
+            try:
+                host_and_port(address)
+            except ValueError:
+                rule = f"be host:port or [IPv6]:port, got {address!r}; mend TF_CONFIG or --hosts"
+                problems.append(f"worker address must {rule}")
         if self.engine not in ENGINES:
             problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
         twice = [address for address, count in Counter(self.addresses).items() if count > 1]
         problems += [f"workers must each have an address, got {address} twice; change its port" for address in twice]
         if self.rank not in range(self.workers):
-            rule = "be 0 for a process alone" if self.workers == 1 else f"be in 0 to {self.workers - 1}"
-            problems.append(f"rank must {rule}, got {self.rank}; number the workers from 0")
+            problems.append(f"rank must be below {self.workers}, got {self.rank}; number the workers from 0")
         if problems:
             raise InputError(*problems)
 
@@ -51,6 +70,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this process writes to the run."""
         return self.rank == 0
 
     @property
@@ -97,6 +117,11 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster:
     return from_horovod(environ) if "HOROVOD_RANK" in environ else ALONE
 
 
+def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The environment of a process that trains by itself, whatever was left over from a cluster."""
+    return {name: value for name, value in environ.items() if name not in VARIABLES}
+
+
 def share_of_host(cluster: Cluster, environ: Mapping[str, str]) -> Tuple[int, int]:
     """(index, count): which of how many workers that share the CPUs this process may use. (0, 1) has all of them.
 
@@ -110,18 +135,27 @@ def from_tf_config(text: str) -> Cluster:
 
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
+
+    def refusal(rule: str, got: object) -> InputError:
+        return InputError(f"TF_CONFIG must {rule}, got {got}; mend it, or unset it to train alone")
+
     try:
-        content = parse_json(text)
+        content = typed(parse_json(text), Dict[str, Any])
+        tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
+        task = typed(content.get("task") or {}, Dict[str, Any], "task")
     except ValueError as error:
-        raise _bad_tf_config("be JSON", f"{text!r} ({error})") from None
-    if not isinstance(content, dict):
-        raise _bad_tf_config("be a JSON object", text)
-    tasks, task = content.get("cluster") or {}, content.get("task") or {}
+        raise refusal("be JSON of a cluster and a task", f"{text!r} ({error})") from None
     if not tasks:
         return ALONE
-    if not isinstance(tasks, dict) or not isinstance(task, dict):
-        raise _bad_tf_config("hold objects named cluster and task", text)
-    return Cluster(_addresses(tasks), _rank(tasks, task))
+    chiefs, workers = tasks.get(CHIEF, ()), tasks.get(WORKER, ())
+    kind, index = task.get("type"), str(task.get("index"))
+    if set(tasks) - {CHIEF, WORKER} or kind not in (CHIEF, WORKER) or len(chiefs) > 1:
+        got = f"tasks {', '.join(sorted(tasks))} and this one a {kind}"
+        raise refusal("name workers and at most one chief, as all train alike", got)
+    own = chiefs if kind == CHIEF else workers
+    if not index.isdigit() or int(index) >= len(own):
+        raise refusal(f"have a task index below its {len(own)} {kind} addresses", index)
+    return Cluster(chiefs + workers, int(index) + (len(chiefs) if kind == WORKER else 0))
 
 
 def from_horovod(environ: Mapping[str, str]) -> Cluster:
@@ -129,24 +163,17 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster:
 
     Horovod numbers the workers host by host, so those on this host are around this one.
     """
-    rank, size = _whole(environ, "HOROVOD_RANK"), _whole(environ, "HOROVOD_SIZE")
-    local, here = _whole(environ, "HOROVOD_LOCAL_RANK"), _whole(environ, "HOROVOD_LOCAL_SIZE")
-    if not (0 <= local < here <= size and local <= rank < size and rank - local + here <= size):
-        got = f"rank {rank} of {size}, {local} of {here} on this host"
+    texts = [environ.get(name, "") for name in VARIABLES[1:5]]
+    rank, size, local, here = (int(text) if text.isdigit() else -1 for text in texts)
+    first = rank - local
+    if not (0 <= local < here <= size and first >= 0 and first + here <= size):
+        got = ", ".join(f"{name} {text!r}" for name, text in zip(VARIABLES[1:5], texts))
         raise InputError(f"HOROVOD_RANK and its like must be of one job, got {got}; start by `launch` or horovodrun")
     if size == 1:
         return ALONE
-    first = rank - local
     name = environ.get("HOROVOD_HOSTNAME") or "this-host"
-    name = f"[{name}]" if ":" in name else name
-    return Cluster(
-        tuple(
-            f"{name}:{1 + other - first}" if first <= other < first + here else f"not-{name.strip('[]')}:{1 + other}"
-            for other in range(size)
-        ),
-        rank,
-        engine=HOROVOD,
-    )
+    hosts = [name if first <= other < first + here else f"not-{name}" for other in range(size)]
+    return Cluster(tuple(join_address(host, 1 + other) for other, host in enumerate(hosts)), rank, engine=HOROVOD)
 
 
 def from_hosts(hosts: Sequence[str], workers: Sequence[int], ports: Sequence[int], rank: int = 0) -> Cluster:
@@ -158,9 +185,8 @@ def from_hosts(hosts: Sequence[str], workers: Sequence[int], ports: Sequence[int
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InputError(*(f"hosts must differ, got {name} twice; use --workers for two on one host" for name in twice))
-    spelled = [join_address(name, 0).rpartition(":")[0] for name in names]
-    pairs = zip(spelled, workers)
-    return Cluster(tuple(f"{host}:{ports[index]}" for host, count in pairs for index in range(count)), rank)
+    places = [(name, port) for name, count in zip(names, workers) for port in ports[:count]]
+    return Cluster(tuple(join_address(name, port) for name, port in places), rank)
 
 
 def host_and_port(address: str) -> Tuple[str, int]:
@@ -170,7 +196,7 @@ def host_and_port(address: str) -> Tuple[str, int]:
     host = host[1:-1] if bracketed else host
     if not host or set(host) & set(" /[]@,") or (":" in host) != bracketed:
         raise ValueError(address)
-    if not port.isascii() or not port.isdigit() or int(port) not in PORTS:
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(address)
     return host, int(port)
 
@@ -180,50 +206,86 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+# --- Hosts ---
+
+
+def read_hosts(text: str) -> Tuple[str, ...]:
+    """Names or addresses of a list "a,b", or of a file with one a line, where # begins a comment.
+
+    Raises InputError for an empty list, or where a line holds more than a name.
+    """
+    path = Path(text)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else text.split(",")
+    hosts = [line.partition("#")[0].strip() for line in lines]
+    hosts = [host for host in hosts if host]
+    wrong = [host for host in hosts if set(host) & set(" \t/=@")]
+    if wrong or not hosts:
+        got = ", ".join(repr(host) for host in wrong) or repr(text)
+        raise InputError(f"--hosts must be names like a,b, or a file with one a line, got {got}; mend it")
+    return tuple(hosts)
+
+
+def own_index(hosts: Sequence[str]) -> int:
+    """Which of `hosts` this one is: the one that has one of this host's addresses, or its name.
+
+    Raises InputError where none or several are, or where one is a name that each host has for itself.
+    """
+    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host)]
+    if len(hosts) > 1 and selfish:
+        raise InputError(f"--hosts must be what the others reach them by, got {selfish[0]}; name it otherwise")
+    name, mine = socket.gethostname().lower(), own_addresses()
+    here = [
+        index
+        for index, host in enumerate(hosts)
+        if _same_name(host.lower(), name) or any(one in mine or _is_loopback(one) for one in addresses(host))
+    ]
+    if len(here) != 1:
+        got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
+        raise InputError(f"--hosts must hold this host, {name}, once, got {got}; give --host-index, from 0")
+    return here[0]
+
+
+def own_addresses() -> FrozenSet[str]:
+    """Of all network interfaces here, without the zone of a local IPv6 address."""
+    found = [address.address for of_one in psutil.net_if_addrs().values() for address in of_one]
+    return frozenset(address.partition("%")[0] for address in found)
+
+
+def addresses(host: str) -> FrozenSet[str]:
+    """That a name resolves to; none where it does not."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return frozenset(str(entry[4][0]).partition("%")[0] for entry in found)
+    return frozenset()
+
+
+def free_ports(count: int) -> Tuple[int, ...]:
+    """Ports that nobody listens on, by chance, so that two launches at a time hardly meet."""
+    taken: List[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.SystemRandom().sample(OPEN_PORTS, len(OPEN_PORTS)):
+            if len(taken) == count:
+                break
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.socket()).bind(("", port))
+                taken.append(port)
+    return tuple(taken)
+
+
 # --- Private helpers ---
 
 
-def _wrong_with(address: Any) -> List[str]:
-    try:
-        host_and_port(address)
-    except (ValueError, AttributeError):
-        return [f"worker address must be host:port or [IPv6]:port, got {address!r}; mend TF_CONFIG or --hosts"]
-    return []
+def _same_name(one: str, other: str) -> bool:
+    """Whether two names are of one host; one of them may lack its domain."""
+    short = ("." in one) != ("." in other) and one.partition(".")[0] == other.partition(".")[0]
+    return one == other or (short and not _is_address(one))
 
 
-def _addresses(tasks: Dict[str, Any]) -> Tuple[str, ...]:
-    """Of the chief, where there is one, and of the workers."""
-    others = sorted(set(tasks) - {CHIEF, WORKER})
-    if others:
-        raise _bad_tf_config("name a chief and workers only, as all train alike", ", ".join(others))
-    lists = [tasks.get(kind, []) for kind in (CHIEF, WORKER)]
-    if not all(isinstance(addresses, list) for addresses in lists):
-        raise _bad_tf_config('hold lists of "host:port"', tasks)
-    if len(lists[0]) > 1:
-        raise _bad_tf_config("name one chief", f"{len(lists[0])} of them")
-    return tuple(lists[0] + lists[1])
+def _is_loopback(text: str) -> bool:
+    return _is_address(text) and ipaddress.ip_address(text.strip("[]")).is_loopback
 
 
-def _rank(tasks: Dict[str, Any], task: Dict[str, Any]) -> int:
-    kind, index = task.get("type"), task.get("index")
-    if kind not in (CHIEF, WORKER):
-        raise _bad_tf_config("be of a worker or a chief, as all train alike", f"task type {kind!r}")
-    count = len(tasks.get(kind, []))
-    try:
-        number = int(index)
-    except (TypeError, ValueError):
-        number = -1
-    if number not in range(count):
-        raise _bad_tf_config(f"have a task index below its {count} {kind} addresses", repr(index))
-    return number + (len(tasks.get(CHIEF, [])) if kind == WORKER else 0)
-
-
-def _bad_tf_config(rule: str, got: Any) -> InputError:
-    return InputError(f"TF_CONFIG must {rule}, got {got}; mend it, or unset it to train alone")
-
-
-def _whole(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not text.isdigit():
-        raise InputError(f"{name} must be a whole number, got {text!r}; start by `launch` or horovodrun")
-    return int(text)
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text.strip("[]")))
+    return False

@@ -22,82 +22,222 @@ import argparse
 import functools
 import importlib.util
 import os
-import socket
+import shlex
+import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
+from rich.progress import Progress
 
-from cpu3d.config import load_config
-from cpu3d.distributed import dry_run
-from cpu3d.distributed.beats import Beats
-from cpu3d.distributed.cluster import HOROVOD, TENSORFLOW, Cluster
-from cpu3d.distributed.earlier import wait_for_earlier
-from cpu3d.distributed.follow import Follower, say
-from cpu3d.distributed.hosts import check_free, free_ports, own_index, read_hosts
-from cpu3d.distributed.patiently import Patiently
-from cpu3d.distributed.plan import (
-    PORT,
-    Asked,
-    Plan,
-    ThisHost,
-    environ_of,
-    horovod_command,
-    make_plan,
-    train_command,
+from cpu3d.data.words import count as counted
+from cpu3d.distributed.cluster import (
+    HOROVOD,
+    LOOPBACK,
+    TENSORFLOW,
+    Cluster,
+    free_ports,
+    from_hosts,
+    from_tf_config,
+    own_index,
+    read_hosts,
+    without_cluster,
 )
-from cpu3d.distributed.running import Job
-from cpu3d.distributed.silence import Silence, SilenceBelow
-from cpu3d.distributed.supervise import supervise
+from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
+from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import hosts_table, topology_of
+from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.thread_plan import default_workers, thread_plans
-from cpu3d.host.topology import Topology, read_topology
-from cpu3d.recipes import RECIPES
-from cpu3d.training_options import chosen_settings
+from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
+from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.child import ROOT, last_step
+from cpu3d.util.child import PROGRAM, ROOT, last_step
+from cpu3d.util.progress import columns
+from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
+
+PORT = 29500
+"""Of the first worker on each host where there are several hosts and nothing else is said: all have to know it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a launch."""
+
+    workers: Optional[int] = option(
+        None, "on each host (default: one for each of its sockets)", metavar="N", at_least=1
+    )
+    hosts: Optional[str] = option(None, "names or addresses, or a file of them, one a line", metavar="A,B|FILE")
+    host_index: Optional[int] = option(None, "this one's in --hosts (default: by address)", metavar="I", at_least=0)
+    port: Optional[int] = option(
+        None,
+        "of the first worker on each host, the next has the next (default: free ones, or 29500 with --hosts)",
+        metavar="P",
+        at_least=1024,
+        at_most=65535,
+    )
+    engine: str = option(
+        TENSORFLOW,
+        "what adds up gradients of several hosts; those of one host are added up in its memory",
+        choices=(TENSORFLOW, HOROVOD),
+    )
+    dry_run: bool = option(False, "say what would be started, and start nothing")
+    on_host: Optional[str] = option(None, 'with --dry-run: on another host; "list" tells of some', metavar="NAME|FILE")
+    train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, metavar="N", help="on each host (default: one for each of its sockets)")
-    parser.add_argument("--hosts", metavar="A,B|FILE", help="names or addresses, or a file of them, one a line")
-    parser.add_argument("--host-index", type=int, metavar="I", help="this one's in --hosts (default: by address)")
-    parser.add_argument(
-        "--port", type=int, metavar="P",
-        help="of the first worker on each host, the next has the next (default: free ones, or 29500 with --hosts)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--engine", choices=(TENSORFLOW, HOROVOD), default=TENSORFLOW,
-        help="what adds up gradients of several hosts (tensorflow); those of one host are added up in its memory",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="say what would be started, and start nothing")
-    parser.add_argument("--on-host", metavar="NAME|FILE", help='with --dry-run: on another host; "list" tells of some')
-    parser.add_argument("train", nargs=argparse.REMAINDER, metavar="train ...", help="train and its options")
+    """Add the options of `launch`."""
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.on_host and not args.dry_run:
-        raise InputError(f"--on-host must come with --dry-run, got {args.on_host} without; leave it out to train here")
-    if args.on_host == "list":
+    """Start what is asked for and wait for its end, or say what would be started."""
+    options = from_args(Options, args, InputError)
+    if options.on_host and not options.dry_run:
+        rule = f"come with --dry-run, got {options.on_host} without; leave it out to train here"
+        raise InputError(f"--on-host must {rule}")
+    if options.on_host == "list":
         Console().print(hosts_table())
         return 0
-    training = _training(args.train)
-    topology = functools.lru_cache(lambda: topology_of(args.on_host) if args.on_host else read_topology())
-    asked = Asked(args.workers, read_hosts(args.hosts) if args.hosts else (), args.host_index, args.port, args.engine)
-    plan = make_plan(asked, os.environ, _this_host(topology, args.on_host))
-    _check_batch(training, plan.cluster)
-    if args.dry_run:
-        dry_run.show(plan, topology(), _commands(plan, args.train, Path(training.run)))
+    training = _training(options.train)
+    topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
+    plan = make_plan(options, os.environ, lambda: default_workers(topology()))
+    commands = _commands(plan, options.train, Path(training.run))
+    if options.dry_run:
+        _show(plan, topology(), commands)
         return 0
     thread_plans(topology(), plan.sharing_here)  # else each worker would refuse
-    _launch(plan, args.train, Path(training.run))
+    _launch(plan, commands, Path(training.run))
     return 0
 
 
-# --- Private helpers ---
+# --- The plan ---
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The workers of a run, and those that start here."""
+
+    cluster: Cluster
+    """As the first of those sees it."""
+    ranks: Tuple[int, ...]
+    """Of the workers that start here."""
+    found: str
+    """Where the hosts are from, in words."""
+    engine: str = TENSORFLOW
+    apart: bool = False
+    """Whether something else has given each worker CPUs of its own."""
+    note: str = ""
+    """What the user may not have meant, or ""."""
+
+    @property
+    def sharing_here(self) -> int:
+        """Workers that share the CPUs of this host."""
+        return 1 if self.apart else len(self.cluster.local_ranks)
+
+    @property
+    def words(self) -> str:
+        """Such as "4 workers on 2 hosts (Slurm), 2 of them here"."""
+        workers, hosts = self.cluster.workers, len(set(self.cluster.hosts))
+        here = "" if len(self.ranks) == workers else f", {len(self.ranks)} of them here"
+        by = ", exchange by Horovod" if self.engine == HOROVOD else ""
+        return f"{counted(workers, 'worker')} on {counted(hosts, 'host')} ({self.found}){here}{by}"
+
+    def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
+        """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
+        clean = without_cluster(environ)
+        if self.engine == TENSORFLOW and self.cluster.workers > 1:
+            clean["TF_CONFIG"] = self.cluster.of_rank(rank).as_tf_config()
+        return clean
+
+
+def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callable[[], int]) -> Plan:
+    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree.
+
+    `one_a_socket` tells how many workers a host has where --workers does not.
+    """
+    if options.hosts:
+        return _of_hosts(options, read_hosts(options.hosts), one_a_socket)
+    if environ.get("TF_CONFIG", "").strip():
+        _one_each(options, "TF_CONFIG")
+        cluster = from_tf_config(environ["TF_CONFIG"])
+        return Plan(cluster, (cluster.rank,), "TF_CONFIG", apart=bound_apart(environ))
+    if in_slurm(environ):
+        return _of_slurm(options, environ, one_a_socket)
+    workers = options.workers or one_a_socket()
+    cluster = from_hosts((LOOPBACK,), (workers,), _ports_here(options, workers))
+    others = len(hosts_without_step(environ)) - 1
+    note = f"the job has {counted(others, 'other host')}, which srun ./run.sh launch ... would use"
+    found = options.on_host or "this one"
+    return Plan(cluster, tuple(range(workers)), found, options.engine, note=note if others > 0 else "")
+
+
+def _of_hosts(options: Options, hosts: Sequence[str], one_a_socket: Callable[[], int]) -> Plan:
+    workers, several, index = options.workers or one_a_socket(), len(hosts) > 1, options.host_index
+    if index is None:
+        index = own_index(hosts) if several and not options.on_host else 0
+    if index >= len(hosts):
+        raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
+    ports = _from((options.port or PORT,), workers) if several else _ports_here(options, workers)
+    first = index * workers
+    cluster = from_hosts(hosts, (workers,) * len(hosts), ports, first)
+    if options.engine == HOROVOD:  # starts them on all hosts from one
+        return Plan(cluster.of_rank(0), tuple(range(cluster.workers)), "--hosts", HOROVOD)
+    return Plan(cluster, tuple(range(first, first + workers)), "--hosts")
+
+
+def _of_slurm(options: Options, environ: Mapping[str, str], one_a_socket: Callable[[], int]) -> Plan:
+    task = read_slurm(environ)
+    if task.is_worker:
+        _one_each(options, "Slurm with several tasks a host")
+        counts, first, here = task.tasks, task.rank, 1
+    else:
+        _no_horovod(options, "a task of srun")
+        here = options.workers or one_a_socket()
+        counts, first = (here,) * len(task.hosts), task.host_index * here
+    cluster = from_hosts(task.hosts, counts, _from((options.port,) if options.port else task.ports, max(counts)), first)
+    return Plan(cluster, tuple(range(first, first + here)), "Slurm", apart=task.is_worker and bound_apart(environ))
+
+
+def _one_each(options: Options, found: str) -> None:
+    """Where every launch is one worker."""
+    _no_horovod(options, found)
+    if options.workers not in (None, 1):
+        raise InputError(f"--workers must be left out with {found}, where each is one worker, got {options.workers}")
+
+
+def _no_horovod(options: Options, found: str) -> None:
+    if options.engine == HOROVOD:
+        rule = f"be launched once for all hosts, got it with {found}; name --hosts and start it on the first of them"
+        raise InputError(f"--engine horovod must {rule}")
+
+
+def _ports_here(options: Options, workers: int) -> Tuple[int, ...]:
+    """Of the workers of one host."""
+    if options.port or options.on_host:
+        return _from((options.port or PORT,), workers)
+    return free_ports(workers)
+
+
+def _from(ports: Sequence[int], count: int) -> Tuple[int, ...]:
+    """`ports`, and after the last of them the next ones, `count` in all."""
+    return (*ports[:count], *range(ports[-1] + 1, ports[-1] + 1 + count - len(ports)))
+
+
+def _commands(plan: Plan, options: Sequence[str], run: Path) -> Dict[int, Tuple[str, ...]]:
+    """By the rank of the worker; with Horovod the one command that starts all workers of all hosts, by ssh."""
+    train = (*PROGRAM, *options)
+    if plan.engine != HOROVOD:
+        return dict.fromkeys(plan.ranks, train)
+    hosts = Counter("localhost" if host == LOOPBACK else host for host in plan.cluster.hosts)
+    places = ",".join(f"{host}:{workers}" for host, workers in hosts.items())
+    launcher = (sys.executable, "-m", "cpu3d.distributed.horovodrun", "--gloo", "-np", str(plan.cluster.workers))
+    return {0: (*launcher, "-H", places, "--output-filename", str(run / "logs" / "horovod"), *train)}
 
 
 def _training(options: Sequence[str]) -> argparse.Namespace:
@@ -112,71 +252,104 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(options[1:]))
 
 
-def _this_host(topology: Callable[[], Topology], elsewhere: Optional[str]) -> ThisHost:
-    """This one, or what --on-host names."""
-    return ThisHost(
-        default_workers=lambda: default_workers(topology()),
-        index_among=(lambda hosts: 0) if elsewhere else own_index,
-        free_ports=(lambda count: range(PORT, PORT + count)) if elsewhere else free_ports,
-        name=elsewhere or ThisHost.name,
-    )
+# --- What is shown and started ---
 
 
-def _check_batch(training: argparse.Namespace, cluster: Cluster) -> None:
-    """That the batch can be shared, as far as that is known before the store is read. The chief's host has the run."""
-    settings, run, workers = chosen_settings(training), Path(training.run), cluster.workers
-    if "batch_per_worker" in settings or not (cluster.is_chief or "batch" in settings):
-        return
-    saved = training.recipe is None and (run / "config.json").is_file()
-    start = load_config(run) if saved else RECIPES[training.recipe or "brats-regions"]()
-    batch = settings.get("batch", start.batch)
-    if batch % workers:
-        more = -(-batch // workers) * workers
-        raise InputError(
-            f"--batch must be a multiple of the {workers} workers, got {batch}; take --batch {more}, or "
-            "--batch-per-worker 1"
-        )
+def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]]) -> None:
+    """Print the plan on stdout. Workers on other hosts are shown as if those were like this one."""
+    console, cluster = Console(), plan.cluster
+    counts = Counter(cluster.hosts)
+    places = {many: thread_plans(topology, many) for many in sorted({1} if plan.apart else set(counts.values()))}
+    socket_of = {cpu.number: cpu.socket for cpu in topology.cpus}
+    rows = []
+    for rank, address in enumerate(cluster.addresses):
+        seen = cluster.of_rank(rank)
+        place = None if plan.apart else places[len(seen.local_ranks)][seen.local_index]
+        sockets = cpu_ranges({socket_of[cpu] for cpu in place.cpus}) if place and place.cpus else "any"
+        rows.append((address, str(rank), str(seen.local_index), sockets, "yes" if rank in plan.ranks else "no"))
+    say(f"{plan.words}; a dry run, nothing is started", console)
+    header = ("address", "rank", "worker of its host", "socket", "starts here")
+    console.print(Table(header, rows, title="Workers").rich())
+    for of_one_host in places.values():
+        console.print(describe_plans(topology, of_one_host))
+    if len(counts) > 1:
+        say("All hosts are taken to be like this one.", console)
+    for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
+        say(f"note: {setting} is set here, and wins", console)
+    if plan.note:
+        say(f"note: {plan.note}", console)
+    for rank, command in commands.items():
+        given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
+        whom = "all workers" if plan.engine == HOROVOD else f"worker {rank}"
+        say(f"\n{whom}:\n{' '.join([*given, shlex.join(command)])}", console)
 
 
-def _commands(plan: Plan, options: Sequence[str], run: Path) -> Dict[int, Tuple[str, ...]]:
-    """By the rank of the worker, or the one command that starts all of them."""
-    if plan.engine == HOROVOD:
-        return {0: horovod_command(plan, train_command(options), str(run / "logs" / "horovod"))}
-    return {rank: train_command(options) for rank in plan.ranks}
-
-
-def _launch(plan: Plan, options: Sequence[str], run: Path) -> None:
+def _launch(plan: Plan, commands: Mapping[int, Tuple[str, ...]], run: Path) -> None:
     if plan.engine == HOROVOD and importlib.util.find_spec("horovod") is None:
         raise InputError("horovod must be installed for --engine horovod, found none; run ./run.sh setup --horovod")
-    wait_for_earlier(run)
-    check_free(plan.ports_here)
+    wait_for_earlier(run, say)
     logs = writable_folder(run / "logs", "folder of logs")
-    jobs = _jobs(plan, _commands(plan, options, run), logs)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    jobs: List[Job] = []
+    for rank, command in commands.items():
+        horovod = plan.engine == HOROVOD
+        name, log = ("horovodrun", "horovod.log") if horovod else (f"worker {rank}", f"worker-{rank}.log")
+        jobs.append(Job(name, command, plan.environ_of(rank, environ), logs / log))
     say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
     if plan.note:
         say(f"note: {plan.note}")
     began_s, before = time.monotonic(), last_step(run)
     with Follower(jobs[0].log if plan.cluster.is_chief else None, run) as follower:
-        silence = SilenceBelow(run, follower.say) if plan.engine == HOROVOD else Silence(run)
-        hanging = Patiently(silence, otherwise={}, late=functools.partial(_no_answer, run, follower.say))
-        supervise(jobs, show=follower.show, say=follower.say, hanging=hanging, beats=Beats(run))
+        supervise(jobs, run, show=follower.show, say=follower.say)
     after = last_step(run)
     steps = f"{after - before} steps, to step {after}" if plan.cluster.is_chief else "the chief has counted the steps"
     say(f"launch: {plan.words}: ended well, {steps}, {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
 
 
-def _no_answer(run: Path, say: Callable[[str], None], seconds: float) -> None:
-    say(f"launch: the file system of {run} must answer, got nothing for {seconds:.0f} s; the workers wait for it too")
+class Follower:
+    """A context manager on stderr: the lines of a log as they come, and on a terminal a bar of the run's steps."""
+
+    def __init__(self, log: Optional[Path], run: Path):
+        """The lines are those that `log` gets from now on, but for the first, a header; None is nobody's."""
+        self._console = Console(stderr=True)
+        self._log, self._run = log, run
+        self._read = log.stat().st_size if log and log.exists() else 0
+        self._begun, self._headers = b"", 1
+        """A line that has no end yet, and headers still to come."""
+        self._progress = Progress(*columns(), console=self._console, disable=not (log and self._console.is_terminal))
+        self._task = self._progress.add_task("train", total=None)
+
+    def __enter__(self) -> "Follower":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._begun:
+            self.say(self._begun.decode("utf-8", errors="replace"))
+        self._progress.stop()
+
+    def show(self) -> None:
+        """Print what is new, and move the bar."""
+        if not self._log or not self._log.exists():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        self._read += len(new)
+        *lines, self._begun = (self._begun + new).split(b"\n")
+        for line in lines[self._headers :]:
+            self.say(line.decode("utf-8", errors="replace"))
+        self._headers = max(0, self._headers - len(lines))
+        beat = None if self._progress.disable else read_heartbeats(self._run).get(0)
+        if isinstance(beat, Heartbeat) and beat.steps:
+            self._progress.update(self._task, completed=beat.step, total=beat.steps)
+
+    def say(self, line: str) -> None:
+        """Print a line of our own, above the bar."""
+        say(line, self._console)
 
 
-def _jobs(plan: Plan, commands: Mapping[int, Tuple[str, ...]], logs: Path) -> List[Job]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    jobs = []
-    for rank, command in commands.items():
-        if plan.engine == HOROVOD:
-            name, log = "horovodrun", logs / "horovod.log"
-        else:
-            name, log = f"worker {rank}", logs / f"worker-{rank}.log"
-        jobs.append(Job(name, socket.gethostname(), command, environ_of(plan, rank, environ), log))
-    return jobs
+def say(line: str, console: Optional[Console] = None) -> None:
+    """Print a line on stderr, or where `console` does, as it is."""
+    (console or Console(stderr=True)).print(line, highlight=False, markup=False, soft_wrap=True)

@@ -13,15 +13,17 @@ import os
 import socket
 import struct
 import tempfile
-from typing import BinaryIO, Callable, Mapping
+from typing import BinaryIO, Callable, Mapping, Optional
 
 import numpy as np
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.lost import GONE, SILENCE_S, SILENT, lost
-from cpu3d.distributed.meeting import peer_of
+from cpu3d.distributed.rendezvous import peer_of
 from cpu3d.errors import InputError, WorkerLostError
-from cpu3d.training.guard.heartbeat import is_suspended
+from cpu3d.training.heartbeat import is_suspended
+
+SILENCE_S = 20.0
+"""A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
 MEMORY_BYTES = 32 * 2**20
 """Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""
@@ -34,7 +36,7 @@ WORD = struct.Struct("<q")
 
 
 def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function that sums a float32 array (n,) over all workers.
+    """The function that sums a float32 array (n,) over all workers.
 
     `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
     raises WorkerLostError when a worker is gone, or has been suspended for SILENCE_S, and ValueError on the chief for
@@ -62,7 +64,21 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     return sum_over_workers
 
 
+def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
+    """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
+    name = "" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
+    if rank is None:
+        problem = f"all {cluster.workers} workers must answer each other, got {reason}; their logs may tell why"
+    elif rank == cluster.rank:
+        problem = f"{name}, this one, must reach the others, got {reason}; mend its network"
+    else:
+        problem = f"{name} must answer worker {cluster.rank}, got {reason}; its log may tell why"
+    return WorkerLostError(f"{problem}, the same command continues from the last checkpoint")
+
+
 # --- Private helpers ---
+
+GONE = "no connection: its process has ended or its host is gone"
 
 
 def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
@@ -77,7 +93,7 @@ def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
     try:
         handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
     except (OSError, IndexError):
-        raise lost(cluster, 0, GONE) from None
+        raise lost_worker(cluster, 0, GONE) from None
     try:
         return mmap.mmap(handle, MEMORY_BYTES)
     finally:
@@ -100,7 +116,7 @@ def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: in
         _tell(peers[0], size)
         word = _hear(cluster, peers, 0)
         if word < 0:
-            raise lost(cluster, -1 - word, "no answer to worker 0")
+            raise lost_worker(cluster, -1 - word, "no answer to worker 0")
         return
     for rank in peers:
         try:
@@ -130,5 +146,5 @@ def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> in
         except socket.timeout:
             suspended_s = suspended_s + LOOK_S if is_suspended(peer_of(peers[rank])[0]) else 0.0
         except (OSError, struct.error):
-            raise lost(cluster, rank, GONE) from None
-    raise lost(cluster, rank, SILENT)
+            raise lost_worker(cluster, rank, GONE) from None
+    raise lost_worker(cluster, rank, "no sign of life: it hangs or is cut off")

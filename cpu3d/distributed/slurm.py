@@ -4,6 +4,7 @@ By hand, as TensorFlow's SlurmClusterResolver needs TensorFlow imported and asks
 those of srun(1), section OUTPUT ENVIRONMENT VARIABLES.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import List, Mapping, Tuple
@@ -24,7 +25,7 @@ class SlurmTask:
     hosts: Tuple[str, ...]
     """Of the step, in Slurm's order."""
     tasks: Tuple[int, ...]
-    """Of the step on each host."""
+    """Of the step on each host. Tasks are numbered host by host, Slurm's --distribution=block."""
     rank: int
     """This task's among all of them."""
     ports: Tuple[int, ...]
@@ -32,13 +33,8 @@ class SlurmTask:
 
     @property
     def host_index(self) -> int:
-        """Which of the hosts this task is on. Tasks are numbered host by host, Slurm's --distribution=block."""
-        before = 0
-        for index, count in enumerate(self.tasks):
-            before += count
-            if self.rank < before:
-                return index
-        raise InputError(f"SLURM_PROCID must be below the step's {before} tasks, got {self.rank}; start by srun")
+        """Which of the hosts this task is on."""
+        return next(index for index, end in enumerate(itertools.accumulate(self.tasks)) if self.rank < end)
 
     @property
     def is_worker(self) -> bool:
@@ -59,19 +55,22 @@ def hosts_without_step(environ: Mapping[str, str]) -> Tuple[str, ...]:
 
 def read_slurm(environ: Mapping[str, str]) -> SlurmTask:
     """The task that this process is. Raises InputError, naming the variables, where they do not agree."""
-    named = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    named = _first(environ, "", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = expand_hosts(named)
-    of_each = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    tasks = expand_counts(of_each) if of_each else (1,) * len(hosts)
-    rank = _whole("SLURM_PROCID", _first(environ, "SLURM_PROCID"))
-    count = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or str(sum(tasks))
-    if len(tasks) != len(hosts) or sum(tasks) != _whole("SLURM_STEP_NUM_TASKS", count):
+    of_each = _first(environ, f"1(x{len(hosts)})", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    tasks, rank = expand_counts(of_each), _whole("SLURM_PROCID", environ.get("SLURM_PROCID", ""))
+    count = _first(environ, str(sum(tasks)), "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if len(tasks) != len(hosts) or str(sum(tasks)) != count or rank >= sum(tasks):
         raise InputError(
-            f"Slurm's step must have tasks on each of its hosts, got {of_each} of {count} tasks on {named}; "
-            "start by srun with --ntasks-per-node, or name --hosts"
+            f"Slurm's step must have this task and tasks on each of its hosts, got task {rank} and {of_each} of "
+            f"{count} tasks on {named}; start by srun with --ntasks-per-node, or name --hosts"
         )
     task = SlurmTask(hosts, tasks, rank, _ports(environ))
-    _check_place(task, environ)
+    own = {"SLURM_NODEID": task.host_index, "SLURM_LOCALID": rank - sum(tasks[: task.host_index])}
+    wrong = [f"{name} {environ[name]}" for name, mine in own.items() if environ.get(name, str(mine)) != str(mine)]
+    if wrong:
+        got = f"{', '.join(wrong)} for task {rank}; start by srun --distribution=block"
+        raise InputError(f"Slurm's tasks must be numbered host by host, got {got}")
     return task
 
 
@@ -85,14 +84,17 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
 
     Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
     """
+    part = r"(?:[^\[\],\s]|\[[\d,-]+\])+"
+    if not re.fullmatch(rf"{part}(?:,{part})*", text.strip()):
+        raise _bad_hosts(text)
     hosts: List[str] = []
-    for part in _split(text):
+    for name in re.split(r",(?![^\[]*\])", text.strip()):
         names = [""]
-        for before, ranges, after in re.findall(r"([^\[\]]*)\[([^\[\]]*)\]|([^\[\]]+)", part):
+        for before, ranges, after in re.findall(r"([^\[\]]*)\[([^\[\]]*)\]|([^\[\]]+)", name):
             numbers = _numbers(ranges, text) if ranges else [""]
             if len(names) * len(numbers) > MOST_HOSTS:
                 raise _bad_hosts(text)
-            names = [name + (before or after) + number for name in names for number in numbers]
+            names = [one + (before or after) + number for one in names for number in numbers]
         hosts += names
     return tuple(hosts)
 
@@ -109,14 +111,6 @@ def expand_counts(text: str) -> Tuple[int, ...]:
 
 
 # --- Private helpers ---
-
-
-def _split(text: str) -> List[str]:
-    """At the commas that are outside of brackets."""
-    text = text.strip()
-    if not re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text):
-        raise _bad_hosts(text)
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def _numbers(ranges: str, text: str) -> List[str]:
@@ -136,28 +130,14 @@ def _ports(environ: Mapping[str, str]) -> Tuple[int, ...]:
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "")
     if reserved:
         return tuple(int(port) for port in _numbers(reserved, reserved))
-    job = _whole("SLURM_JOB_ID", environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0")
+    job = _whole("SLURM_JOB_ID", _first(environ, "0", "SLURM_JOB_ID", "SLURM_JOBID"))
     first = FIRST_PORT + job % JOBS * PORTS_A_JOB
     return tuple(range(first, first + PORTS_A_JOB))
 
 
-def _check_place(task: SlurmTask, environ: Mapping[str, str]) -> None:
-    """That tasks are numbered host by host: Slurm itself says which host and which task of it this one is."""
-    index = task.host_index
-    found = {"SLURM_NODEID": index, "SLURM_LOCALID": task.rank - sum(task.tasks[:index])}
-    wrong = [f"{name} {environ[name]}" for name, mine in found.items() if environ.get(name, str(mine)) != str(mine)]
-    if wrong:
-        raise InputError(
-            f"Slurm's tasks must be numbered host by host, got {', '.join(wrong)} for task {task.rank}; "
-            "start by srun --distribution=block"
-        )
-
-
-def _first(environ: Mapping[str, str], *names: str) -> str:
-    for name in names:
-        if environ.get(name):
-            return environ[name]
-    raise InputError(f"{' or '.join(names)} must be set in a task of Slurm, found none; start by srun")
+def _first(environ: Mapping[str, str], otherwise: str, *names: str) -> str:
+    """The first of these variables that is set and not empty."""
+    return next(filter(None, map(environ.get, names)), otherwise)
 
 
 def _whole(name: str, text: str) -> int:

@@ -9,29 +9,21 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock
 """
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
-from cpu3d.host.memory_policy import MemoryPolicy, memory_policy, set_memory_policy
+from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
-from memory_estimator.engines import itex_is_installed
+from cpu3d.util.records import versions
 from memory_estimator.host import Host
+from memory_estimator.job import itex_is_installed
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
-
-ALONE = (0, 1)
-"""(index, count) of a process that shares its host with no other worker."""
-
-_PLUGIN_FOLDER = "tensorflow-plugins"
-"""In site-packages. TensorFlow loads every library in it when it is imported, asked or not: ITEX lives there."""
 
 
 def apply(plan: ThreadPlan, engine: str = "auto") -> None:
@@ -41,17 +33,19 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
     in force `host.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
     Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
     """
-    _check_engine(engine)
+    installed(engine)
     if "tensorflow" in sys.modules:
         raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     _hold_to(plan.cpus)
-    if plan.memory_nodes and (memory_policy() or MemoryPolicy("default")).mode == "default":  # else it is numactl's
+    policy = memory_policy()
+    if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
         set_memory_policy(plan.memory_policy, plan.memory_nodes)
     if engine != "auto":
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
-    if _tensorflow_version() < (2, 16):
+    major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
+    if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
 
@@ -63,7 +57,6 @@ def import_tensorflow(engine: str = "auto") -> Any:
     Raises InputError when the engine is not installed, when a thread variable is no number, or when tf.keras is
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
-    _check_engine(engine)
     if not installed(engine):
         raise InputError(
             "engine must be installed, got itex without intel-extension-for-tensorflow; run `./run.sh setup` with "
@@ -82,18 +75,18 @@ def import_tensorflow(engine: str = "auto") -> Any:
     return tf
 
 
-def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = ALONE) -> Tuple[Host, ThreadPlan, Any]:
+def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = (0, 1)) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
     What every command that computes begins with. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. Nothing computes on a card but
-    what has asked for it by its name, such as "gpu:0": TensorFlow with CUDA would take one by itself. Where the process
-    has imported TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is
-    raised where it computes already on another device. Raises InputError for workers that the host cannot be laid with.
+    the host; it gets its part of the cores, and the host that is returned is all of it. A card is used only where it is
+    named, such as "gpu:0". Where the process has imported TensorFlow before, the plan is only returned; engine and
+    device are still checked, and RuntimeError is raised where it computes on another device. Raises InputError for
+    numbers of workers that `thread_plans` refuses.
     """
     topology = read_topology()
     # Later what is read is this process's part already.
-    index, count = local if "tensorflow" not in sys.modules else ALONE
+    index, count = local if "tensorflow" not in sys.modules else (0, 1)
     plan = thread_plans(topology, count)[index]
     if "tensorflow" not in sys.modules:
         apply(plan, engine)
@@ -116,21 +109,21 @@ def engine_name(tf: Any) -> str:
 
     parts = [f"TensorFlow {tf.__version__}", "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"]
     if _itex_is_loaded():
-        parts.append(f"ITEX {_version('intel-extension-for-tensorflow')}")
+        parts.append(f"ITEX {installed_versions()[1]}")
     return ", ".join(parts)
 
 
 def installed(engine: str) -> bool:
-    """Whether an engine can be asked for here. Imports nothing."""
+    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES."""
+    if engine not in ENGINES:
+        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
 
 
 def installed_versions() -> Tuple[Optional[str], Optional[str]]:
     """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
-    tensorflow = _version("tensorflow") or _version("tensorflow-cpu")
-    if tensorflow is None and importlib.util.find_spec("tensorflow"):
-        tensorflow = "of a version not told"
-    return tensorflow, _version("intel-extension-for-tensorflow")
+    found = versions()
+    return found.get("tensorflow"), found.get("intel-extension-for-tensorflow")
 
 
 # --- Private helpers ---
@@ -138,40 +131,20 @@ def installed_versions() -> Tuple[Optional[str], Optional[str]]:
 
 def _hold_to(cpus: Tuple[int, ...]) -> None:
     """Let every thread of this process run on these CPUs alone; () leaves them. Threads to come inherit it."""
-    if not cpus or not hasattr(os, "sched_setaffinity") or set(cpus) == os.sched_getaffinity(0):
-        return
-    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-        with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
-            os.sched_setaffinity(int(thread), cpus)
-
-
-def _check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
-
-
-def _version(distribution: str) -> Optional[str]:
-    """The installed version of a distribution, None where it is not installed. Imports nothing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _tensorflow_version() -> Tuple[int, int]:
-    """(major, minor) of the installed TensorFlow; a version far ahead where its distribution has another name."""
-    found = re.match(r"(\d+)\.(\d+)", _version("tensorflow") or _version("tensorflow-cpu") or "")
-    return (int(found[1]), int(found[2])) if found else (99, 0)
+    if cpus and hasattr(os, "sched_setaffinity") and set(cpus) != os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+                os.sched_setaffinity(int(thread), cpus)
 
 
 @contextlib.contextmanager
 def _hidden_plugins() -> Iterator[None]:
-    """Let TensorFlow find no plug-in folder while it is imported: there is no switch that keeps it from loading ITEX.
+    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, and ITEX lives there.
 
-    Its __init__ asks `os.path.exists` for the folder in each site-packages; for that one name the answer is no.
+    There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each site-packages.
     """
     exists = os.path.exists
-    os.path.exists = lambda path: os.path.basename(path) != _PLUGIN_FOLDER and exists(path)
+    os.path.exists = lambda path: os.path.basename(path) != "tensorflow-plugins" and exists(path)
     try:
         yield
     finally:

@@ -1,31 +1,27 @@
-"""What to say of a process that is set up, before its work starts: its host, engine, threads, CPUs and memory nodes."""
+"""A host, what its workers would be given, and what is in force in a process: lines and tables to print."""
 
 import os
-from typing import List
+from typing import List, Sequence
 
 from cpu3d.data.words import count
-from cpu3d.host.memory_policy import memory_policy
+from cpu3d.host.memory import memory_policy
 from cpu3d.host.thread_plan import THREADS, ThreadPlan
-from cpu3d.host.topology import cpu_ranges
+from cpu3d.host.topology import Topology, cpu_ranges
 from memory_estimator.host import Host
+from memory_estimator.table import Table
 from memory_estimator.units import format_bytes
 
 
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
-    """Lines to print; `engine` as `host.apply.engine_name` tells it.
+    """Lines on a process that is set up, before its work starts; `engine` as `host.apply.engine_name` tells it.
 
     What is in force, asked of the environment and of the kernel, for a user's own setting wins over the plan's. A
     number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for everybody, and many cores idle.
     """
-    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
-    limit = "" if host.cgroup_limit_bytes is None else f", limit {format_bytes(host.cgroup_limit_bytes)}"
-    bfloat16 = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     places = _places(host, plan)
     return [
-        f"host: {host.cpu_model}, {count(host.cores, 'core')} on {count(host.sockets, 'socket')} and "
-        f"{count(host.numa_nodes, 'NUMA node')}, {count(host.logical_cpus, 'CPU')}{quota}, {bfloat16}",
-        f"memory: {format_bytes(host.memory_bytes)}{limit}, {format_bytes(host.free_bytes)} free",
+        *host_lines(host),
         f"engine: {engine}",
         f"threads: {', '.join(f'{name}={value}' for name, value in tuning.items())}",
         *([f"places: {', '.join(places)}"] if places else []),
@@ -38,24 +34,70 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     ]
 
 
+def host_lines(host: Host) -> List[str]:
+    """Two lines on what a host has."""
+    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
+    limit = "" if host.cgroup_limit_bytes is None else f", limit {format_bytes(host.cgroup_limit_bytes)}"
+    bfloat16 = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
+    return [
+        f"host: {host.cpu_model}, {count(host.cores, 'core')} on {count(host.sockets, 'socket')} and "
+        f"{count(host.numa_nodes, 'NUMA node')}, {count(host.logical_cpus, 'CPU')}{quota}, {bfloat16}",
+        f"memory: {format_bytes(host.memory_bytes)}{limit}, {format_bytes(host.free_bytes)} free",
+    ]
+
+
+def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
+    """One line a worker: where it runs, where its memory comes from, its threads. Below, what goes for all of them."""
+    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
+    share = format_bytes(topology.host.free_bytes // len(plans))
+    rows = []
+    for index, plan in enumerate(plans):
+        cpus = cpu_ranges(plan.cpus) if plan.cpus else f"any of {cpu_ranges(core_of)}"
+        cores = str(len({core_of[cpu] for cpu in plan.cpus})) if plan.cpus else "not bound"
+        rows.append((str(index), cpus, _memory(topology, plan), cores, share, str(plan.intra_op)))
+    by_worker = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    alike = [f"{name}={value}" for name, value in plans[0].tuning.items() if name not in by_worker]
+    return Table(
+        ("worker", "CPUs", "memory from", "cores", "free for it", "threads"),
+        rows,
+        title=f"What it would set for {count(plans, 'worker')}",
+        caption="\n".join([*alike, f"{' and '.join(by_worker)}: the threads above"]),
+        names=3,
+    )
+
+
+def overridden(plans: Sequence[ThreadPlan]) -> List[str]:
+    """Variables that the user has set himself to something else, which wins, such as "OMP_NUM_THREADS=3"."""
+    return [
+        f"{name}={os.environ[name]}"
+        for name in plans[0].environment
+        if os.environ.get(name) not in (None, *(plan.environment[name] for plan in plans if name in plan.environment))
+    ]
+
+
 # --- Private helpers ---
 
 
 def _places(host: Host, plan: ThreadPlan) -> List[str]:
     """What is in force of the plan's CPUs and memory nodes, asked of the kernel; nothing where all is one's own."""
-    told = []
+    found = []
     if plan.cpus and len(plan.cpus) < host.logical_cpus:
         held = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        if held != set(plan.cpus):
-            told.append(f"not held to CPUs {cpu_ranges(plan.cpus)}, the system does not allow it")
-        else:
-            told.append(f"CPUs {cpu_ranges(plan.cpus)}")
-    found = memory_policy()
-    if found and found.mode != "default":
-        told.append(f"memory {found.mode} on NUMA nodes {cpu_ranges(found.nodes)}")
+        cpus = f"CPUs {cpu_ranges(plan.cpus)}"
+        found.append(cpus if held == set(plan.cpus) else f"not held to {cpus}, the system does not allow it")
+    policy = memory_policy()
+    if policy and policy.mode != "default":
+        found.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
     elif plan.memory_nodes:
-        told.append(
-            f"memory not {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}, the system does "
-            "not allow it"
-        )
-    return told
+        nodes = f"NUMA nodes {cpu_ranges(plan.memory_nodes)}"
+        found.append(f"memory not {plan.memory_policy} on {nodes}, the system does not allow it")
+    return found
+
+
+def _memory(topology: Topology, plan: ThreadPlan) -> str:
+    nodes = cpu_ranges(plan.memory_nodes)
+    if plan.memory_policy == "preferred":
+        return f"node {nodes} first, then others"
+    if plan.memory_policy == "interleaved":
+        return f"nodes {nodes} in turns"
+    return "the one node" if len(topology.nodes) == 1 else "where the kernel takes it"

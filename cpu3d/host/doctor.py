@@ -12,96 +12,196 @@ Exit code 1 means that a check has failed; warnings alone leave it 0.
 import argparse
 import dataclasses
 import json
+import resource
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, installed, installed_versions
-from cpu3d.host.checks import Check, host_checks, process_checks, software_checks
-from cpu3d.host.example_hosts import hosts_table, topology_of
-from cpu3d.host.memory import address_limit_bytes
-from cpu3d.host.plan_table import describe_host, describe_plans, overridden
-from cpu3d.host.self_test import TESTS, self_test
-from cpu3d.host.thread_plan import ThreadPlan, default_workers, thread_plans
-from cpu3d.host.topology import Topology, read_topology, to_json
+from cpu3d.host.describe import describe_plans, host_lines, overridden
+from cpu3d.host.self_test import TESTS, Check, self_test
+from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, thread_plans
+from cpu3d.host.topology import Topology, hosts_table, read_topology, to_json, topology_of
 from cpu3d.util.progress import bar
 from memory_estimator.proc import memory_high
+from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Bad, Good, Poor, Table
+from memory_estimator.units import GIB, format_bytes
 
-COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+FEW_BYTES = 8 * GIB
+"""Free for a worker: less than a whole brain in the reference network takes without a tighter policy."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command-line options of `doctor`."""
+
+    workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
+    on_host: Optional[str] = option(
+        None,
+        help="plan for another host: an example by name (`list` names them), or a file of `doctor --json`",
+        metavar="NAME|FILE",
+    )
+    engine: str = option(
+        "auto", help="what to try out; default: auto, as `train`", choices=[one for one in ENGINES if "no" not in one]
+    )
+    self_test: bool = option(True, help="only look, start no TensorFlow")
+    json: bool = option(False, help="print it as JSON, the host in full")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, metavar="N", help="plan for N workers; default: one a socket")
-    parser.add_argument(
-        "--on-host",
-        metavar="NAME|FILE",
-        help="plan for another host: an example by name (`list` names them), or a file of `doctor --json`",
-    )
-    engines = [engine for engine in ENGINES if engine != "stock-no-onednn"]
-    parser.add_argument("--engine", choices=engines, default="auto", help="what to try out; default: auto, as `train`")
-    parser.add_argument("--no-self-test", action="store_true", help="only look, start no TensorFlow")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, the host in full")
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
-    if args.on_host == "list":
+    options, console = from_args(Options, args), Console()
+    if options.on_host == "list":
         console.print(hosts_table())
         return 0
-    if not installed(args.engine):
-        raise InputError(f"engine must be installed, got {args.engine} without it; choose auto or stock")
-    topology = topology_of(args.on_host) if args.on_host else read_topology()
-    plans = thread_plans(topology, default_workers(topology) if args.workers is None else args.workers)
-    checks = host_checks(topology, plans)
-    if not args.json:
-        console.print(describe_host(topology), describe_plans(topology, plans))
-    if not args.on_host:
-        high, _ = memory_high(Path("/"), topology.host.memory_bytes)
-        checks += process_checks(topology, address_limit_bytes(), high)
-        checks += software_checks(*installed_versions(), overridden(plans))
-        if not args.no_self_test and all(check.state != "fail" for check in checks):
-            checks += _tried(args.engine)
-    if args.json:
-        print(json.dumps(report(topology, plans, checks), indent=1))
+    if not installed(options.engine):
+        raise InputError(f"engine must be installed, got {options.engine} without it; choose auto or stock")
+    topology = topology_of(options.on_host) if options.on_host else read_topology()
+    plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
+    if not options.json:
+        console.print(*host_lines(topology.host), "", describe_plans(topology, plans), sep="\n", soft_wrap=True)
+    checks = list(host_checks(topology, plans))
+    if not options.on_host:
+        checks += process_checks(topology, plans)
+    if not options.on_host and options.self_test and all(check.state != "fail" for check in checks):
+        with bar("self-test", total=len(TESTS)) as advance:
+            for check in self_test(options.engine):
+                checks.append(check)
+                advance()
+    if options.json:
+        content = {
+            "topology": to_json(topology),  # what --on-host reads
+            "plans": [{**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans],
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }
+        print(json.dumps(content, indent=1))
     else:
         console.print(checks_table(checks))
     return int(any(check.state == "fail" for check in checks))
 
 
-def report(topology: Topology, plans: Sequence[ThreadPlan], checks: Sequence[Check]) -> Dict[str, Any]:
-    """All of it as JSON content; its "topology" is what `--on-host` reads."""
-    return {
-        "topology": to_json(topology),
-        "plans": [{**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans],
-        "checks": [dataclasses.asdict(check) for check in checks],
-    }
-
-
 def checks_table(checks: Sequence[Check]) -> Table:
     """One line a check, what to do below what was found."""
-    table = Table(title="Checks", title_justify="left")
-    table.add_column("check")
-    table.add_column("")
-    table.add_column("found, and what to do", overflow="fold")
+    styles = {"ok": Good, "warn": Poor, "fail": Bad}
+    rows = []
     for check in checks:
-        table.add_row(check.name, Text(check.state, COLOURS[check.state]), Text(check.found))
-        if check.advice:
-            table.add_row("", "", Text(f"-> {check.advice}"))
-    return table
+        advice = f"\n-> {check.advice}" if check.advice else ""
+        rows.append((check.name, styles.get(check.state, str)(check.state), check.found + advice))
+    return Table(("check", "", "found, and what to do"), rows, title="Checks", names=3)
+
+
+# --- What is looked at ---
+
+
+def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[Check]:
+    """The points that follow from what a host has and from the plans of its workers."""
+    host, workers = topology.host, len(plans)
+    isa, free, threads = host.isa, host.free_bytes // workers, [plan.intra_op for plan in plans]
+    if host.fast_bfloat16:
+        unit = "AMX" if "amx_bf16" in isa else "AVX512_BF16"
+        yield Check("bfloat16 instructions", "ok", f"{unit}: training computes in bfloat16")
+    else:
+        widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
+        found = f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
+        yield Check("bfloat16 instructions", "note", found)
+    yield _check(
+        "CPU quota",
+        host.cpu_quota
+        and f"{host.cpu_quota:g} of {host.logical_cpus} CPUs' worth of time: {host.usable_cores} threads, not bound",
+        "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
+    )
+    sockets = Counter(cpu.socket for cpu in topology.cpus).values()
+    found = f"{host.logical_cpus} of the machine's {topology.machine_cpus} CPUs"
+    yield _check(
+        "CPU mask",
+        max(sockets) > LOPSIDED * min(sockets) and f"{found}, {' and '.join(map(str, sockets))} of them on a socket",
+        "ask for the same number on every socket, or for one socket",
+        well=found,
+    )
+    yield _check(
+        "workers",
+        min(threads) < max(threads)
+        and f"{min(threads)} to {max(threads)} threads each: at every step all wait for the slowest",
+        "choose a number that divides the cores of a socket",
+        well=f"{threads[0]} threads each",
+    )
+    found = format_bytes(free) + (f" for each of {workers} workers" if workers > 1 else "")
+    yield _check(
+        "free memory",
+        free < FEW_BYTES and found,
+        "end other programs, take fewer workers, or see what fits: python -m memory_estimator --plan",
+        well=found,
+    )
+    yield _check(
+        "memory limit",
+        host.cgroup_limit_bytes is not None
+        and f"{format_bytes(host.cgroup_limit_bytes)} of the machine's {format_bytes(host.memory_bytes)} (cgroup)",
+        "raise it if the machine is yours: above it a run is killed",
+    )
+    memory = {node.number: node.memory_bytes for node in topology.nodes}
+    near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
+    yield _check(
+        "memory of nodes",
+        max(near) > 2 * min(near)
+        and f"{format_bytes(min(near))} to {format_bytes(max(near))} a node: CPUs without take theirs from far",
+        "put the same memory on every socket, or lift the memory mask",
+        well=f"{format_bytes(min(near))} on each of {len(near)}",
+    )
+    yield _check(
+        "swap",
+        topology.swap_bytes and f"{format_bytes(topology.swap_bytes)}: a step that needs it takes many times as long",
+        "`swapoff -a`, or go by the memory plan, which does not count on it",
+    )
+    yield Check("huge pages", "ok", f"{topology.huge_pages or 'unknown'}; a step takes as long with any setting")
+
+
+def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[Check]:
+    """Those of this process and this installation: limits beside the host's own, versions, variables of the user's."""
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    yield _check(
+        "ulimit -v",
+        addresses != resource.RLIM_INFINITY
+        and f"{format_bytes(addresses)} of addresses, mapped stores and libraries among them",
+        "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
+        well="unlimited",
+    )
+    high = memory_high(Path("/"), topology.host.memory_bytes)[0]
+    yield _check(
+        "memory.high",
+        high is not None
+        and high < (topology.host.cgroup_limit_bytes or topology.host.memory_bytes)
+        and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down, to a standstill at worst",
+        "raise it to the memory limit, or keep the memory plan below it",
+    )
+    tensorflow, itex = installed_versions()
+    if tensorflow is None:
+        yield Check("TensorFlow", "fail", "not installed", "run `./run.sh setup`")
+        return
+    yield Check("TensorFlow", "ok", tensorflow)
+    yield _check(
+        "ITEX",
+        itex is None and "not installed",
+        "`./run.sh setup` has it for Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
+        well=itex or "",
+    )
+    own = overridden(plans)
+    if own:
+        names = " ".join(setting.partition("=")[0] for setting in own)
+        advice = f"`unset {names}` to have the plan's own"
+        yield Check("environment", "warn", f"your own settings win: {', '.join(own)}", advice)
 
 
 # --- Private helpers ---
 
 
-def _tried(engine: str) -> List[Check]:
-    """The self-test's results, with a bar."""
-    found = []
-    with bar("self-test", total=len(TESTS)) as advance:
-        for check in self_test(engine):
-            found.append(check)
-            advance()
-    return found
+def _check(name: str, problem: Any, advice: str, well: str = "none") -> Check:
+    """A warning with `advice` where there is a `problem`, else `well` is what was found."""
+    return Check(name, "warn", problem, advice) if problem else Check(name, "ok", well)

@@ -7,6 +7,7 @@ use_device(tf, device)                          # after TensorFlow is imported, 
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import re
@@ -23,21 +24,14 @@ QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", 
 """What nvidia-smi is asked for, in this order."""
 
 TIMEOUT_S = 60.0
-"""A driver that hangs is no driver. One without its daemon takes 1 to 3 seconds for each card to wake up, one after the
-other, and hosts have up to 16."""
-
-BFLOAT16_SINCE = (8, 0)
-"""Compute capability of Ampere, the first with bfloat16 in its matrix units."""
+"""For its answer. A driver without its daemon takes 1 to 3 seconds for each card to wake up, one after the other, and
+hosts have up to 16."""
 
 SPLIT = " (MIG)"
 """What a split card's name ends in."""
 
 CUDA_PACKAGE = "nvidia-cudnn-cu12"
 """What requirements-gpu.txt brings and the other requirements do not."""
-
-
-LONGEST_REASON = 160
-"""Characters of TensorFlow's own words on memory; names of operations follow, and their inputs."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +60,35 @@ class HostGpus(Sequence[Gpu]):
     The driver is asked when somebody first looks, and only once: a run on the CPU does not wait for it.
     """
 
-    def __init__(self) -> None:
-        self._found: Optional[Tuple[Gpu, ...]] = None
-        self._is_silent = False
+    is_silent = False
+    """Whether there is a driver that has not answered in time: then nobody knows what cards there are."""
 
     def __getitem__(self, index: Any) -> Any:
-        return self._asked()[index]
+        return self._found[index]
 
     def __len__(self) -> int:
-        return len(self._asked())
+        return len(self._found)
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether there is a driver that has not answered in time: then nobody knows what cards there are."""
-        self._asked()
-        return self._is_silent
-
-    def _asked(self) -> Tuple[Gpu, ...]:
-        if self._found is None:
-            self._found = ()
-            try:
-                self._found = parse_gpus(_answer(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-            except subprocess.TimeoutExpired:
-                self._is_silent = True
-            except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-                pass  # no driver, or one that fails
-        return self._found
+    @functools.cached_property
+    def _found(self) -> Tuple[Gpu, ...]:
+        command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+            return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except subprocess.TimeoutExpired:
+            self.is_silent = True
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+            pass  # no driver, or one that fails
+        return ()
 
 
 def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
     """The cards in what nvidia-smi answers to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None where it is not set.
 
     Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
-    CUDA takes the named cards in the named order, by number or by the beginning of an id, up to the first that is not
-    there; so does this. An instance of a card that MIG splits has an id of its own, "MIG-...", which this answer does
-    not have: it is taken for there where some card is split, with memory that is not known.
+    As CUDA does, cards are taken in the named order, by number or by the beginning of an id, up to the first that is
+    not there. The ids of instances of a split card, "MIG-...", are not in the answer: any split card is taken for them,
+    the oldest, which promises the least.
     """
     found: List[Tuple[str, str, Gpu]] = []
     for line in text.splitlines():
@@ -109,20 +97,15 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
             continue
         number, name, total, free, capability, uuid, mig = values
         split = mig == "Enabled"
-        gpu = Gpu(
-            index=len(found),
-            name=f"{name}{SPLIT}" if split else name,
-            memory_bytes=None if split else _mebibytes(total),
-            free_bytes=None if split else _mebibytes(free),
-            compute_capability=_capability(capability),
-        )
-        found.append((number, uuid, gpu))
+        memory, left = (int(size) * 2**20 if size.isdigit() and not split else None for size in (total, free))
+        version = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        since = (int(version[1]), int(version[2])) if version else (0, 0)
+        found.append((number, uuid, Gpu(len(found), f"{name}{SPLIT}" if split else name, memory, left, since)))
     if visible is None:
         return tuple(gpu for _, _, gpu in found)
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
         if word.startswith("MIG-"):
-            # Of several split cards it may be any: the oldest promises the least.
             split = [gpu for _, _, gpu in found if gpu.name.endswith(SPLIT)]
             matching = sorted(split, key=lambda gpu: gpu.compute_capability)[:1]
         else:
@@ -134,12 +117,11 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
 
 
 def best_dtype(gpu: Gpu) -> str:
-    """The compute dtype that training is fastest in on a card: "bfloat16" from Ampere on, else "float32".
+    """The compute dtype that training is fastest in on a card: "bfloat16" from Ampere (8.0) on, else "float32".
 
-    Never float16, which older cards are fast in: its gradients underflow without loss scaling, which this trainer does
-    not do.
+    Never float16: its gradients underflow without loss scaling, which this trainer does not do.
     """
-    return "bfloat16" if gpu.compute_capability >= BFLOAT16_SINCE else "float32"
+    return "bfloat16" if gpu.compute_capability >= (8, 0) else "float32"
 
 
 def pick_device(asked: str, mode: str, gpus: Sequence[Gpu]) -> str:
@@ -153,9 +135,7 @@ def pick_device(asked: str, mode: str, gpus: Sequence[Gpu]) -> str:
         if mode != "patch" or not gpus or not cuda_is_installed():
             return CPU
         return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
-    if asked != CPU:
-        card_of(asked, gpus)
-    return asked
+    return asked if asked == CPU else card_of(asked, gpus).device
 
 
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
@@ -165,16 +145,12 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if gpu.device == device:
             return gpu
-    if _is_silent(gpus):
-        raise InputError(
-            f"device must be a GPU of this host, got {device} with a driver that has not answered within "
-            f"{TIMEOUT_S:g} s; see what `nvidia-smi` says, or use --device {CPU}"
-        )
     found = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
-    way_out = "" if gpus else ", or a host with an NVIDIA GPU and its driver"
+    if getattr(gpus, "is_silent", False):
+        found = f"a driver that has not answered within {TIMEOUT_S:g} s, none"
     raise InputError(
         f"device must be a GPU of this host, got {device} with {found} found; use --device "
-        f"{gpus[0].device if gpus else CPU}{way_out}"
+        f"{gpus[0].device if gpus else CPU}, or see what `nvidia-smi` says"
     )
 
 
@@ -188,34 +164,33 @@ def why_no_card(asked: str, mode: str, gpus: Sequence[Gpu]) -> List[str]:
             f"{first.device} ({first.name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
             f"--device {first.device} where CUDA is there in another way"
         ]
-    if _is_silent(gpus):
+    if not gpus and getattr(gpus, "is_silent", False):
         return [f"the NVIDIA driver has not answered within {TIMEOUT_S:g} s: no GPU is used"]
     return []
 
 
 def cuda_is_installed() -> bool:
-    """Whether requirements-gpu.txt was installed here. Imports nothing.
-
-    A TensorFlow with a CUDA from elsewhere is not noticed: there a card has to be asked for.
-    """
+    """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed. Imports nothing."""
     try:
-        importlib.metadata.version(CUDA_PACKAGE)
+        return bool(importlib.metadata.version(CUDA_PACKAGE))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 def use_device(tf: Any, device: str) -> None:
     """Leave TensorFlow the one card that `device` names, its memory taken as it is needed, or with "cpu" none.
 
-    `host.apply.set_up` calls it for every command. To be called after TensorFlow is imported and before it computes;
-    again with the same device it changes nothing. Raises InputError where TensorFlow sees no such card, and
-    RuntimeError where the process computes on another device.
+    To be called after TensorFlow is imported and before it computes; again with the same device it changes nothing.
+    Raises InputError where TensorFlow sees no such card, and RuntimeError where the process computes on another device.
     """
     cards = tf.config.list_physical_devices("GPU")
     number = None if device == CPU else int(device.partition(":")[2])
     if number is not None and number >= len(cards):
-        raise InputError(_unseen(tf, device, len(cards)))
+        why = "which found no CUDA libraries or no driver" if tf.test.is_built_with_cuda() else "built without CUDA"
+        got, way_out = f"TensorFlow {tf.__version__}, {why}", f"run `./run.sh setup --gpu`, or use --device {CPU}"
+        if cards:
+            got, way_out = f"{len(cards)} seen", f"use --device gpu:{len(cards) - 1}, or unset CUDA_VISIBLE_DEVICES"
+        raise InputError(f"device must be a GPU that TensorFlow sees, got {device} with {got}; {way_out}")
     wanted = [] if number is None else [cards[number]]
     if not cards:
         return
@@ -248,44 +223,6 @@ def fits_memory(what: str, advice: str) -> Iterator[None]:
         tf = sys.modules.get("tensorflow")
         if tf is None or not isinstance(error, tf.errors.ResourceExhaustedError):
             raise
-        told = (str(error.message).strip().splitlines() or ["nothing more"])[0][:LONGEST_REASON]
-        raise DoesNotFitError(f"memory must hold {what}, got out of memory ({told}); {advice}") from None
-
-
-# --- Private helpers ---
-
-
-def _answer() -> str:
-    """Of the driver. Raises OSError, SubprocessError or UnicodeDecodeError where there is none to be had."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
-
-
-def _is_silent(gpus: Sequence[Gpu]) -> bool:
-    return isinstance(gpus, HostGpus) and gpus.is_silent
-
-
-def _mebibytes(text: str) -> Optional[int]:
-    """nvidia-smi counts in MiB."""
-    return int(text) * 2**20 if text.isdigit() else None
-
-
-def _capability(text: str) -> Tuple[int, int]:
-    found = re.fullmatch(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _unseen(tf: Any, device: str, count: int) -> str:
-    """Why TensorFlow does not see a card, and what to do."""
-    if count:
-        return (
-            f"device must be a GPU that TensorFlow sees, got {device} with {count} seen; use --device gpu:{count - 1}, "
-            "or unset CUDA_VISIBLE_DEVICES"
-        )
-    why = (
-        "which found no CUDA libraries or no driver" if tf.test.is_built_with_cuda() else "which is built without CUDA"
-    )
-    return (
-        f"device must be a GPU that TensorFlow sees, got {device} with TensorFlow {tf.__version__}, {why}; run "
-        "`./run.sh setup --gpu`, or use --device cpu"
-    )
+        # After its first line come the names of operations and their inputs.
+        message = (str(error.message).strip().splitlines() or ["nothing more"])[0][:160]
+        raise DoesNotFitError(f"memory must hold {what}, got out of memory ({message}); {advice}") from None

@@ -8,7 +8,7 @@ plan = thread_plan(host)                                     # for one process t
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.topology import Cpu, Topology
@@ -21,10 +21,8 @@ LOPSIDED = 2
 """Sockets, or nodes, of which one has more than this many times the cores of another get no worker each: the small one
 would hold up the large one at every step. A mask of CPUs may leave such."""
 
-
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 """Of a plan's variables, the numbers of threads."""
-
 
 KMP_AFFINITY = "granularity=fine,compact,1,0"
 """Where the threads of Intel's OpenMP stay on a host of several nodes."""
@@ -62,7 +60,7 @@ class ThreadPlan:
 
 
 def thread_plan(host: Host) -> ThreadPlan:
-    """The plan for one process that has `host` to itself, as far as threads go: nothing is said of CPUs and nodes.
+    """The plan for one process that has `host` to itself, without CPUs and nodes.
 
     One thread a physical core: oneDNN's kernels fill a core's vector units, so a second hyper-thread only
     halves its cache. One operation at a time: as fast as two and a memory peak 7 % lower, because parallel
@@ -87,16 +85,13 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     less than a whole other one: they wait for the slowest at every step. Within a socket shares may differ by a core.
     """
     host = topology.host
-    if host.cpu_quota is not None:
-        if not 1 <= workers <= host.usable_cores:
-            raise _refusal(topology, workers)
-        return (_plan(host.usable_cores // workers, binds=False),) * workers
-    shares = _shares(topology.cores, workers)
-    if shares is None:
+    if workers not in possible_workers(topology):
         raise _refusal(topology, workers)
+    if host.cpu_quota is not None:
+        return (_plan(host.usable_cores // workers, binds=False),) * workers
     with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
     plans = []
-    for share in shares:
+    for share in _shares(topology.cores, workers):
         plan = _plan(len(share), binds=host.numa_nodes > 1)
         cpus = tuple(sorted(cpu.number for core in share for cpu in core))
         nodes = {cpu.node for core in share for cpu in core} & with_memory
@@ -112,10 +107,10 @@ def default_workers(topology: Topology) -> int:
 
 def possible_workers(topology: Topology) -> List[int]:
     """The numbers of workers that `thread_plans` has plans for."""
+    cores = topology.cores
     if topology.host.cpu_quota is not None:
         return list(range(1, topology.host.usable_cores + 1))
-    cores = topology.cores
-    return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers) is not None]
+    return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers)]
 
 
 def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
@@ -128,20 +123,15 @@ def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
     if workers == 1:
         return host
     free = (host.cgroup_limit_bytes or 0) - host.cgroup_used_bytes
-    part = dataclasses.replace(
+    divided = {} if cpus_apart else {
+        **{name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")},
+        "cpu_quota": host.cpu_quota and host.cpu_quota / workers,
+    }  # fmt: skip
+    return dataclasses.replace(
         host,
         available_bytes=host.available_bytes // workers,
         cgroup_limit_bytes=host.cgroup_limit_bytes and host.cgroup_used_bytes + free // workers,
-    )
-    if cpus_apart:
-        return part
-    return dataclasses.replace(
-        part,
-        sockets=max(1, host.sockets // workers),
-        cores=max(1, host.cores // workers),
-        logical_cpus=max(1, host.logical_cpus // workers),
-        numa_nodes=max(1, host.numa_nodes // workers),
-        cpu_quota=host.cpu_quota and host.cpu_quota / workers,
+        **divided,
     )
 
 
@@ -178,25 +168,18 @@ def _plan(threads: int, *, binds: bool) -> ThreadPlan:
     return ThreadPlan(intra_op=threads, inter_op=1, omp_threads=threads, environment=environment)
 
 
-def _shares(cores: Cores, workers: int) -> Optional[List[Cores]]:
-    """The cores of each worker, None where they cannot be dealt."""
+def _shares(cores: Cores, workers: int) -> List[Cores]:
+    """The cores of each worker, whole sockets or parts of one; [] where they cannot be dealt."""
     sockets = _groups(cores, "socket")
-    if workers < 1 or workers > len(cores):
-        return None
     if len(sockets) % workers == 0:
         return _joined(sockets, workers)
-    if workers % len(sockets) != 0:
-        return None
-    shares: List[Cores] = []
-    for socket in sockets:
-        inside = _inside_socket(socket, workers // len(sockets))
-        if inside is None:
-            return None
-        shares.extend(inside)
-    return shares
+    inside = workers // len(sockets)
+    if workers % len(sockets) or any(len(socket) < inside for socket in sockets):
+        return []
+    return [share for socket in sockets for share in _inside_socket(socket, inside)]
 
 
-def _inside_socket(cores: Cores, workers: int) -> Optional[List[Cores]]:
+def _inside_socket(cores: Cores, workers: int) -> List[Cores]:
     """Whole nodes, or parts of one; where neither comes out even, cores in the order of nodes, as near as they are."""
     nodes = _groups(cores, "node")
     if not _are_lopsided(nodes):
@@ -205,7 +188,7 @@ def _inside_socket(cores: Cores, workers: int) -> Optional[List[Cores]]:
         each = workers // len(nodes)
         if workers % len(nodes) == 0 and all(len(node) >= each for node in nodes):
             return [part for node in nodes for part in _cut(node, each)]
-    return _cut(cores, workers) if workers <= len(cores) else None
+    return _cut(cores, workers)
 
 
 def _groups(cores: Cores, place: str) -> List[Cores]:
@@ -234,16 +217,11 @@ def _cut(cores: Cores, workers: int) -> List[Cores]:
 
 
 def _refusal(topology: Topology, workers: int) -> InputError:
-    host, possible = topology.host, possible_workers(topology)
-    nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
-    have = f"{host.usable_cores} cores' worth of quota"
-    rule = "have a whole CPU's worth of time each"
-    if host.cpu_quota is None:
-        have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
-        rule = "have whole sockets or equal parts of them, and a core each"
-    return InputError(f"workers must {rule}, got {workers} on {have}; use {_or(nearest)}")
-
-
-def _or(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
+    host = topology.host
+    *first, last = sorted(sorted(possible_workers(topology), key=lambda number: abs(number - workers))[:4])
+    use = f"{', '.join(map(str, first))} or {last}" if first else last
+    have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
+    rule = "have whole sockets or equal parts of them, and a core each"
+    if host.cpu_quota is not None:
+        have, rule = f"{host.usable_cores} cores' worth of quota", "have a whole CPU's worth of time each"
+    return InputError(f"workers must {rule}, got {workers} on {have}; use {use}")

@@ -1,23 +1,26 @@
 """A host in detail: which CPU is on which core, socket and NUMA node, and the memory of each node.
 
-topology = read_topology()                                  this host, as this process may use it
-topology = from_json(json.loads(text), "host.json")         another one, as `doctor --json` told of it
+topology = read_topology()                this host, as this process may use it
+topology = topology_of("paper-4x20")      one of EXAMPLE_HOSTS, so that a laptop can say what a server would do
+topology = topology_of("host.json")       what `doctor --json` has written there
 
 The estimator's `Host` is the sum of it, which most of the project needs; who lays workers on a host needs this.
 """
 
 import dataclasses
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
 from memory_estimator import proc
-from memory_estimator.host import ISA_FLAGS, Host, read_host
+from memory_estimator.files import read_json, typed
+from memory_estimator.host import Host, read_host
+from memory_estimator.table import Table
+from memory_estimator.units import GIB, format_bytes
 
 SCHEMA = 1
-"""Version of the JSON. Another one is refused, never guessed at."""
+"""Version of the JSON."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,7 @@ class Topology:
     """CPUs of the machine, whether this process may use them or not."""
     swap_bytes: int = 0
     huge_pages: str = ""
-    """Transparent huge pages: "always", "madvise" or "never"; "" where it is not told."""
-
-    def __post_init__(self):
-        problems = [
-            f"host.{name} must be what the CPUs add up to, {counted}, got {getattr(self.host, name)}; write both anew"
-            for name, counted in _sums(self.cpus).items()
-            if getattr(self.host, name) != counted
-        ]
-        numbers = [cpu.number for cpu in self.cpus]
-        if not self.cpus or len(set(numbers)) != len(numbers):
-            problems.append(f"cpus must be one or more, each once, got {numbers}; write them anew")
-        places = {(cpu.core, cpu.socket, cpu.node) for cpu in self.cpus}
-        if len({core for core, _, _ in places}) < len(places):
-            problems.append("cpus must have each core on one socket and one node, got one on several; write them anew")
-        if not self.nodes:
-            problems.append("nodes must be one or more, got none; write them anew")
-        if problems:
-            raise InputError(*problems)
+    """Transparent huge pages: "always", "madvise" or "never"; "" where the kernel does not say."""
 
     @property
     def cores(self) -> Tuple[Tuple[Cpu, ...], ...]:
@@ -86,10 +72,7 @@ class Topology:
 
 
 def read_topology(root: Union[str, Path] = "/") -> Topology:
-    """Describe the host whose /proc and /sys lie under `root`.
-
-    Outside Linux, which tells of no places, every core is on one socket and one node.
-    """
+    """The host whose /proc and /sys lie under `root`; outside Linux all cores are on one socket and one node."""
     host = read_host(root)
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
@@ -106,8 +89,36 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
     )
 
 
+def restricted(
+    topology: Topology,
+    cpus: Optional[Sequence[int]] = None,
+    quota: Optional[float] = None,
+    memory_bytes: Optional[int] = None,
+) -> Topology:
+    """A container on a host: some of its CPUs alone (a cpuset), a `quota` of CPU time, a limit of memory."""
+    kept = tuple(cpu for cpu in topology.cpus if cpus is None or cpu.number in cpus)
+    host = dataclasses.replace(topology.host, **_sums(kept), cgroup_limit_bytes=memory_bytes, cpu_quota=quota)
+    return dataclasses.replace(topology, host=host, cpus=kept)
+
+
+# --- As JSON ---
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The JSON of a host: a CPU is [number, core, socket, node], a node is [number, memory, free] in bytes."""
+
+    schema: int
+    host: Host
+    cpus: Tuple[Tuple[int, int, int, int], ...]
+    nodes: Tuple[Tuple[int, int, int], ...]
+    machine_cpus: int
+    swap_bytes: int
+    huge_pages: str
+
+
 def to_json(topology: Topology) -> Dict[str, Any]:
-    """What `from_json` reads: a CPU is [number, core, socket, node], a node is [number, memory, free] in bytes."""
+    """JSON content that `from_json` reads."""
     return {
         "schema": SCHEMA,
         **{field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
@@ -118,25 +129,31 @@ def to_json(topology: Topology) -> Dict[str, Any]:
 
 
 def from_json(content: Any, source: str) -> Topology:
-    """The host that `to_json` told of. Raises InputError, with all that is wrong, naming `source`."""
+    """The host that `to_json` has described. Raises InputError, naming `source`, for anything else."""
     if not isinstance(content, dict) or "schema" not in content:
         raise InputError(f"host {source} must be what `doctor --json` writes, got something else; write it anew")
     if content["schema"] != SCHEMA:
         raise InputError(
             f"host {source} must have schema {SCHEMA}, got {content['schema']!r}; write it with this version's doctor"
         )
-    problems = list(_wrong(content))
-    if not problems:
-        try:
-            return Topology(
-                host=Host(**{**content["host"], "isa": tuple(content["host"]["isa"])}),
-                cpus=tuple(Cpu(*cpu) for cpu in content["cpus"]),
-                nodes=tuple(Node(*node) for node in content["nodes"]),
-                **{name: content[name] for name in ("machine_cpus", "swap_bytes", "huge_pages")},
-            )
-        except InputError as error:
-            problems = list(error.problems)
-    raise InputError(*(f"host {source}: {problem}" for problem in problems))
+    try:
+        saved = typed(content, _Saved, "host")
+    except ValueError as error:
+        raise InputError(f"host {source}: {error}; write it anew with `doctor --json`") from None
+    topology = Topology(
+        host=saved.host,
+        cpus=tuple(Cpu(*cpu) for cpu in saved.cpus),
+        nodes=tuple(Node(*node) for node in saved.nodes),
+        machine_cpus=saved.machine_cpus,
+        swap_bytes=saved.swap_bytes,
+        huge_pages=saved.huge_pages,
+    )
+    counts = _sums(topology.cpus)
+    if not (topology.cpus and topology.nodes) or any(getattr(saved.host, name) != n for name, n in counts.items()):
+        raise InputError(
+            f"host {source} must have CPUs and NUMA nodes, and counts that are theirs, {counts}; write it anew"
+        )
+    return topology
 
 
 def cpu_ranges(numbers: Iterable[int]) -> str:
@@ -150,7 +167,7 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-# --- Private helpers ---
+# --- Example hosts ---
 
 
 def _sums(cpus: Iterable[Cpu]) -> Dict[str, int]:
@@ -164,43 +181,70 @@ def _sums(cpus: Iterable[Cpu]) -> Dict[str, int]:
     }
 
 
-def _wrong(content: Dict[str, Any]) -> Iterator[str]:
-    """What is missing from a host's JSON, or of the wrong kind."""
-    host = content.get("host")
-    if not isinstance(host, dict):
-        yield "host must be an object, got none; write it anew"
-        return  # all the rest would be missing too
-    names = {field.name for field in dataclasses.fields(Host)}
-    odd = sorted(names.symmetric_difference(host))
-    if odd:
-        yield f"host must have the fields {', '.join(sorted(names))}, got others in {', '.join(odd)}; write it anew"
-    for name in ("memory_bytes", "available_bytes", "cgroup_used_bytes"):
-        yield from _unless(_is_count(host.get(name)), f"host.{name}", "a whole number of bytes", host.get(name))
-    limit, quota, isa = host.get("cgroup_limit_bytes"), host.get("cpu_quota"), host.get("isa")
-    yield from _unless(limit is None or _is_count(limit), "host.cgroup_limit_bytes", "bytes or null", limit)
-    is_quota = quota is None or (isinstance(quota, (int, float)) and not isinstance(quota, bool) and quota > 0)
-    yield from _unless(is_quota, "host.cpu_quota", "a positive number of CPUs or null", quota)
-    is_isa = isinstance(isa, list) and set(map(str, isa)) <= set(ISA_FLAGS)
-    yield from _unless(is_isa, "host.isa", f"a list of some of {', '.join(ISA_FLAGS)}", isa)
-    yield from _unless(isinstance(host.get("cpu_model"), str), "host.cpu_model", "a name", host.get("cpu_model"))
-    for name, fields in (("cpus", "number, core, socket, node"), ("nodes", "number, memory, free")):
-        rows = content.get(name)
-        yield from _unless(_is_table(rows, fields.count(",") + 1), name, f"rows of [{fields}]", rows)
-    for name in ("machine_cpus", "swap_bytes"):
-        yield from _unless(_is_count(content.get(name)), name, "a whole number", content.get(name))
-    yield from _unless(isinstance(content.get("huge_pages"), str), "huge_pages", "a word", content.get("huge_pages"))
+def _made_up(
+    model: str, isa: Tuple[str, ...], memory_gib: int, sockets: int, cores: int, threads: int = 1, nodes: int = 1
+) -> Topology:
+    """A host of `sockets` alike, of so many `cores` and NUMA `nodes` each, and so many hyper-`threads` a core.
 
-
-def _unless(holds: bool, name: str, rule: str, value: Any) -> Iterator[str]:
-    if not holds:
-        yield f"{name} must be {rule}, got {textwrap.shorten(repr(value), 60)}; write it anew with `doctor --json`"
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_table(value: Any, columns: int) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == columns and all(map(_is_count, row)) for row in value
+    CPUs are numbered as by Linux: every core of every socket, then their second threads. Nodes count on over sockets.
+    3 % of the memory is the system's own.
+    """
+    all_cores, all_nodes, memory_bytes = sockets * cores, sockets * nodes, memory_gib * GIB
+    cpus = tuple(
+        Cpu(thread * all_cores + core, core, core // cores, core * all_nodes // all_cores)
+        for thread in range(threads)
+        for core in range(all_cores)
     )
+    free = int(0.97 * memory_bytes)
+    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa)
+    each = tuple(Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes))
+    return Topology(host, cpus, each, machine_cpus=len(cpus), huge_pages="madvise")
+
+
+_AVX2 = ("avx", "avx2", "fma")
+_VNNI = (*_AVX2, "avx512f", "avx512_vnni")
+_BFLOAT16 = (*_VNNI, "avx_vnni", "avx512_bf16")
+_AMX = (*_BFLOAT16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+_CLOUD = _made_up("64 cores of a cloud", _AVX2, 256, sockets=1, cores=64)
+_XEON_28 = _made_up("Xeon, 28 cores", _VNNI, 1536, sockets=2, cores=28, threads=2)
+
+EXAMPLE_HOSTS: Dict[str, Topology] = {
+    "small-1x2": _made_up("2 cores with AVX512_BF16", _BFLOAT16, 24, sockets=1, cores=2),
+    "xeon-2x28": dataclasses.replace(_XEON_28, swap_bytes=8 * GIB),
+    "paper-4x20": _made_up("Xeon, 20 cores", _VNNI[:-1], 1536, sockets=4, cores=20, threads=2),
+    "amx-2x60-snc4": _made_up("Xeon, 60 cores with AMX", _AMX, 2048, sockets=2, cores=60, threads=2, nodes=4),
+    "amx-2x60-snc2": _made_up("Xeon, 60 cores with AMX", _AMX, 2048, sockets=2, cores=60, threads=2, nodes=2),
+    "container-7-of-64": restricted(_CLOUD, quota=7.0, memory_bytes=32 * GIB),
+    "container-cpuset-7-of-64": restricted(_CLOUD, cpus=range(7), memory_bytes=32 * GIB),
+}
+"""The paper's, two whose sockets are cut into NUMA nodes (SNC), and two containers on a machine of 64 cores: one with 7
+CPUs' worth of time, one with 7 cores to itself."""
+
+
+def topology_of(name_or_file: str) -> Topology:
+    """An example by its name, else what `doctor --json` wrote to a file. Raises InputError where it is neither."""
+    if name_or_file in EXAMPLE_HOSTS:
+        return EXAMPLE_HOSTS[name_or_file]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise InputError(
+            f"host must be a file of `doctor --json` or one of {', '.join(EXAMPLE_HOSTS)}, got {name_or_file}; "
+            "choose one of them"
+        )
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise InputError(f"host {path} must be JSON, got {error}; write it anew with `doctor --json`") from None
+    return from_json(content.get("topology") if isinstance(content, dict) else None, str(path))
+
+
+def hosts_table() -> Table:
+    """The examples, for `--on-host list`."""
+    rows = []
+    for name, topology in EXAMPLE_HOSTS.items():
+        host = topology.host
+        counts = (host.sockets, host.numa_nodes, host.usable_cores)
+        memory = format_bytes(host.cgroup_limit_bytes or host.memory_bytes)
+        rows.append((name, host.cpu_model, *map(str, counts), memory))
+    columns = ("name", "CPU", "sockets", "NUMA nodes", "cores", "memory")
+    return Table(columns, rows, title="Hosts to plan for with --on-host", names=2)

@@ -49,11 +49,10 @@ from cpu3d.inference.runs import (
     trained_predictors,
 )
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in, score_case
-from cpu3d.util.atomic import writable_folder, write_json
-from cpu3d.util.exchange import OLD, exchanged
+from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from cpu3d.util.words import plus_minus
+from cpu3d.util.records import plus_minus
 from memory_estimator.files import read_json, typed
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
@@ -162,7 +161,7 @@ def evaluate_split(
     """
     records = _cases_to_score(predictor, store, split)
     cases: List[Dict[str, Any]] = []
-    with exchanged(scores_path(run_dir, split).parent, FILES) as folder:
+    with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / "predictions").mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:

@@ -18,7 +18,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Ty
 import numpy as np
 from rich.console import Console
 
-from cpu3d.config import RunConfig, load_config
 from cpu3d.data.folds import parse_fold, with_fold
 from cpu3d.data.patches import OVERLAP
 from cpu3d.data.records import CaseRecord
@@ -28,7 +27,8 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import AUTO, CPU, Gpu, HostGpus, pick_device, why_no_card
-from cpu3d.util.words import listed
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.util.records import listed
 from memory_estimator.schema import check, given, option
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Line
 from cpu3d.report.run_files import RunFiles, gather
 from cpu3d.util.atomic import atomic_write, writable_folder
-from cpu3d.util.words import duration
+from cpu3d.util.records import duration
 from memory_estimator.units import GIB
 
 

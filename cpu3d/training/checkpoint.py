@@ -1,26 +1,40 @@
-"""A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle.
+"""The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
 
-It is written and read one array at a time, so that neither takes more memory than its largest array.
+    write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
+    found = newest(run)                              the newest whole one, and what was passed over; None where none is
+    path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
+
+A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written
+and read one array at a time, so that neither takes more memory than its largest array. It is there whole or not at all
+(`cpu3d.util.atomic`), and a damaged one is passed over for the one before.
 """
 
 import contextlib
-import errno
 import io
+import itertools
 import json
 import math
 import os
+import re
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Dict, Iterator, Mapping, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 
 from cpu3d.errors import InputError
+from cpu3d.training.run_log import flush_log
 from cpu3d.util.atomic import atomic_write
 
 SCHEMA = 1
 
+BEST = "best.npz"
+
 _STATE = "state.json"
+
+_OLD = "last.npz"
+"""The only checkpoint of runs from before several were kept; it counts as older than all others."""
 
 
 class DamagedCheckpointError(InputError):
@@ -34,24 +48,29 @@ class SavedArrays(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, path: Path):
-        """Raises what a damaged zip's reader trips over, and `_NotReadError`."""
-        self._path = path
-        content = _Reader(io.FileIO(str(path)))
-        size_bytes = os.fstat(content.fileno()).st_size
-        self._file = file = zipfile.ZipFile(content)
-        members = file.infolist()
-        if any(one.compress_type for one in members) or sum(one.compress_size for one in members) > size_bytes:
-            raise ValueError("a directory of another file")
-        bad = file.testzip()  # every byte against its CRC, a piece at a time
-        if bad:
-            raise ValueError(f"{bad} has another CRC than was written")
-        self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
-        """Name -> shape."""
+        """Raises as `load_checkpoint`."""
+        self._path, self._raw = path, _File(path)
+        self._buffered = io.BufferedReader(self._raw)
+        with self._damage():
+            self._file = file = zipfile.ZipFile(self._buffered)
+            members, size_bytes = file.infolist(), os.fstat(self._raw.fileno()).st_size
+            if any(one.compress_type for one in members) or sum(one.compress_size for one in members) > size_bytes:
+                raise ValueError("a directory of another file")
+            bad = file.testzip()  # every byte against its CRC, a piece at a time
+            if bad:
+                raise ValueError(f"{bad} has another CRC than was written")
+            self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
+            """Name -> shape."""
+            self.state = json.loads(self[_STATE].tobytes())
+            self.schema, names = self.state.pop("schema"), self.state.pop("names")
+            del self.shapes[_STATE]
+            if sorted(self) != names:
+                raise ValueError(f"{len(self)} arrays where {len(names)} were written")
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.shapes:
             raise KeyError(name)
-        with _damage(self._path), self._file.open(f"{name}.npy") as member:
+        with self._damage(), self._file.open(f"{name}.npy") as member:
             return np.lib.format.read_array(member, allow_pickle=False)
 
     def __iter__(self) -> Iterator[str]:
@@ -59,6 +78,10 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def __del__(self):
+        if hasattr(self, "_buffered"):
+            self._buffered.close()
 
     def _shape_of(self, name: str) -> Tuple[int, ...]:
         """What a member's header says, which must be as long as the member is: memory is taken by it."""
@@ -70,6 +93,23 @@ class SavedArrays(Mapping[str, np.ndarray]):
             raise ValueError(f"{name} is no array of {shape} {dtype}")
         return shape
 
+    @contextlib.contextmanager
+    def _damage(self) -> Iterator[None]:
+        """Turn what a damaged file's reader trips over, which may be anything, into DamagedCheckpointError.
+
+        A disk that fails and memory that runs out prove nothing of what the file holds.
+        """
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:
+            if self._raw.error:
+                self._raw.error.filename = str(self._path)
+                raise self._raw.error from None
+            problem = f"checkpoint {self._path} must be whole, got {error!r}; restore it, or delete it"
+            raise DamagedCheckpointError(problem) from None
+
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
     """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
@@ -80,7 +120,15 @@ def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
     with atomic_write(path) as file:
-        _write_zip(file, {_STATE: text, **arrays})
+        archive = zipfile.ZipFile(file, "w")
+        try:
+            for name, array in {_STATE: text, **arrays}.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+            archive.close()
+        except BaseException:
+            archive.fp = None  # else its end would be written, when it is collected, to a file that is closed by then
+            raise
     return Path(path).stat().st_size
 
 
@@ -93,82 +141,137 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
-    with _damage(path):
-        arrays = SavedArrays(path)
-        state = json.loads(arrays[_STATE].tobytes())
-        del arrays.shapes[_STATE]
-        schema, names = state.pop("schema"), state.pop("names")
-        if sorted(arrays) != names:
-            raise ValueError(f"{len(arrays)} arrays where {len(names)} were written")
-    if schema != SCHEMA:
-        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that made it")
-    return arrays, state
+    arrays = SavedArrays(path)
+    if arrays.schema != SCHEMA:
+        got = f"got {arrays.schema}; use the version that made it"
+        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, {got}")
+    return arrays, arrays.state
+
+
+# --- A run's checkpoints ---
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    path: Path
+    arrays: SavedArrays
+    state: Dict[str, Any]
+    damaged: Dict[Path, str]
+    """What is wrong with newer ones, by file."""
+
+
+def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
+    """Add the checkpoint of `step` and remove all but the last `keep`; returns its size in bytes.
+
+    The log is on the disk before it: after a power cut no checkpoint is there whose steps the log does not have. Raises
+    OSError where it cannot be written, as on a full disk: those before stay as they are.
+    """
+    flush_log(run)
+    size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
+    for old in checkpoints(run)[keep:]:
+        with contextlib.suppress(OSError):  # one too many does no harm
+            old.unlink()
+    return size
+
+
+def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> None:
+    """Keep the network's weights alone as the best so far."""
+    save_checkpoint(_folder(run) / BEST, weights, state)
+
+
+def checkpoints(run: Path) -> List[Path]:
+    """The files that a run could go on from, the newest first; not looked into.
+
+    Raises OSError where the folder is there and cannot be listed: that is not to have none.
+    """
+    try:
+        names = os.listdir(_folder(run))
+    except FileNotFoundError:
+        return []
+    found = [_folder(run) / name for name in names if name == _OLD or re.fullmatch(r"step-\d{8,}\.npz", name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells; -1 for one whose name tells none."""
+    digits = re.search(r"\d+", path.stem)
+    return int(digits[0]) if digits else -1
+
+
+def newest(run: Path) -> Optional[Found]:
+    """The newest checkpoint that is whole; None where there is none at all.
+
+    Raises InputError where there are some and none is whole, or where one is of another version. Raises OSError or
+    MemoryError where one could not be read: it is not passed over for that.
+    """
+    there, damaged = checkpoints(run), {}
+    for path in there:
+        try:
+            arrays, state = load_checkpoint(path)
+            return Found(path, arrays, state, damaged)
+        except DamagedCheckpointError as error:
+            damaged[path] = str(error)
+        except (InputError, FileNotFoundError):
+            if path.is_file():
+                raise
+    if there and not set(there) & set(checkpoints(run)):
+        return newest(run)  # a run that is going on has meanwhile written others, and removed these
+    if damaged:
+        raise InputError(*damaged.values())
+    return None
+
+
+def set_aside(found: Found) -> List[str]:
+    """Rename damaged checkpoints, so that they are never in the way again; returns a line for each to print."""
+    for path in found.damaged:
+        names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
+        path.rename(next(name for name in names if not name.exists()))
+    return [f"warning: {problem}; now .damaged, going on from {found.path.name}" for problem in found.damaged.values()]
+
+
+def weights_file(run: Path, weights: str) -> Path:
+    """The file that holds the "best" weights of a run, or its "last": the newest whole checkpoint.
+
+    Raises InputError where there is none.
+    """
+    path = _folder(run) / BEST
+    if weights == "last":
+        found = newest(run)
+        path = found and found.path
+    if path is None or not path.is_file():
+        raise InputError(f"run {run} must hold its {weights} weights, found none; train it first, or name another run")
+    return path
 
 
 # --- Private helpers ---
 
 
-class _NotReadError(Exception):
-    """An I/O error. No OSError itself, as `zipfile` takes some of those for a file that is no zip."""
+class _File(io.RawIOBase):
+    """A file that keeps its I/O error, which `zipfile` would take for a file that is no zip."""
 
-    def __init__(self, reason: OSError):
-        self.reason = reason
+    def __init__(self, path: Path):
+        self.error: Optional[OSError] = None
+        self._file = io.FileIO(str(path))
+        self.fileno, self.seek = self._file.fileno, self._file.seek
 
+    def readable(self) -> bool:
+        return True
 
-class _Reader(io.BufferedReader):
-    """A file that tells its I/O errors apart from what is wrong with its content."""
+    seekable = readable
 
-    def read(self, *size: int) -> bytes:
-        with _told_apart():
-            return super().read(*size)
-
-    def seek(self, *where: int) -> int:
-        with _told_apart():
-            return super().seek(*where)
-
-    def __del__(self):
-        self.close()  # with the arrays that read from it, which nobody closes
-
-
-@contextlib.contextmanager
-def _told_apart() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # a place before the file's start, which only a damaged directory names
+    def readinto(self, buffer: Any) -> Optional[int]:
+        try:
+            return self._file.readinto(buffer)
+        except OSError as error:
+            self.error = error
             raise
-        raise _NotReadError(error) from None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
-@contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    """Turn what a damaged file's reader trips over, which may be anything, into DamagedCheckpointError.
-
-    A disk that fails and memory that runs out prove nothing of what the file holds.
-    """
-    try:
-        yield
-    except _NotReadError as error:
-        error.reason.filename = str(path)
-        raise error.reason from None
-    except MemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise DamagedCheckpointError(
-            f"checkpoint {path} must be whole, got {error!r}; restore it, or delete it"
-        ) from None
-
-
-def _write_zip(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
-    """What `np.savez` writes. That, where the disk is full, leaves a zip behind which is ended when it is collected."""
-    content = zipfile.ZipFile(file, "w")
-    try:
-        for name, array in arrays.items():
-            with content.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
-        content.close()
-    except BaseException:
-        content.fp = None  # else its end would be written to a file that is closed by then
-        raise
+def _folder(run: Path) -> Path:
+    return Path(run) / "checkpoints"

@@ -5,14 +5,14 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.sharding import ALL, Share
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
-from cpu3d.patch_plan import volume_shape
+from cpu3d.plan import volume_shape
+from cpu3d.settings import RunConfig
 from memory_estimator.host import read_host
 
 PREPARING_FOR_A_CARD = 4

@@ -15,11 +15,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import numpy as np
 import psutil
 
-from cpu3d.config import RunConfig
 from cpu3d.data.sharding import Share
-from cpu3d.data.store import Store
-from cpu3d.distributed.broadcast import array_from_chief, text_from_chief
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import (
     DivergedError,
     InputError,
@@ -30,16 +27,14 @@ from cpu3d.errors import (
 )
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.training.checkpoint_history import checkpoints, newest, set_aside, step_of, write_best, write_next
+from cpu3d.plan import Plan
+from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
-from cpu3d.training.guard.guard import UNGUARDED, Unguarded
-from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes, parameter_count
-from cpu3d.training.run_log import append_event, forget_after, read_events
-from cpu3d.training.schedule import learning_rate, steps_within
-from cpu3d.training.stop_signals import noted_signals
+from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
+from cpu3d.training.run_log import TensorBoard, TrainingBar, append_event, forget_after, read_events
 from cpu3d.training.validation import validate
-from cpu3d.training.watch import TensorBoard, TrainingBar
-from cpu3d.util.versions import versions
+from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
+from cpu3d.util.records import versions
 from memory_estimator.files import typed
 from memory_estimator.host import Host
 
@@ -57,19 +52,20 @@ class Fit:
 
     def __init__(
         self,
-        store: Store,
+        plan: Plan,
         folder: Path,
-        config: RunConfig,
         exchange: Exchange = ALONE,
         here: Sequence[int] = (0,),
+        learner: Optional[Learner] = None,
     ):
-        """`here` are the workers of this host, this one among them."""
-        self.store, self.folder, self.config = store, Path(folder), config
-        self.val_cases = store.cases("val")
-        self.feeds = Feeds(store, config, Share(exchange.rank, exchange.count, config.batch, tuple(here)))
-        self.steps_per_epoch = len(store.cases("train")) * config.patches_per_case // config.batch
-        self.steps = config.steps or config.epochs * self.steps_per_epoch
-        self.learner = Learner(config, exchange)
+        """`here` are the workers of this host, this one among them; `learner` is by default the plan's network."""
+        self.store, self.folder, self.config = plan.store, Path(folder), plan.config
+        self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
+        self.val_cases = self.store.cases("val")
+        self.feeds = Feeds(
+            self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch, tuple(here))
+        )
+        self.learner = Learner(self.config, exchange) if learner is None else learner
         self.workers = exchange.count
         self._exchange, self._guard = exchange, UNGUARDED
         self.step = 0
@@ -105,7 +101,7 @@ class Fit:
         self.learner.restore(before)
         left_s = 60 * self.config.budget_minutes - self.trained_s - (time.perf_counter() - begin)
         first = 1 if self.config.validations else self.config.validate_every * self.steps_per_epoch
-        more = steps_within(left_s / 60, step_s) if left_s > 0 else 0
+        more = max(round(left_s / step_s), 1) if left_s > 0 else 0
         steps = min(max(self.step + more, first), self.steps)
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
         self.config = dataclasses.replace(self.config, steps=self.steps)
@@ -123,7 +119,7 @@ class Fit:
             store=str(self.store.folder),
             split_hash=self.config.split_hash,
             grid=list(self.config.grid),
-            parameters=parameter_count(self.learner.model),
+            parameters=self.learner.parameters,
             mode=self.config.mode,
             device=self.config.device,
             precision=self.config.unet.dtype,
@@ -223,13 +219,7 @@ class Fit:
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
         """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
         config = self.config
-        rate = learning_rate(
-            self.step,
-            peak=config.learning_rate,
-            steps=self.steps,
-            warmup_steps=config.warmup_steps,
-            schedule=config.schedule,
-        )
+        rate = config.rate_at(self.step, self.steps)
         waited_before_s = parts.waited_s
         with self._saved_where_one_is_lost():  # nothing but this step is
             outcome, step_s = self._compute(parts, rate, wish)

@@ -8,6 +8,7 @@ step, and each updates its own weights from that: the same on all, to the bit.
 """
 
 import contextlib
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -15,12 +16,12 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
-from cpu3d.distributed.strategy import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
+from cpu3d.settings import RunConfig
 from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host
-from memory_estimator.region import MIB, region_bytes
+from memory_estimator.step.allocator import MIB, region_bytes
 from models.unet3d import build_unet3d
 
 
@@ -59,12 +60,14 @@ class Learner:
         # Not in a checkpoint: every step starts them at zero.
         summed = self.model.trainable_variables if config.parts > 1 else []
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        self._step = tf.function(self._train)
-        self._accumulate = tf.function(self._add_part)
-        self._pack = tf.function(self._packed)
-        self._take = tf.function(self._take_vector)
-        self._apply = tf.function(self._update_from_sums)
-        self._predict = tf.function(self._infer)
+        # Nothing in them branches on a tensor, and tracing is quicker where no code is rewritten for that.
+        compiled = functools.partial(tf.function, autograph=False)
+        self._step = compiled(self._train)
+        self._accumulate = compiled(self._add_part)
+        self._pack = compiled(self._packed)
+        self._take = compiled(self._take_vector)
+        self._apply = compiled(self._update_from_sums)
+        self._predict = compiled(self._infer)
 
     def step(
         self,
@@ -130,6 +133,11 @@ class Learner:
     def largest_bytes(self) -> int:
         """Of the largest of `arrays()`, which is what saving takes at most: they are written one after another."""
         return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
+
+    @property
+    def parameters(self) -> int:
+        """Trainable ones."""
+        return parameter_count(self.model)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""

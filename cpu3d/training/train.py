@@ -12,40 +12,29 @@ one of them.
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
 
-from cpu3d import memory_plan
-from cpu3d.config import RunConfig, config_from_json, config_to_json, load_config, save_config
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.region import Shape3
-from cpu3d.data.store import Store, open_store
-from cpu3d.data.words import by, count
-from cpu3d.distributed.broadcast import text_from_chief
+from cpu3d.data.store import open_store
+from cpu3d.data.words import count
+from cpu3d.distributed.all_reduce import join
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
-from cpu3d.distributed.strategy import Exchange, join
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.describe import describe
-from cpu3d.host.gpu import HostGpus, fits_memory, why_no_card
+from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import share_of
-from cpu3d.resolve import resolve
-from cpu3d.training.checkpoint_history import BEST, checkpoints
-from cpu3d.training.guard.guard import Guard
+from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.settings import AUTO, RunConfig, add_training_options, chosen_settings, load_config, save_config
+from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
-from cpu3d.training_options import add_training_options, chosen_settings
+from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
-from memory_estimator.estimate import Estimate
-from memory_estimator.gpu import patch_shapes
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import read_host
 from memory_estimator.units import format_seconds
 
 
@@ -57,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = chosen_settings(args)
-    train(Path(args.store), Path(args.run), settings=settings, recipe=args.recipe, force=args.force)
+    recipe = getattr(args, "recipe", None)
+    train(Path(args.store), Path(args.run), settings=chosen_settings(args), recipe=recipe, force=args.force)
     return 0
 
 
@@ -72,10 +61,11 @@ def train(
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
 
-    Leaves config.json, log.jsonl, checkpoints/, heartbeats/ and tensorboard/ in the run folder. SIGINT and SIGTERM
-    finish the step, save, and raise Interrupted. Before anything is written it raises InputError for bad settings and,
-    unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for none. While it
-    trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is saved.
+    Leaves plan.json, config.json, log.jsonl, checkpoints/, heartbeats/ and tensorboard/ in the run folder. SIGINT and
+    SIGTERM finish the step, save, and raise Interrupted. Before anything is written it raises InputError for bad
+    settings and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for
+    none. While it trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is
+    saved.
 
     Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
     """
@@ -86,38 +76,46 @@ def train(
     place = share_of_host(cluster, os.environ)
     host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
     gpus = HostGpus()
-    engine, device, plan = settings.get("engine", "auto"), "cpu", None
-    if cluster.is_chief:  # the others get its configuration once they are together
-        plan = _planned(store, run_folder, host, gpus, settings, recipe, cluster.workers, force)
+    engine, device, plan = settings.get("engine", AUTO), "cpu", None
+
+    def refuse_what_does_not_fit() -> None:
+        if not force:
+            check_fits(plan, host, gpus)
+
+    if cluster.is_chief:  # the others get its plan once they are together
+        plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=cluster.workers, force=force)
+        _say(*plan.describe(host))
         engine, device = plan.config.engine, plan.config.device
         if plan.saved is None:
-            _check_fits(plan, host, gpus, cluster, force)
+            refuse_what_does_not_fit()
     elif "engine" not in settings and (run_folder / "config.json").is_file():
         engine = load_config(run_folder).engine
     watched = Guard(run_folder, say=_say, rank=cluster.rank, workers=cluster.workers)
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
         engine = engine_name(tf)
-        exchange = join(cluster, say=_say)
+        exchange = join(cluster, plan=plan and {**plan.to_json(), "engine_name": engine}, say=_say)
         if cluster.workers > 1:
-            plan = _agreed(plan, exchange, store, host, engine)
+            plan = plan or plan_of_chief(exchange.plan, store, host, engine)
             if plan.saved is None and not cluster.is_chief:
-                _check_fits(plan, host, gpus, cluster, force)
+                refuse_what_does_not_fit()
         config = plan.config
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
 
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
-        from cpu3d.training.plan_lines import plan_lines
 
         with fits_memory("a training step", _smaller(config)):
-            fit = Fit(plan.store, run_folder, config, exchange, cluster.local_ranks)
+            fit = Fit(plan, run_folder, exchange, cluster.local_ranks)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
-                _check_fits(plan, host, gpus, cluster, force)
+                refuse_what_does_not_fit()
             if cluster.is_chief:
                 save_config(config, run_folder)
+                save_plan(plan, run_folder)
             changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
-            _say(*describe(host, threads, engine), *plan_lines(fit), *changes)
+            going_on = [f"run: continued after step {fit.step}"] if fit.step else []
+            reads = f"reads: {fit.feeds.reading.plan.reason}"
+            _say(*describe(host, threads, engine), *fit.warnings, reads, *going_on, *changes)
             if fit.is_over:
                 fit.note_end()
                 guard.note_end(fit.reason)
@@ -126,7 +124,7 @@ def train(
                 guard.plan(
                     step=fit.step,
                     steps=fit.steps,
-                    bound_bytes=plan.foreseen.upper_bound_bytes if plan.foreseen else None,  # on a card nothing is
+                    bound_bytes=plan.estimate.upper_bound_bytes if plan.estimate else None,  # on a card nothing is
                     save_bytes=fit.learner.largest_bytes,
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
@@ -138,7 +136,7 @@ def train(
                         save_config(config, run_folder)  # a restart keeps these steps
                     guard.plan(steps=fit.steps)
                     _say(_cut_line(config, whole, step_s))
-                fit.log_start(host, engine, in_force(threads), plan.for_log())
+                fit.log_start(host, engine, in_force(threads), plan.predicted)
                 fit.run(guard)
             exchange.close()
     return config
@@ -152,78 +150,6 @@ _console = Console(stderr=True)
 def _say(*lines: str) -> None:
     for line in lines:
         _console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a worker is about to do."""
-
-    config: RunConfig
-    store: Store
-    """As the run's fold sees it."""
-    saved: Optional[RunConfig]
-    """Of the run that is continued; None for a new one. Of the others than the chief it is `config`."""
-    volumes: Optional[memory_plan.Volumes]
-    foreseen: Optional[Estimate]
-
-    def for_log(self) -> Dict[str, Any]:
-        """What the run's log keeps of it."""
-        if self.config.device == "cpu":
-            return memory_plan.for_log(self.foreseen)
-        return memory_plan.card_for_log(self.config)
-
-
-def _planned(
-    store: Store,
-    run_folder: Path,
-    host: Host,
-    gpus: HostGpus,
-    settings: Dict[str, Any],
-    recipe: Optional[str],
-    workers: int,
-    force: bool,
-) -> _Plan:
-    """The run by its settings and its folder, its policy picked where that was left open; what it will take is said."""
-    config = resolve(store, run_folder, host, settings, recipe, gpus, workers)
-    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    if config.device == "cpu":
-        _say(*why_no_card(settings.get("device", saved.device if saved else "auto"), config.mode, gpus))
-    pick = settings.get("policy", saved.unet.policy if saved else "auto") == "auto"
-    view = with_fold(store, config.fold)
-    volumes = memory_plan.volumes_of(config, view)
-    config, foreseen = _foresee(config, host, view, volumes, workers, pick=pick, force=force)
-    return _Plan(config, view, saved, volumes, foreseen)
-
-
-def _agreed(plan: Optional[_Plan], exchange: Exchange, store: Store, host: Host, engine: str) -> _Plan:
-    """The chief's plan, on this worker's store and host. Raises InputError for a store or an engine not the chief's."""
-    told = plan and {"config": config_to_json(plan.config), "continues": plan.saved is not None, "engine": engine}
-    told = json.loads(text_from_chief(exchange, json.dumps(told) if plan else ""))
-    if plan is not None:
-        return plan
-    config = dataclasses.replace(config_from_json(told["config"]), store=str(store.folder.resolve()))
-    if engine != told["engine"]:
-        raise InputError(
-            f"engine must be the chief's, {told['engine']}, got {engine}; give all workers the same --engine, and "
-            "their hosts the same packages"
-        )
-    if config.split_hash != store.manifest.split_hash:
-        raise InputError(
-            f"store {store.folder} must be the chief's, got split {store.manifest.split_hash} for {config.split_hash}; "
-            "copy that one to this host, or name a folder that all hosts see"
-        )
-    view = with_fold(store, config.fold)
-    volumes = memory_plan.volumes_of(config, view)
-    foreseen = _foresee(config, host, view, volumes, exchange.count, force=True)[1]
-    return _Plan(config, view, config if told["continues"] else None, volumes, foreseen)
-
-
-def _check_fits(plan: _Plan, host: Host, gpus: HostGpus, cluster: Cluster, force: bool) -> None:
-    if not force:
-        goes_on = plan.saved is not None
-        memory_plan.check_card(plan.config, gpus, continued=goes_on)
-        grids = _other_grids(plan.store, plan.config)
-        memory_plan.check_fits(plan.foreseen, host, grids, plan.volumes, continued=goes_on, workers=cluster.workers)
 
 
 @contextlib.contextmanager
@@ -252,36 +178,6 @@ def _refuse_unknown(run_folder: Path) -> None:
             )
 
 
-def _foresee(
-    config: RunConfig,
-    host: Host,
-    store: Store,
-    volumes: Optional[memory_plan.Volumes],
-    workers: int,
-    *,
-    pick: bool = False,
-    force: bool,
-) -> Tuple[RunConfig, Optional[Estimate]]:
-    """The run with its policy, picked where that was left open, and the plan, which is said too.
-
-    Without a calibration that can be read `force` trains all the same.
-    """
-    if config.device != "cpu":
-        _say(*memory_plan.describe_card(config))
-        return memory_plan.under(config, "speed") if pick else config, None
-    cases = len(store.cases("train")) * config.patches_per_case
-    try:
-        config, why = memory_plan.pick_policy(config, host, cases, volumes, workers) if pick else (config, "")
-        foreseen = memory_plan.foresee(config, host, cases, volumes, workers)
-    except InputError as error:
-        if not force:
-            raise InputError(f"{error}; or --force") from None
-        _say(f"plan: none, {error}")
-        return config, None
-    _say(*memory_plan.describe(foreseen, host), *([f"plan: {why}"] if why else []))
-    return config, foreseen
-
-
 def _cut_line(config: RunConfig, whole: int, step_s: float) -> str:
     """What a budget of minutes leaves of the `whole` steps. It may be more than fits: those to the first validation."""
     line = (
@@ -298,16 +194,6 @@ def _smaller(config: RunConfig) -> str:
     if config.is_patch:
         return "train into another folder with a smaller --patch, or with less --gpu-memory"
     return "take --policy lean, or train into another folder with fewer --filters"
-
-
-def _other_grids(store: Store, config: RunConfig) -> List[Tuple[str, Shape3]]:
-    """Smaller grids that the run could have, each with its option, the largest first."""
-    if config.is_patch:
-        *smaller, _ = patch_shapes(config.grid, config.unet.divisor)
-        return [(f"--patch {by(shape, ' ')}", shape) for shape in reversed(smaller)]
-    brain = grid_size(store, extent="brain", multiple=config.unet.divisor)
-    smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
-    return [("--extent brain", brain)] if smaller else []
 
 
 def _changes(

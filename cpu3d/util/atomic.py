@@ -1,18 +1,22 @@
-"""Write a file so that a reader sees either the old one or the whole new one, whatever happens in between."""
+"""Files and folders written so that a reader sees either the old ones or the whole new ones, whatever happens."""
 
 import contextlib
-import functools
 import json
 import os
+import secrets
+import shutil
 import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, Iterator, Union
+from typing import IO, Any, Iterator, Sequence, Union
 
 from cpu3d.errors import InputError
 
 PARTIAL = ".cpu3d.partial"
 """End of the name of every file and folder that is not finished; a dot begins it. Only such names are ever swept."""
+
+NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"
+"""Folders of `replace_files`."""
 
 
 @contextlib.contextmanager
@@ -23,17 +27,15 @@ def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
     The temporary name is `.NAME.*` and ends in PARTIAL; a killed process can leave one behind.
     """
     path = Path(path)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with partial.open(mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o666 & ~_umask())
-        os.replace(partial, path)
+        partial.replace(path)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
+        partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a failed write knows only its handle; its reader wants the name
         raise
@@ -45,6 +47,31 @@ def write_json(path: Union[str, Path], content: Any) -> None:
     with atomic_write(path, "w") as file:
         json.dump(content, file, indent=1, allow_nan=False)
         file.write("\n")
+
+
+@contextlib.contextmanager
+def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield an empty folder; on success `names` in it replace those in `folder` together, else those stay.
+
+    `names` are files and folders, all of which must be there at the end. The last of them leaves first and arrives
+    last: where it lies, the others beside it are its own, at any moment. What a killed process left in between is
+    brought back by the next call.
+    """
+    new, old = folder / NEW, folder / OLD
+    shutil.rmtree(new, ignore_errors=True)
+    _bring_back(old, folder, names)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        old.mkdir()
+        for name in reversed(names):
+            if (folder / name).exists():
+                (folder / name).rename(old / name)
+        for name in names:
+            (new / name).rename(folder / name)
+    finally:
+        _bring_back(old, folder, names)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def remove_partials(*folders: Path) -> None:
@@ -95,18 +122,11 @@ def writable_folder(path: Union[str, Path], what: str) -> Path:
 # --- Private helpers ---
 
 
-def _umask() -> int:
-    """The process's umask: mkstemp makes 0600 files, and a store is meant to be shared."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8", errors="replace") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return _umask_by_setting()
-
-
-@functools.cache
-def _umask_by_setting() -> int:
-    """Once and to the strictest mask, because other threads may make files in this instant."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _bring_back(old: Path, folder: Path, names: Sequence[str]) -> None:
+    """Undo a replacement that was cut off, recognised by the last name's absence; then `old` goes."""
+    if not (folder / names[-1]).exists():
+        for name in names:
+            if (old / name).exists():
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (old / name).rename(folder / name)
+    shutil.rmtree(old, ignore_errors=True)

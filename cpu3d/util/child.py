@@ -1,31 +1,40 @@
-"""Processes that this one starts: ended with it, told of its signals, their words in a file, their steps in a log.
+"""Child processes: a command that ends with this process and gets its signals, or one function over many jobs.
 
-with told_of_signals(children) as told:
+with forward_signals(children, as_signal) as received:
     children.append(start(command, log))
+
+for job, result in run_jobs(function, jobs, workers=4):
+    ...
 """
 
+import collections
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import IO, Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import psutil
 
+from cpu3d.errors import InputError
 from memory_estimator.files import open_regular, parse_json
 
 ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds the package, where PROGRAM is started."""
 
 PROGRAM = (sys.executable, "-m", "cpu3d")
-"""What every run is done by."""
+"""The command line, before its subcommand."""
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals of ours that children are told of, but for those that we were told to ignore, as `nohup` does."""
+KILLED = object()
+"""The result of a job whose process was killed, most likely for want of memory, though it ran alone."""
 
-LAST_LINES = 12
-"""Of a failed process's words that are shown."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _WITH_PARENT = (sys.executable, str(Path(__file__).with_name("with_parent.py")))
 
@@ -33,9 +42,10 @@ _WITH_PARENT = (sys.executable, str(Path(__file__).with_name("with_parent.py")))
 def start(
     command: Sequence[str], output: IO[Any], environ: Optional[Mapping[str, str]] = None, cwd: Optional[Path] = None
 ) -> subprocess.Popen:
-    """Start `command`, all it says going to `output`, with our environment or `environ`. Call it in the main thread.
+    """Start `command`, its stdout and stderr going to `output`, with our environment or `environ`.
 
     It is in a session of its own, as Ctrl-C of a terminal would reach it twice. When we are killed it gets SIGTERM.
+    To be called in the main thread.
     """
     return subprocess.Popen(
         [*_WITH_PARENT, str(os.getpid()), *command],
@@ -49,29 +59,30 @@ def start(
 
 
 @contextlib.contextmanager
-def told_of_signals(children: List[subprocess.Popen], as_signal: Callable[[int], int]) -> Iterator[List[int]]:
-    """Pass our signals on to `children`, each number as `as_signal` says; yields the list of those that came.
+def forward_signals(children: List[subprocess.Popen], as_signal: Callable[[int], int]) -> Iterator[List[int]]:
+    """Send SIGINT, SIGTERM and SIGHUP on to `children`, each as `as_signal` of its number; yields those received.
 
-    `children` may grow. One that is added after a signal has come is for the caller to tell.
+    `children` may grow; one that is added after a signal has come is the caller's to signal. A signal that this process
+    ignores, as under `nohup`, stays ignored.
     """
-    told: List[int] = []
+    received: List[int] = []
 
-    def pass_on(number, frame):
-        told.append(number)
+    def forward(number, frame):
+        received.append(number)
         for child in list(children):
             child.send_signal(as_signal(number))
 
-    handled = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in handled}
+    handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
-        yield told
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def family(pid: int) -> Tuple[int, ...]:
-    """The process and all that it has started, and those have; itself alone where it is gone."""
+    """A process and all its descendants; itself alone where it is gone."""
     with contextlib.suppress(psutil.Error):
         return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
     return (pid,)
@@ -87,16 +98,16 @@ def how_ended(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def last_words(log: Path, begin: int = 0, count: int = LAST_LINES) -> str:
-    """The last lines of `log` from byte `begin` on, those that hold something, indented for a message."""
+def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
+    """The last `count` lines of `log` from byte `begin` on that are not empty, indented for a message."""
     with log.open("rb") as file:
         file.seek(begin)
-        said = file.read().decode("utf-8", errors="replace")
-    return "\n  ".join([line for line in said.splitlines() if line.strip()][-count:])
+        text = file.read().decode("utf-8", errors="replace")
+    return "\n  ".join([line for line in text.splitlines() if line.strip()][-count:])
 
 
 def last_step(run: Path) -> int:
-    """The last step in the run's log, read from its end; 0 for none yet."""
+    """The last step in the log of a run, read from its end; 0 for none yet."""
     try:
         with os.fdopen(open_regular(run / "log.jsonl"), "rb") as file:
             file.seek(max(file.seek(0, 2) - 4096, 0))
@@ -109,3 +120,81 @@ def last_step(run: Path) -> int:
             if isinstance(step, int):
                 return step
     return 0
+
+
+def worker_count(asked: Optional[int]) -> int:
+    """`asked`, or one worker per core that this process may use. Raises InputError below 1."""
+    if asked is None:
+        return len(os.sched_getaffinity(0))
+    if asked < 1:
+        raise InputError(f"--workers must be at least 1, got {asked}; leave it away for one per core")
+    return asked
+
+
+def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Tuple[Any, Any]]:
+    """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers` processes, or here for one.
+
+    When a process dies, the jobs in flight are tried again one at a time: one that kills its process even alone yields
+    KILLED, and the others go on with half the workers. Exceptions of `function` are raised here. Closing the generator
+    kills the processes. They are spawned, so `function` and jobs must be picklable.
+    """
+    if min(workers, len(jobs)) <= 1:
+        for job in jobs:
+            yield job, function(job)
+        return
+    waiting = collections.deque(jobs)
+    while waiting:
+        lost = yield from _through_pool(function, waiting, min(workers, len(waiting)))
+        for job in lost:
+            if (yield from _through_pool(function, collections.deque([job]), 1)):
+                yield job, KILLED
+        workers = max(1, workers // 2)
+
+
+# --- Private helpers ---
+
+
+def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: int):
+    """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight when a process died.
+
+    No more jobs than workers are in flight, so that a death leaves few suspects.
+    """
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    running: Dict[Future, Any] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running[_submit(pool, function, waiting[0])] = waiting[0]
+                waiting.popleft()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                result = future.result()
+                yield running.pop(future), result
+        return []
+    except BrokenProcessPool:
+        return list(running.values())
+    finally:
+        pool.shutdown(wait=not running, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+            child.join()
+
+
+def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any) -> Future:
+    """Submit with SIGINT blocked: processes start here and inherit that, so Ctrl-C reaches the parent alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(function, job)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the parent does. One whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

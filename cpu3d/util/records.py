@@ -1,22 +1,40 @@
-"""Records of measurements: one JSON object a line, appended, each with its kind, date, host and versions."""
+"""Records of measurements, one JSON object a line: what made a result, and its numbers as tables print them."""
 
+import datetime
 import json
-from datetime import date
+import platform
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, List, Sequence
+from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence
 
 from cpu3d.errors import InputError
 from memory_estimator.files import parse_json
 
 SCHEMA = 1
 
+VERSION = "0.1.0"
+"""Of this project."""
+
+LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
+
+
+def versions() -> Dict[str, str]:
+    """Name -> version of this project, Python and the libraries that are installed. Imports none of them."""
+    found = {"cpu3d": VERSION, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
 
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
-    """Add a line to `path`; file and folder may be new."""
+    """Add a line with its kind and today's date to `path`; file and folder may be new."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"schema": SCHEMA, "kind": kind, "date": date.today().isoformat(), **content}) + "\n"
+    record = {"schema": SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
     with Path(path).open("a", encoding="utf-8") as file:
-        file.write(line)
+        file.write(json.dumps(record) + "\n")
 
 
 def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
@@ -41,3 +59,33 @@ def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
 def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:
     """The last record of each key, in the place of the first."""
     return list({key(record): record for record in records}.values())
+
+
+def listed(items: Iterable[Any]) -> str:
+    """ "a, b and c"; one item alone as it is."""
+    words = [str(item) for item in items]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def number(value: Optional[float], unit: float = 1) -> str:
+    """Three digits of `value` in units of `unit`, and "-" for what is not known."""
+    if value is None:
+        return "-"
+    return f"{value / unit:.3g}" if value / unit < 100 else f"{value / unit:,.0f}"
+
+
+def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:
+    """ "0.912 ± 0.004", or the mean alone where there is no deviation."""
+    return f"{mean:.{digits}f}" + ("" if sd is None else f" \u00b1 {sd:.{digits}f}")
+
+
+def seconds(value: Optional[float]) -> str:
+    """ "12.3 s", from 100 s on "0:02:03", and "-" for what is not known."""
+    if value is None:
+        return "-"
+    return f"{value:.3g} s" if value < 99.95 else duration(value)
+
+
+def duration(seconds: Any) -> str:
+    """ "1:02:03", and "-" for nothing or what is not known."""
+    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"

@@ -1,36 +1,106 @@
-"""Runs on the store of phantoms, as tests begin, cut and read them."""
+"""Runs on the store of phantoms, as tests begin, cut and read them; and a learner that needs no network."""
 
 import numpy as np
 import pytest
 
-from cpu3d.config import save_config
-from cpu3d.resolve import resolve
-from cpu3d.training.checkpoint import load_checkpoint
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.plan import make_plan
+from cpu3d.settings import save_config
+from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.fit import Fit
+from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_log import read_events
 from memory_estimator.host import read_host
 
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
 
 
-def start(store, folder, **settings):
-    config = resolve(store, folder, read_host(), {**SMALL, **settings}, None)
+class NumpyLearner:
+    """What a `Fit` asks of a `Learner`, in NumPy: one number a region, which follows the region's share of the voxels.
+
+    Like the real one it has a state besides its weights, and each step hangs on the volumes that it is given.
+    """
+
+    def __init__(self, config):
+        self.config, regions = config, config.unet.outputs
+        self._arrays = {"model/000": np.zeros(regions), "optimizer/000": np.zeros(regions), "updates": np.zeros(1)}
+        self.parameters, self.largest_bytes = regions, 8 * regions
+
+    def step(self, parts, learning_rate, note=lambda: 0.0, before_exchange=lambda: None):
+        weights, momentum = self._arrays["model/000"], self._arrays["optimizer/000"]
+        losses, dice, gradient = [], [], np.zeros_like(weights)
+        for _ in range(self.config.parts):
+            image, target = (np.asarray(one, np.float64) for one in next(parts))
+            found = target.mean((1, 2, 3)) * (1 + image.mean()) - weights
+            losses.append(np.square(found).mean())
+            dice.extend(found)
+            gradient += found.sum(0) / self.config.batch
+        if np.isfinite(losses).all():
+            momentum[:] = 0.9 * momentum + gradient
+            weights += learning_rate * momentum
+            self._arrays["updates"] += 1
+        return Outcome(np.array(losses), np.array(dice), np.array([note()]))
+
+    def logits(self, image):
+        answers = np.broadcast_to(self._arrays["model/000"], (*image.shape[:4], self.config.unet.outputs))
+        return answers.astype(np.float32)
+
+    def arrays(self):
+        return {name: array.copy() for name, array in self._arrays.items()}
+
+    def weights(self):
+        return {"model/000": self._arrays["model/000"].copy()}
+
+    def restore(self, arrays):
+        for name, array in self._arrays.items():
+            array[...] = arrays[name]
+
+    def swap_average(self):
+        pass
+
+
+def shared_learner(config):
+    """The network of a run from its initial weights; one that was compiled for an equal run before is taken again."""
+    what = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    key = repr([getattr(config, name) for name in what])
+    if key not in _LEARNERS:
+        learner = Learner(config)
+        _LEARNERS[key] = learner, {name: np.array(array) for name, array in learner.arrays().items()}
+    learner, initial = _LEARNERS[key]
+    learner.restore(initial)
+    return learner
+
+
+_LEARNERS = {}
+
+
+def decided(store, folder, *, recipe=None, gpus=(), host=None, workers=1, **settings):
+    """The settings of a run on `store`, all of them."""
+    return make_plan(store, folder, host or read_host(), settings, recipe, gpus=gpus, workers=workers).config
+
+
+def start(store, folder, *, learner=shared_learner, **settings):
+    """A run, new or continued, with the real network or another `learner(config)`."""
+    plan = make_plan(store, folder, read_host(), {**SMALL, **settings})
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    save_config(config, folder)
-    return Fit(store, folder, config)
+    save_config(plan.config, folder)
+    return Fit(plan, folder, learner=learner(plan.config))
 
 
 def weights(folder, name="last"):
     return load_checkpoint(weights_file(folder, name))[0]
 
 
+def assert_same_weights(folder, other):
+    """To the bit."""
+    expected = weights(other)
+    for name, array in weights(folder).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
 def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, done=5, **settings):
     """Leaves both runs, folder/whole and folder/cut, which died after `done` of so many steps."""
-    options = {"ema": 0.9, "save_minutes": 0.0, "steps": steps, **settings}
+    options = {"save_minutes": 0.0, "steps": steps, **settings}
     start(store, folder / "whole", **options).run()
-    expected = weights(folder / "whole")
-
     cut = start(store, folder / "cut", **options)
     step, taken = Fit._train_step, []
 
@@ -47,7 +117,6 @@ def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps,
     again = start(store, folder / "cut", **options)
     assert again.step == done
     again.run()
-    for name, array in weights(folder / "cut").items():
-        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    assert_same_weights(folder / "cut", folder / "whole")
     logged = [event["step"] for event in read_events(folder / "cut") if event["event"] == "step"]
     assert logged == list(range(1, steps + 1))

@@ -18,10 +18,10 @@ from cpu3d.data.words import count
 from cpu3d.data.write_cases import Job
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
+from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from cpu3d.util.versions import versions
-from cpu3d.util.workers import worker_count
+from cpu3d.util.records import versions
 
 Split = Mapping[str, Sequence[str]]
 

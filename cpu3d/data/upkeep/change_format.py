@@ -29,10 +29,10 @@ from cpu3d.data.words import count
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings, write_arrays
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from cpu3d.util.versions import versions
-from cpu3d.util.workers import KILLED, run_jobs, worker_count
+from cpu3d.util.records import versions
 from memory_estimator.files import read_json
 
 

@@ -15,8 +15,8 @@ from cpu3d.data.records import CaseRecord, array_path, case_from_json, largest, 
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.errors import InputError
+from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
-from cpu3d.util.workers import KILLED, run_jobs, worker_count
 from memory_estimator.files import read_json
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")

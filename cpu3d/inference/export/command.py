@@ -33,7 +33,6 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 import numpy as np
 from rich.console import Console
 
-from cpu3d.config import RunConfig, load_config
 from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
@@ -46,11 +45,12 @@ from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.export.contract import FILES, Contract, require_onnx, usage
 from cpu3d.inference.predict import ZeroNan, channels_of, check_there, find_cases
 from cpu3d.inference.runs import options_from, store_of_run, zeroes_nan
-from cpu3d.training.checkpoint_history import weights_file
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.child import ROOT
 from cpu3d.util.lock import locked
-from cpu3d.util.versions import versions
+from cpu3d.util.records import versions
 from memory_estimator.schema import add_options, option
 
 CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"

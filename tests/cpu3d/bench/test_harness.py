@@ -1,15 +1,21 @@
-"""The harness: ways in turn, those that die, medians and ratios, peers."""
+"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers, signals."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
-from cpu3d.bench.harness import ProcessFailedError, check_peers, in_turn, last_json_line, run_peer, summary, with_range
+from cpu3d.bench.harness import ProcessFailedError, check_peers, in_turn, run_peer, run_together, summary, with_range
 from cpu3d.errors import InputError
+from cpu3d.host.memory import resident
+from cpu3d.util.child import ROOT
 
 
 def python(code):
-    return f'{sys.executable} -c "{code}"'
+    return [sys.executable, "-c", code]
 
 
 def scripted(**answers):
@@ -66,25 +72,55 @@ def test_ratios_are_taken_within_a_round_and_peaks_are_the_highest():
     assert with_range(summary([None], [None]), "ratio") == "-"
 
 
-def test_what_a_process_ends_with_is_read_and_what_it_dies_of_is_named():
-    assert last_json_line([sys.executable, "-c", "print('words'); print('[1]')"], "it") == [1]
+def test_processes_run_at_once_and_answer_in_their_order():
+    code = "import sys; print('words'); print('{{\"n\": {n}}}'); print('more words', file=sys.stderr)"
+    assert run_together([python(code.format(n=n)) for n in (1, 2)], "it") == [{"n": 1}, {"n": 2}]
+
+
+def test_one_that_fails_ends_the_others_and_is_named():
+    begin = time.monotonic()
+    commands = [python("import time; time.sleep(60)"), python("raise SystemExit('no torch')")]
     with pytest.raises(ProcessFailedError, match="it must end with a line of JSON") as caught:
-        last_json_line([sys.executable, "-c", "raise SystemExit('no torch')"], "it")
+        run_together(commands, "it")
     assert caught.value.reason == "exited with 1 saying: no torch"
+    assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize("code", ["print(3)", "print('null')", "print({})", "print('{\\\"step_s\\\": null}')"])
-def test_a_peer_that_gives_no_seconds_is_refused(code):
-    with pytest.raises(InputError, match="peer must print JSON with step_s"):
-        run_peer(python(code))
+@pytest.mark.parametrize("line", ["3", "{}", '{\\"step_s\\": null}'])
+def test_a_peer_that_gives_no_seconds_is_refused(line):
+    with pytest.raises(InputError, match=r"must print JSON with step_s|must end with a line of JSON"):
+        run_peer(f"{sys.executable} -c \"print('{line}')\"")
 
 
-def test_a_peer_tells_its_step_and_its_peak():
-    result = run_peer(python('print(\'{\\"step_s\\": 2, \\"peak_rss_bytes\\": 7}\')'))
+def test_a_peer_tells_its_step_its_name_and_its_peak():
+    result = run_peer(f'{sys.executable} -c "print(\'{{\\"step_s\\": 2, \\"peak_rss_bytes\\": 7}}\')"')
     assert (result["step_s"], result["process_peak_bytes"]) == (2, 7)
+    assert result["peer"] == os.path.basename(sys.executable)
 
 
 def test_all_peers_that_cannot_run_are_named():
     with pytest.raises(InputError) as caught:
         check_peers(["no-such-program --x", "echo 'x", "", "echo x"])
     assert len(caught.value.problems) == 3
+
+
+SLEEPER = """
+import sys
+from cpu3d.bench.harness import run_together
+child = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(60)"
+try:
+    run_together([[sys.executable, "-c", child]], "a sleeper")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_signal_ends_it_and_the_process_that_measures(tmp_path):
+    path = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(path=str(path))], cwd=ROOT)
+    deadline = time.time() + 120
+    while not (path.exists() and path.read_text().strip()) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=55) == 130
+    assert resident(int(path.read_text())) is None

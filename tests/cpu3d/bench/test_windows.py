@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.windows import ONE_PASS, Way, border_distance, by_distance, compare_ways, draw_windows
-from cpu3d.config import load_config, save_config
+from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_ways
 from cpu3d.data.patches import patch_grid
 from cpu3d.data.region import whole
 from cpu3d.inference.runs import Inference
+from cpu3d.settings import load_config, save_config
 from cpu3d.util.records import read_records
 from models.config import UNetConfig
 
 MIB = 2**20
 HOST = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
-WAYS = [
-    Way(ONE_PASS, Inference(one_pass=True)),
-    Way("6 x 10 x 8, overlap 0", Inference(window=(6, 10, 8), overlap=0.0)),
-    Way("12 x 10 x 8, overlap 0.5", Inference(window=(12, 10, 8))),
-]
+WAYS = {
+    ONE_PASS: Inference(one_pass=True),
+    "6 x 10 x 8, overlap 0": Inference(window=(6, 10, 8), overlap=0.0),
+    "12 x 10 x 8, overlap 0.5": Inference(window=(12, 10, 8)),
+}
 
 # --- Distances ---
 
@@ -104,7 +104,7 @@ def compare(tiny_store, tiny_run, monkeypatch):
     """Compares ways that answer as told, each round: (seconds, peak MiB, probabilities by case) or an error."""
 
     def compare(answers, cases, rounds=1, **more):
-        def answer(request):
+        def answer(work, request):
             assert request["device"] == more.get("device", "cpu")
             inference = request["inference"]
             told = answers[ONE_PASS if inference["one_pass"] else "x".join(map(str, inference["window"]))].pop(0)
@@ -117,9 +117,9 @@ def compare(tiny_store, tiny_run, monkeypatch):
             return {"cases": places, "process_peak_bytes": peak * MIB, "allocator_peak_bytes": None, **HOST}
 
         monkeypatch.setattr(windows, "in_fresh_process", answer)
-        result = compare_ways(tiny_run, tiny_store, cases, WAYS[: len(answers)], rounds=rounds, **more)
+        request, ways = {"run": str(tiny_run), "weights": "best", "device": "cpu", **more}, list(WAYS)[: len(answers)]
+        result = compare_ways(request, tiny_store, cases, {name: WAYS[name] for name in ways}, rounds=rounds)
         assert not list(tiny_run.glob(".bench*"))
-        assert draw_windows(result).startswith(b"\x89PNG")
         return result
 
     return compare
@@ -187,7 +187,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
 
     start(phantom_store, tmp_path / "run")._save_best()  # an untrained network has seams as well
     # Workers are called instead of started; what goes in and comes out passes through JSON all the same.
-    call = lambda request: json.loads(json.dumps(windows.work(json.loads(json.dumps(request)))))
+    call = lambda work, request: json.loads(json.dumps(work(json.loads(json.dumps(request)))))
     monkeypatch.setattr(windows, "in_fresh_process", call)
     record = tmp_path / "windows.jsonl"
     asked = ["--window", "16", "16", "16", "--window", "48", "48", "48", "--rounds", "1", "--record", str(record)]
@@ -220,7 +220,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(tiny_run, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(windows, "in_fresh_process", lambda request: pytest.fail("something was measured"))
+    monkeypatch.setattr(windows, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
     (tiny_run / "checkpoints").mkdir()
     (tiny_run / "checkpoints" / "best.npz").touch()
     assert main(["bench", "windows", "--run", str(tiny_run), *arguments]) == 2

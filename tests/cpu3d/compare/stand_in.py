@@ -22,10 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from cpu3d.config import load_config, save_config
 from cpu3d.recipes import RECIPES
+from cpu3d.settings import add_training_options, chosen_settings, load_config, save_config, with_settings
 from cpu3d.training.run_log import append_event, read_events
-from cpu3d.training_options import add_training_options, chosen_settings, with_settings
 
 BUDGET_STEPS = 6
 """What a budget of minutes comes to."""

@@ -12,8 +12,8 @@ import pytest
 from cpu3d.compare import command, report
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.compare.run import RunFailedError
-from cpu3d.config import load_config
 from cpu3d.errors import InputError
+from cpu3d.settings import load_config
 from cpu3d.util.records import read_records
 
 SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]

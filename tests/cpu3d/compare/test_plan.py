@@ -17,11 +17,10 @@ from cpu3d.compare.plan import (
     usual_variants,
 )
 from cpu3d.errors import InputError
-from cpu3d.resolve import resolve
+from cpu3d.settings import chosen_settings
 from cpu3d.training.train import add_arguments
-from cpu3d.training_options import chosen_settings
 from cpu3d.util.lock import locked
-from memory_estimator.host import read_host
+from tests.cpu3d.runs import decided
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         assert abs(course["voxels"] - whole) <= math.prod(course["grid"]) * course["batch"]
         run = planned_run(course, seed, tmp_path)
         settings = chosen_settings(train_arguments(run.options))
-        config = resolve(phantom_store, tmp_path / "none", read_host(), settings, None)
+        config = decided(phantom_store, tmp_path / "none", **settings)
         assert (config.steps, config.grid, config.seed) == (course["steps"], course["grid"], seed)
         assert config.unet.policy == course["policy"]
         assert (config.validations, config.warmup_steps) == (3, min(10, course["steps"] // 10))

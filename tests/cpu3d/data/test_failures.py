@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.config import RunConfig, save_config
 from cpu3d.data import write_cases
 from cpu3d.data.files.array_file import ArrayFile
 from cpu3d.data.files.arrays import voxels_sha256
@@ -30,6 +29,7 @@ from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
+from cpu3d.settings import RunConfig, save_config
 from cpu3d.training import train as train_module
 
 GOOD = ("BRATS_000", "BRATS_001", "BRATS_003")

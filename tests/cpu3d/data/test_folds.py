@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.config import load_config
 from cpu3d.data.folds import deal, parse_fold, with_fold
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.runs import store_of_run
+from cpu3d.settings import load_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 

@@ -10,8 +10,8 @@ from cpu3d.data import phantom as phantom_module
 from cpu3d.data.layouts import read_dataset
 from cpu3d.data.phantom import CHANNELS, phantom_case, write_phantom
 from cpu3d.errors import InputError
+from cpu3d.util.child import KILLED
 from cpu3d.util.lock import locked
-from cpu3d.util.workers import KILLED
 
 SMALL = (40, 48, 36)
 

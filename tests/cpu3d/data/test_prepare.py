@@ -20,7 +20,7 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.data.upkeep.change_format import change_format
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
-from cpu3d.util.workers import KILLED
+from cpu3d.util.child import KILLED
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 

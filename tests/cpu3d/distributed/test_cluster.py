@@ -1,16 +1,27 @@
+"""Who trains together by TF_CONFIG, Horovod's variables and lists of hosts, and which of them this process is."""
+
 import json
+import socket
 import sys
 
 import pytest
 
+from cpu3d.distributed import cluster as module
 from cpu3d.distributed.cluster import (
     ALONE,
+    OPEN_PORTS,
+    VARIABLES,
     Cluster,
+    addresses,
+    free_ports,
     from_hosts,
     host_and_port,
     join_address,
+    own_index,
     read_cluster,
+    read_hosts,
     share_of_host,
+    without_cluster,
 )
 from cpu3d.errors import InputError
 
@@ -20,8 +31,7 @@ def tf_config(tasks, kind="worker", index=0, **more):
 
 
 def horovod(rank, size, local, here):
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return {f"HOROVOD_{name}": str(value) for name, value in zip(names, (rank, size, local, here))}
+    return dict(zip(VARIABLES[1:5], map(str, (rank, size, local, here))))
 
 
 def test_without_variables_a_process_is_alone():
@@ -29,10 +39,11 @@ def test_without_variables_a_process_is_alone():
         assert read_cluster(environ) == ALONE
     assert (ALONE.workers, ALONE.rank, ALONE.is_chief) == (1, 0, True)
     assert (ALONE.local_ranks, ALONE.local_index) == ((0,), 0)
+    assert without_cluster({**tf_config({"worker": ["a:1"]}), **horovod(0, 1, 0, 1), "HOME": "/"}) == {"HOME": "/"}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "kind", "index", "addresses", "rank"),
+    ("tasks", "kind", "index", "found", "rank"),
     [
         ({"worker": ["a:1", "b:1"]}, "worker", 1, ("a:1", "b:1"), 1),
         ({"worker": ["a:1"]}, "worker", "0", ("a:1",), 0),
@@ -41,44 +52,42 @@ def test_without_variables_a_process_is_alone():
         ({"worker": ["[fe80::1]:29500", "[fe80::2]:29500"]}, "worker", 0, ("[fe80::1]:29500", "[fe80::2]:29500"), 0),
     ],
 )
-def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, addresses, rank):
-    cluster = read_cluster(tf_config(tasks, kind, index, environment="cloud"))
-    assert (cluster.addresses, cluster.rank, cluster.is_chief) == (addresses, rank, rank == 0)
+def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, found, rank):
+    cluster = read_cluster({**tf_config(tasks, kind, index, environment="cloud"), **horovod(1, 2, 0, 1)})
+    assert (cluster.addresses, cluster.rank, cluster.is_chief) == (found, rank, rank == 0)
     assert read_cluster({"TF_CONFIG": cluster.as_tf_config()}) == cluster
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
 @pytest.mark.parametrize(
-    ("addresses", "engine"),
+    ("found", "engine"),
     [(["127.0.0.1:1", "127.0.0.1:2"], "memory"), (["A:1", "a:2"], "memory"), (["a:1", "a:2", "b:1"], "tensorflow")],
 )
-def test_workers_of_one_host_share_memory(addresses, engine):
-    assert read_cluster(tf_config({"worker": addresses})).engine == engine
+def test_workers_of_one_host_share_memory(found, engine):
+    assert read_cluster(tf_config({"worker": found})).engine == engine
 
 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
-        ({"TF_CONFIG": "[1]"}, "JSON object"),
-        ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "objects named cluster and task"),
-        (tf_config({"worker": ["a:1"], "ps": ["b:1"]}), "chief and workers only, as all train alike, got ps"),
-        (tf_config({"worker": ["a:1"]}, "evaluator"), "task type 'evaluator'"),
-        (tf_config({"worker": ["a:1"]}, "ps"), "task type 'ps'"),
+        ({"TF_CONFIG": "[1]"}, "be JSON"),
+        ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
+        (tf_config({"worker": "a:1"}), "be JSON of a cluster and a task"),
+        (tf_config({"worker": [1]}), "be JSON of a cluster and a task"),
+        (tf_config({"worker": ["a:1"], "ps": ["b:1"]}), "as all train alike, got tasks ps, worker"),
+        (tf_config({"worker": ["a:1"]}, "evaluator"), "a evaluator"),
+        (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
         (tf_config({"worker": ["a:1"]}, index=1), "index below its 1 worker addresses, got 1"),
         (tf_config({"worker": ["a:1"]}, index=-1), "got -1"),
         (tf_config({"worker": ["a:1"]}, index=None), "got None"),
         (tf_config({"worker": ["a:1"]}, "chief"), "index below its 0 chief addresses"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
-        (tf_config({"worker": "a:1"}), "hold lists"),
         (tf_config({"worker": ["a"]}), "must be host:port"),
-        (tf_config({"worker": ["a:0"]}), "must be host:port"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
-        (tf_config({"worker": [1]}), "must be host:port"),
-        (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "name one chief"),
         (horovod(2, 2, 0, 1), "must be of one job"),
-        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE must be a whole number"),
+        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE ''"),
     ],
 )
 def test_a_cluster_that_is_not_whole_is_refused(environ, said):
@@ -88,8 +97,8 @@ def test_a_cluster_that_is_not_whole_is_refused(environ, said):
 
 def test_all_bad_addresses_are_told_at_once():
     with pytest.raises(InputError) as caught:
-        Cluster(("a", "b:1", "c:x"), 3)
-    assert len(caught.value.problems) == 3
+        Cluster(("a", "b:1", "c:x"), 3, engine="mpi")
+    assert len(caught.value.problems) == 4
 
 
 def test_workers_of_a_host_are_told_by_its_name():
@@ -110,19 +119,12 @@ def test_horovods_own_variables_count_the_workers_of_a_host(variables, local_ran
     assert cluster.engine == cluster.of_rank(0).engine == "horovod"
 
 
-def test_tf_config_goes_before_horovod():
-    assert read_cluster({**tf_config({"worker": ["a:1"]}), **horovod(1, 2, 0, 1)}).addresses == ("a:1",)
-
-
 def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
     cluster = from_hosts(("A", "fe80::2", "[fe80::3]"), (2, 1, 1), (5000, 5001), 2)
     assert cluster.addresses == ("a:5000", "a:5001", "[fe80::2]:5000", "[fe80::3]:5000")
     assert cluster.local_ranks == (2,)
     with pytest.raises(InputError, match="got a twice"):
         from_hosts(("a", "A"), (1, 1), (5000,))
-
-
-def test_an_address_is_taken_apart_and_put_together():
     for host, port in (("a-b.c", 1), ("10.0.0.1", 65535), ("fe80::1", 80)):
         assert host_and_port(join_address(host, port)) == (host, port)
 
@@ -132,3 +134,72 @@ def test_cpus_are_shared_by_the_workers_of_a_host_unless_slurm_has_bound_each():
     assert share_of_host(cluster, {}) == (1, 2)
     assert share_of_host(cluster, {"SLURM_CPU_BIND_LIST": "0xF"}) == (1, 2), "one task of its host"
     assert share_of_host(cluster, {"SLURM_CPU_BIND_LIST": "0x3,0xC"}) == (0, 1)
+
+
+# --- Hosts ---
+
+NAMES = {"n1": {"10.0.0.1"}, "n2": {"10.0.0.2"}, "n3": {"fd00::3"}, "also-n2": {"10.0.0.2"}, "debian": {"127.0.1.1"}}
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """index(hosts, own addresses, own name)"""
+
+    def find(hosts, own=("10.0.0.9",), name="another"):
+        monkeypatch.setattr(module, "own_addresses", lambda: frozenset(own))
+        monkeypatch.setattr(module, "addresses", lambda host: frozenset(NAMES.get(host, {host.strip("[]")})))
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        return own_index(hosts)
+
+    return find
+
+
+def test_a_list_or_a_file_names_the_hosts(tmp_path):
+    assert read_hosts("a, b,10.0.0.1") == ("a", "b", "10.0.0.1")
+    file = tmp_path / "hosts"
+    file.write_text("# the first rack\na\n\n b  # slow\n[fd00::3]\n")
+    assert read_hosts(str(file)) == ("a", "b", "[fd00::3]")
+    file.write_text("a slots=2\n")
+    for text in (str(file), "", ",", "a:1/b"):
+        with pytest.raises(InputError, match="--hosts must be names"):
+            read_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "own", "name", "here"),
+    [
+        (("n1", "n2"), {"10.0.0.2", "127.0.0.1"}, "another", 1),
+        (("10.0.0.1", "10.0.0.2"), {"10.0.0.1"}, "another", 0),
+        (("[fd00::2]", "[fd00::3]"), {"fd00::3"}, "another", 1),
+        (("n6", "debian"), {"10.0.0.7"}, "another", 1),  # its name stands for 127.0.1.1 on itself
+        (("n6", "n7"), {"10.0.0.7"}, "n7.cluster.org", 1),
+        (("n6.cluster.org", "n7.cluster.org"), {"10.0.0.7"}, "n7.cluster.org", 1),
+    ],
+)
+def test_this_host_is_the_one_with_its_addresses_or_its_name(index, hosts, own, name, here):
+    assert index(hosts, own, name) == here
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (("n1", "n3"), "once, got none of n1, n3; give --host-index"),
+        (("n7.other.org", "n1"), "got none"),
+        (("n2", "also-n2"), "got n2 and also-n2"),
+        (("localhost", "n2"), "what the others reach them by, got localhost"),
+        (("n1", "[::1]"), "got"),
+    ],
+)
+def test_a_list_that_does_not_tell_is_refused(index, hosts, said):
+    with pytest.raises(InputError, match=said):
+        index(hosts, {"10.0.0.2"}, "n7.cluster.org")
+
+
+def test_this_machine_has_addresses_and_free_ports():
+    assert addresses("127.0.0.1") == {"127.0.0.1"}
+    assert addresses("a..b") == frozenset()
+    assert own_index(("127.0.0.1",)) == 0
+    ports = free_ports(3)
+    assert len(set(ports) & set(OPEN_PORTS)) == 3
+    with socket.socket() as listener:
+        listener.bind(("", ports[1]))

@@ -1,25 +1,121 @@
-"""With a stand-in for the training: it leaves a log of steps and ends as a file beside the run says."""
+"""What a launch plans and starts, with a stand-in for the training: it ends as a file beside the run says."""
 
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
-from cpu3d.distributed import earlier, launch, plan
+from cpu3d.distributed import launch
+from cpu3d.distributed.cluster import HOROVOD, OPEN_PORTS, from_tf_config
+from cpu3d.distributed.launch import Options, make_plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS
-from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
+from cpu3d.host.topology import EXAMPLE_HOSTS
 from cpu3d.util.child import ROOT
 
+# --- The plan ---
+
+
+def slurm(nodes, tasks, rank, **more):
+    return {
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "1",
+        **more,
+    }
+
+
+def plan_of(environ=None, sockets=2, **options):
+    return make_plan(Options(**options), environ or {}, lambda: sockets)
+
+
+TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})}
+N1 = ["n1:15016", "n1:15017"]
+N2 = ["n2:15016", "n2:15017"]
+
+PLANS = [
+    # options, environment, sockets of this host -> addresses, ranks that start here, where it is from
+    ({"workers": 2, "port": 5000}, {}, 4, ["127.0.0.1:5000", "127.0.0.1:5001"], (0, 1), "this one"),
+    ({"hosts": "a,b", "host_index": 1}, {}, 1, ["a:29500", "b:29500"], (1,), "--hosts"),
+    ({"hosts": "a,b", "host_index": 1}, {}, 2, ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),
+    ({"hosts": "a,b", "host_index": 0, "workers": 1, "port": 6000}, {}, 2, ["a:6000", "b:6000"], (0,), "--hosts"),
+    ({"hosts": "a", "port": 41001}, {}, 2, ["a:41001", "a:41002"], (0, 1), "--hosts"),
+    ({"hosts": "fd00::1,fd00::2", "workers": 1, "host_index": 0}, {}, 2,
+     ["[fd00::1]:29500", "[fd00::2]:29500"], (0,), "--hosts"),
+    ({}, TF, 4, ["a:1", "b:1"], (1,), "TF_CONFIG"),
+    ({"workers": 1}, TF, 4, ["a:1", "b:1"], (1,), "TF_CONFIG"),
+    ({"hosts": "c,d", "workers": 1, "host_index": 0}, TF, 2, ["c:29500", "d:29500"], (0,), "--hosts"),
+    ({}, {**TF, **slurm("n[1-2]", "1(x2)", 0)}, 2, ["a:1", "b:1"], (1,), "TF_CONFIG"),
+    # each task of srun starts the workers of its host
+    ({}, slurm("n[1-2]", "1(x2)", 0), 2, N1 + N2, (0, 1), "Slurm"),
+    ({}, slurm("n[1-2]", "1(x2)", 1), 2, N1 + N2, (2, 3), "Slurm"),
+    ({"workers": 1}, slurm("n[1-2]", "1(x2)", 1), 2, [N1[0], N2[0]], (1,), "Slurm"),
+    # each task of srun is a worker
+    ({}, slurm("n[1-2]", "2(x2)", 2), 2, N1 + N2, (2,), "Slurm"),
+    ({"workers": 1, "port": 7000}, slurm("n1", "2", 1), 2, ["n1:7000", "n1:7001"], (1,), "Slurm"),
+    ({}, slurm("n1", "2", 1, SLURM_STEP_RESV_PORTS="9000-9001"), 2, ["n1:9000", "n1:9001"], (1,), "Slurm"),
+    ({}, slurm("n1", "2", 1, SLURM_STEP_RESV_PORTS="9000"), 2, ["n1:9000", "n1:9001"], (1,), "Slurm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "environ", "sockets", "addresses", "ranks", "found"), PLANS)
+def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, found):
+    plan = plan_of(environ, sockets, **options)
+    assert list(plan.cluster.addresses) == addresses
+    assert (plan.ranks, plan.found) == (ranks, found)
+    assert plan.cluster.rank == ranks[0]
+    for rank in ranks:
+        told = plan.environ_of(rank, {**TF, "HOROVOD_RANK": "3", "HOME": "/"})
+        assert from_tf_config(told.pop("TF_CONFIG")) == plan.cluster.of_rank(rank)
+        assert told == {"HOME": "/"}
+
+
+def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
+    alone = plan_of(workers=1)
+    assert alone.environ_of(0, {"HOME": "/", **TF}) == {"HOME": "/"}
+    assert alone.words == "1 worker on 1 host (this one)"
+    ports = [int(address.rpartition(":")[2]) for address in plan_of(sockets=4).cluster.addresses]
+    assert len(set(ports) & set(OPEN_PORTS)) == 4
+    assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 of them here"
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "said"),
+    [
+        ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be in --hosts, counted from 0, got 2"),
+        ({"workers": 2}, TF, "--workers must be left out with TF_CONFIG"),
+        ({"workers": 2}, slurm("n1", "2", 0), "--workers must be left out with Slurm"),
+        ({"engine": HOROVOD}, TF, "launched once for all hosts, got it with TF_CONFIG"),
+        ({"engine": HOROVOD}, slurm("n1", "1", 0), "got it with a task of srun"),
+        ({"hosts": "a,a", "host_index": 0}, {}, "got a twice"),
+    ],
+)
+def test_what_does_not_agree_is_refused(options, environ, said):
+    with pytest.raises(InputError, match=said):
+        plan_of(environ, **options)
+
+
+def test_workers_with_cpus_of_their_own_share_with_nobody():
+    bound = {"SLURM_CPU_BIND_LIST": "0x3,0xC"}
+    assert plan_of({**slurm("n1", "2", 1), **bound}).sharing_here == 1
+    assert plan_of(slurm("n1", "2", 1)).sharing_here == 2
+    assert plan_of({**slurm("n1", "1", 0), **bound}, 3).sharing_here == 3
+
+
+def test_a_batch_script_that_leaves_hosts_idle_is_told_so():
+    script = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}
+    assert plan_of(script, workers=1).note.startswith("the job has 2 other hosts, which srun")
+    assert plan_of(workers=1).note == ""
+
+
+# --- The launch ---
+
 STAND_IN = """
-import json, os, signal, sys, time
+import json, os, sys
 from pathlib import Path
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.training.run_log import append_event
@@ -31,15 +127,6 @@ if cluster.is_chief:
     append_event(run, {"event": "start", "step": 0, "steps": 2})
     for step in (1, 2):
         append_event(run, {"event": "step", "step": step})
-if "waits" in ends:
-    told = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: told.append(number))
-    (run.parent / f"waits-{cluster.rank}").write_text(str(os.getpid()))
-    end = time.monotonic() + 120
-    while not told and time.monotonic() < end:
-        time.sleep(0.01)
-    sys.exit(128 + told[0])
 sys.exit(ends.get(str(cluster.rank), 0))
 """
 
@@ -56,7 +143,7 @@ def alone(monkeypatch):
 def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr(plan, "PROGRAM", (sys.executable, str(script)))
+    monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
     monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"][1])
     return script
 
@@ -86,11 +173,6 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert told.endswith(f"logs in {tmp_path / 'run' / 'logs'}")
 
 
-def test_one_worker_is_alone(program, tmp_path):
-    launched("--workers", 1, *train(tmp_path))
-    assert "worker 0 of 1" in (tmp_path / "run" / "logs" / "worker-0.log").read_text()
-
-
 def test_under_tf_config_a_launch_is_that_worker(program, tmp_path, monkeypatch, capsys):
     content = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(content))
@@ -108,46 +190,6 @@ def test_the_exit_code_is_the_failing_workers(program, tmp_path):
     with pytest.raises(WorkerFailedError, match=r"worker 1 on .* got exit code 4 \(it diverged\)") as caught:
         launched("--workers", 2, *train(tmp_path, "--batch", 2))
     assert caught.value.exit_code == 4
-
-
-@pytest.mark.parametrize("options", [("--batch", 3), ()])
-def test_a_batch_that_cannot_be_shared_is_refused_once_and_before_anything_starts(program, tmp_path, options):
-    with pytest.raises(InputError, match=r"--batch must be a multiple of the 2 workers, got (1|3); take --batch (2|4)"):
-        launched("--workers", 2, *train(tmp_path, *options))
-    assert not (tmp_path / "run").exists()
-
-
-def test_only_the_chiefs_host_knows_the_batch_of_a_run_that_goes_on(program, tmp_path):
-    hosts = ("--hosts", "a,b", "--workers", 1, "--dry-run")
-    assert launched(*hosts, "--host-index", 1, *train(tmp_path)) == 0
-    for options in (("--host-index", 0), ("--host-index", 1, "train", "--batch", 3)):
-        with pytest.raises(InputError, match="--batch must be a multiple"):
-            launched(*hosts, *options[:2], *train(tmp_path, *options[3:]))
-
-
-def test_workers_of_an_earlier_launch_are_waited_for(program, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(earlier, "MOST_S", 0.3)
-    (tmp_path / "run").mkdir()
-    saves = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        start = process_start(saves.pid)
-        of_day = {"started": 0.0, "beat": 0.0, "phase_since": 0.0}
-        place = {"process_start": start, "place": this_place(), "host_name": "here"}
-        beat = Heartbeat(rank=0, workers=1, pid=saves.pid, phase="saving", step=1, steps=9, **of_day, **place)
-        write_heartbeat(tmp_path / "run", beat)
-        with pytest.raises(InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"):
-            launched("--workers", 1, *train(tmp_path))
-        monkeypatch.setattr(earlier, "MOST_S", 30)
-        threading.Timer(0.3, saves.stdin.close).start()
-        assert launched("--workers", 1, *train(tmp_path)) == 0, "also while nobody has collected it"
-    finally:
-        saves.kill()
-        saves.wait()
-    assert "waiting for worker 0" in capsys.readouterr().err
-
-
-def test_a_batch_for_each_worker_can_always_be_shared(program, tmp_path):
-    assert launched("--workers", 4, "--dry-run", *train(tmp_path, "--batch-per-worker", 1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -182,27 +224,13 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
     assert launched("--dry-run", "--on-host", name, *train(ROOT / "none-such", "--batch", 4)) == 0
     told = capsys.readouterr().out
     assert f"{workers} worker" in told.splitlines()[0]
-    topology = EXAMPLE_HOSTS[name][1]
+    topology = EXAMPLE_HOSTS[name]
     assert f"{topology.host.usable_cores // workers} " in told
     assert told.count("-m cpu3d train") == workers
     assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)
     for line in told.splitlines():
         assert len(line) <= columns or "cpu3d train" in line
     assert not (ROOT / "none-such").exists()
-
-
-def test_a_dry_run_shows_where_each_worker_is(alone, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    launched("--dry-run", "--on-host", "paper-4x20", "--hosts", "a,b", *train(ROOT / "none-such", "--batch", 8))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("8 workers on 2 hosts (--hosts), 4 of them here")
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.count("│") == 6]
-    assert rows[:8] == [
-        [str(rank), f"{'ab'[rank // 4]}:{29500 + rank % 4}", str(rank % 4), str(rank % 4), "yes" if rank < 4 else "no"]
-        for rank in range(8)
-    ]
-    assert "All hosts are taken to be like this one." in lines
-    assert sum("cpu3d train" in line for line in lines) == 4, "those of this host"
 
 
 def test_the_example_hosts_are_told(alone, capsys):
@@ -218,31 +246,3 @@ def test_horovod_is_started_by_its_own_launcher(alone, program, tmp_path, capsys
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="horovod must be installed"):
         launched(*words)
-
-
-MAIN = """
-import sys
-from cpu3d.__main__ import main
-from cpu3d.distributed import earlier, launch, plan
-from cpu3d.training.guard.heartbeat import Heartbeat, process_start, this_place, write_heartbeat
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS
-plan.PROGRAM, launch.read_topology = tuple(sys.argv[1:3]), lambda: EXAMPLE_HOSTS["xeon-2x28"][1]
-sys.exit(main(sys.argv[3:]))
-"""
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_launch_that_is_told_to_end_waits_for_its_workers_and_ends_as_they_do(program, tmp_path, number, code):
-    (tmp_path / "ends").write_text('{"waits": 1}')
-    words = [str(word) for word in ("launch", "--workers", 2, *train(tmp_path, "--batch", 2))]
-    command = [sys.executable, "-c", MAIN, *plan.PROGRAM, *words]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not all((tmp_path / f"waits-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == code
-    assert "interrupted: all workers have ended; the same command continues" in told

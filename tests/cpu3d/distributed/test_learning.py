@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.config import RunConfig
 from cpu3d.errors import WorkerLostError, WorkersDifferError
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner, _fingerprint
 from models.config import UNetConfig
 from tests.cpu3d.distributed.threads import ThreadExchange, together

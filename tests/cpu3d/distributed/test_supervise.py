@@ -1,5 +1,6 @@
 """With tiny processes in the workers' place."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,16 +10,14 @@ import time
 
 import pytest
 
-from cpu3d.distributed import running
 from cpu3d.distributed import supervise as module
-from cpu3d.distributed.patience import Patience
-from cpu3d.distributed.running import Job
-from cpu3d.distributed.supervise import WorkerFailedError, supervise
-from cpu3d.errors import Interrupted
+from cpu3d.distributed.supervise import Job, Patience, WorkerFailedError, supervise, wait_for_earlier
+from cpu3d.errors import InputError, Interrupted
+from cpu3d.training.heartbeat import process_start, write_heartbeat
 from cpu3d.util.child import ROOT
-from tests.cpu3d.training.guard.beats import beat
+from tests.cpu3d.training.beats import beat
 
-QUICK = Patience(poll_s=0.02, look_s=0.1, settle_s=0.6, hears_s=0.6, grace_s=5.0)
+QUICK = Patience(poll_s=0.02, settle_s=0.6, hears_s=0.6, grace_s=5.0)
 
 WORKS = "import time; time.sleep(30)"
 
@@ -43,6 +42,8 @@ LOSES_ANOTHER = "import sys, time; time.sleep({after_s}); print('error: lost'); 
 
 FAILS = "import sys, time; time.sleep({after_s}); print('error: no case is left'); sys.exit({code})"
 
+DEAF = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); " + WORKS
+
 
 @pytest.fixture
 def job(tmp_path):
@@ -50,55 +51,54 @@ def job(tmp_path):
 
     def make(rank, script):
         command = (sys.executable, "-c", script)
-        return Job(f"worker {rank}", "this host", command, dict(os.environ), tmp_path / f"worker-{rank}.log")
+        return Job(f"worker {rank}", command, dict(os.environ), tmp_path / f"worker-{rank}.log")
 
     return make
 
 
-def waited_for(path, words, most_s=60.0):
+def words(job):
+    return job.log.read_text().split() if job.log.exists() else []
+
+
+def wait_until(condition, most_s=60.0):
     end = time.monotonic() + most_s
-    while not (path.exists() and words in path.read_text().split()):
-        assert time.monotonic() < end, f"no {words!r} in {path}"
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def failure(jobs, **more):
+def failure(jobs, patience=QUICK, **more):
     with pytest.raises(WorkerFailedError) as caught:
-        supervise(jobs, patience=QUICK, **more)
+        supervise(jobs, jobs[0].log.parent, patience=patience, **more)
     return caught.value
 
 
-def test_workers_that_end_well_leave_their_words_after_those_of_before(job):
+def test_workers_that_end_well_leave_their_words_after_those_of_before(job, tmp_path):
     jobs = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)]
     shown = []
     for attempts in (1, 2):
-        supervise(jobs, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK)
+        show = lambda: shown.append(jobs[0].log.read_text())
+        supervise(jobs, tmp_path, show=show, patience=QUICK)
         for rank in (0, 1):
-            header, words = jobs[rank].log.read_text().splitlines()[-2:]
+            header, said = jobs[rank].log.read_text().splitlines()[-2:]
             assert header.startswith("--- 20")
-            assert f"worker {rank} on this host: " in header
-            assert words == f"hello from {rank}"
+            assert f"worker {rank}: " in header
+            assert said == f"hello from {rank}"
             assert jobs[rank].log.read_text().count("\nhello") == attempts
     assert "hello" in shown[-1], "shown once more when all have ended"
 
 
 def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job):
     jobs = [job(0, SAVES), job(1, FAILS.format(after_s=0.3, code=2)), job(2, SAVES)]
-    began_s = time.monotonic()
     error = failure(jobs)
-    assert time.monotonic() - began_s < 25, "they end by themselves after 30 s"
     assert error.exit_code == 2
     told = str(error)
-    assert told.startswith("worker 1 on this host (process ")
+    assert told.startswith("worker 1 on ")
     assert "got exit code 2 (bad input)" in told
     assert f"all of it is in {jobs[1].log}, which ends:\n  error: no case is left" in told
     assert told.count("told by SIGTERM, and it saved") == 2
-    assert "saved" in jobs[0].log.read_text()
-
-
-def test_last_words_are_of_this_attempt(job):
-    failure([job(0, FAILS.format(after_s=0, code=1))])
-    assert "no case is left" not in str(failure([job(0, "import sys; sys.exit(1)")]))
+    assert "saved" in words(jobs[0])
+    assert "no case is left" not in str(failure([job(1, "import sys; sys.exit(1)")])), "of another attempt"
 
 
 @pytest.mark.parametrize(
@@ -106,184 +106,225 @@ def test_last_words_are_of_this_attempt(job):
     [
         # the other hears of it and is gone before the one that fails
         ((LOSES_ANOTHER.format(after_s=0), FAILS.format(after_s=0.3, code=4)), "worker 1", 4),
-        # at the same moment
-        ((LOSES_ANOTHER.format(after_s=0), FAILS.format(after_s=0, code=1)), "worker 1", 1),
         # killed by someone
         (("import os; os.kill(os.getpid(), 9)", LOSES_ANOTHER.format(after_s=0.1)), "worker 0", 6),
-        (("import os; os.kill(os.getpid(), 11)", WORKS), "worker 0", 6),
         # both lost one that is not here
         ((LOSES_ANOTHER.format(after_s=0.3), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
-        # lost, while the one that hangs goes on
-        ((LOSES_ANOTHER.format(after_s=0), SAVES), "worker 0", 6),
         # the others agree to end as well, and the chief takes longer to save
         (("import sys, time; time.sleep(0.5); sys.exit(5)", FAILS.format(after_s=0, code=5)), "worker 1", 5),
         # it ends with what others do not end with
         ((WORKS, FAILS.format(after_s=0, code=77)), "worker 1", 1),
+        # suspended, while the other has lost it
+        ((LOSES_ANOTHER.format(after_s=0.2), SUSPENDED), "worker 1", 6),
+        # suspended, but not the first that failed
+        ((SUSPENDED, FAILS.format(after_s=0.3, code=4)), "worker 1", 4),
     ],
 )
 def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code):
     error = failure([job(rank, script) for rank, script in enumerate(scripts)])
     assert str(error).startswith(f"{culprit} on")
     assert error.exit_code == code
-    lost_elsewhere = all("exit(6)" in script or script == SAVES for script in scripts)
-    assert ("look into their logs" in str(error)) == lost_elsewhere
-
-
-def test_who_saves_as_all_have_agreed_is_given_the_time(job):
-    slow = "import sys, time; time.sleep(0.7); print('saved'); sys.exit(143)"
-    jobs = [job(0, slow), job(1, "import sys; sys.exit(143)")]
-    assert failure(jobs).exit_code == 143
-    assert "saved" in jobs[0].log.read_text().split()
-
-
-def test_who_is_suspended_is_the_cause_where_another_has_lost_it(job):
-    jobs = [
-        job(0, LOSES_ANOTHER.format(after_s=0.2)),
-        job(1, SUSPENDED),
-    ]
-    said = []
-    error = failure(jobs, say=said.append)
-    assert str(error).startswith("worker 1 on")
-    assert "got hangs, suspended by a signal" in str(error)
-    (line,) = said
-    assert line.startswith("launch: worker 0 has ended with exit code 6 ")
-
-
-def test_a_signal_is_told_in_words(job):
-    told = str(failure([job(0, "import os; os.kill(os.getpid(), 9)")]))
-    assert "got SIGKILL (killed by someone, or by the kernel for want of memory)" in told
+    assert ("look into their logs" in str(error)) == all("exit(6)" in script for script in scripts)
 
 
 def test_who_does_not_end_is_made_to(job):
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); " + WORKS
-    jobs = [job(0, deaf), job(1, FAILS.format(after_s=0.5, code=1))]
-    with pytest.raises(WorkerFailedError, match="worker 1 on") as caught:
-        supervise(jobs, patience=Patience(poll_s=0.02, hears_s=0.1, grace_s=0.2))
-    assert "worker 0 SIGKILL" in str(caught.value)
-
-
-def test_who_hangs_is_ended_and_named(job):
-    """Two workers: one is suspended, and the other ends when it is told of the loss."""
-    jobs = [job(0, SAVES), job(1, SUSPENDED)]
-    asked = []
-
-    def hanging(pids):
-        asked.append(list(pids))
-        return {pids[1]: "silent for 61 s"} if len(asked) == 3 else {}
-
-    error = failure(jobs, hanging=hanging)
-    assert error.exit_code == 6
-    assert "worker 1 on" in str(error)
-    assert "got hangs, silent for 61 s" in str(error)
-    assert [len(pids) for pids in asked] == [2, 2, 2]
-
-
-def test_who_was_suspended_is_not_taken_for_the_first_that_failed(job):
-    jobs = [job(0, SUSPENDED), job(1, FAILS.format(after_s=0.3, code=4))]
-    error = failure(jobs)
-    assert (error.exit_code, str(error).startswith("worker 1 on")) == (4, True)
-    assert "worker 0 hangs, suspended by a signal" in str(error)
+    jobs = [job(0, DEAF), job(1, FAILS.format(after_s=0.5, code=1))]
+    error = failure(jobs, Patience(poll_s=0.02, hears_s=0.1, grace_s=0.2))
+    assert str(error).startswith("worker 1 on")
+    assert "worker 0 SIGKILL" in str(error)
 
 
 def test_who_cannot_be_ended_is_named_and_left(job, monkeypatch):
     """As one that waits in the kernel for a file system: here nothing is sent to it."""
-    monkeypatch.setattr(running, "family", lambda pid: ())
-    children, start = [], running.start
-    monkeypatch.setattr(running, "start", lambda *words: children.append(start(*words)) or children[-1])
-    deaf = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); " + WORKS
-    jobs = [job(0, deaf), job(1, LOSES_ANOTHER.format(after_s=0.5))]
-    short = Patience(poll_s=0.02, settle_s=0.1, grace_s=0.1, dies_s=0.2)
-    began_s = time.monotonic()
-    with pytest.raises(WorkerFailedError) as caught:
-        supervise(jobs, patience=short)
-    pid = int(jobs[0].log.read_text().splitlines()[1])
-    os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(module, "family", lambda pid: ())
+    children, start = [], module.start
+    monkeypatch.setattr(module, "start", lambda *given: children.append(start(*given)) or children[-1])
+    jobs = [job(0, DEAF), job(1, LOSES_ANOTHER.format(after_s=0.5))]
+    error = failure(jobs, Patience(poll_s=0.02, settle_s=0.1, grace_s=0.1, dies_s=0.2))
+    children[0].kill()
     children[0].wait()
-    assert time.monotonic() - began_s < 25
-    assert caught.value.exit_code == 6
-    assert str(caught.value).startswith("worker 0 on")
-    assert f"SIGKILL does not end process {pid}: see whether the file systems" in str(caught.value)
+    assert error.exit_code == 6
+    assert str(error).startswith("worker 0 on")
+    assert f"SIGKILL does not end process {children[0].pid}" in str(error)
 
 
-def test_a_log_that_cannot_be_read_any_more_holds_nobody(job, monkeypatch):
-    held = threading.Event()
+def test_a_file_system_that_does_not_answer_holds_nobody_and_is_said_once(job, monkeypatch):
+    held, said = threading.Event(), []
     monkeypatch.setattr(module, "last_words", lambda log, begin: held.wait(60))
-    monkeypatch.setattr(module, "LOG_S", 0.2)
-    error = failure([job(0, FAILS.format(after_s=0, code=4))])
+    monkeypatch.setattr(module, "read_heartbeats", lambda run: held.wait(60) and {})
+    patience = Patience(poll_s=0.02, file_system_s=0.1)
+    monkeypatch.setattr(module, "LAST_LOOK_S", 0.2)
+    error = failure([job(0, FAILS.format(after_s=0.5, code=4))], patience, say=said.append)
     held.set()
-    assert (error.exit_code, "its file system does not answer" in str(error)) == (4, True)
+    assert error.exit_code == 4
+    assert sum("file system must answer" in line for line in said) == 1
+
+
+# --- By heartbeats ---
+
+
+def beating(run, **changes):
+    """Writes the heartbeat of each process that reports its number in a log of `run`, as of the moment."""
+
+    def show():
+        for log in run.glob("worker-*.log"):
+            pids = [word for word in log.read_text().split() if word.isdigit()]
+            with contextlib.suppress(IndexError):
+                pid, rank = int(pids[-1]), int(log.stem[-1])
+                write_heartbeat(run, beat(rank=rank, pid=pid, process_start=process_start(pid) or 0, **changes))
+
+    return show
+
+
+REPORTS = "import os; print(os.getpid(), flush=True); "
 
 
 @pytest.mark.parametrize(("phase", "saved"), [("computing", True), ("starting", False)])
-def test_who_trains_is_given_the_time_for_its_step_and_who_does_not_is_not(job, phase, saved):
+def test_who_trains_is_given_the_time_for_its_step_and_who_does_not_is_not(job, tmp_path, phase, saved):
     """The step takes 1 s, longer than all other patience; after it the worker hears of the loss, saves and ends."""
-    step = "import sys, time; print('ready', flush=True); time.sleep(1); print('saved'); sys.exit(6)"
-    for code in (2, 3):
-        jobs = [job(0, step), job(1, FAILS.format(after_s=0.3, code=code))]
-        short = Patience(poll_s=0.02, hears_s=0.1, grace_s=0.1, unforeseen_s=0.1)
-        jobs[0].log.unlink(missing_ok=True)
-        with pytest.raises(WorkerFailedError) as caught:
-            supervise(jobs, patience=short, beats=lambda pid: [beat(phase=phase, longest_step_s=1.5)])
-        assert caught.value.exit_code == code
-        assert ("saved" in jobs[0].log.read_text().split()) == saved
+    step = REPORTS + "import sys, time; time.sleep(1.2); print('saved'); sys.exit(6)"
+    jobs = [job(0, step), job(1, FAILS.format(after_s=0.6, code=2))]
+    short = Patience(poll_s=0.02, hears_s=0.1, grace_s=0.1, unknown_s=0.1)
+    error = failure(jobs, short, show=beating(tmp_path, phase=phase, longest_step_s=2.0))
+    assert error.exit_code == 2
+    assert ("saved" in words(jobs[0])) == saved
 
 
-def test_a_step_in_flight_is_not_cut_off_by_force(job):
-    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1.5); print('saved')"
-    jobs = [job(0, slow), job(1, LOSES_ANOTHER.format(after_s=0.4))]
-    short = Patience(poll_s=0.02, settle_s=0.05, grace_s=0.05)
-    with pytest.raises(WorkerFailedError):
-        supervise(jobs, patience=short, beats=lambda pid: [beat(phase="computing", longest_step_s=2.0)])
-    assert "saved" in jobs[0].log.read_text().split()
+PATIENCE = Patience(settle_s=8, saving_s=300, hears_s=20, grace_s=100, unknown_s=3600)
+STARTS, LEAVES = beat(phase="starting", longest_step_s=None), beat(phase="ended", longest_step_s=900.0)
+FIRST, COMPUTES = beat(phase="computing", longest_step_s=None), beat(phase="computing", longest_step_s=900.0)
+STORES = beat(phase="saving", longest_step_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "others", "seconds"),
+    [
+        (1, [], 0),
+        (3, [STARTS, LEAVES], 0),
+        (3, [STARTS, COMPUTES], 920),
+        (-9, [STORES], 22),
+        (4, [FIRST], 20),
+        (6, [COMPUTES], 8),
+        (5, [STARTS], 300),
+        (143, [COMPUTES], 300),
+    ],
+)
+def test_the_others_are_asked_to_end_when_they_have_heard_of_it(code, others, seconds):
+    assert PATIENCE.before_stop_s(code, others) == seconds
+
+
+@pytest.mark.parametrize(
+    ("beats", "seconds"),
+    [([], 100), ([STARTS], 100), ([LEAVES], 100), ([COMPUTES], 1900), ([FIRST], 3700), ([COMPUTES, STORES], 3700)],
+)
+def test_nobody_is_killed_in_what_is_in_flight(beats, seconds):
+    assert PATIENCE.before_kill_s(beats) == seconds
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "why"),
+    [
+        (WORKS, {"phase": "exchanging"}, "while exchanging, though it lives"),
+        (SUSPENDED, {}, "while computing, as a signal has stopped it"),
+        (SUSPENDED, {"phase": "ended", "exit_code": 0}, "as a signal has stopped it"),
+    ],
+)
+def test_who_lives_and_beats_no_more_is_ended_and_named(job, tmp_path, script, changes, why):
+    jobs = [job(0, SAVES), job(1, REPORTS + script)]
+    patience = Patience(poll_s=0.02, settle_s=0.1, hears_s=0.1, suspended_s=0.3, silent_s=0.3)
+    error = failure(jobs, patience, show=beating(tmp_path, beat=1.0, **changes))
+    assert error.exit_code == 6
+    assert str(error).startswith("worker 1 on")
+    assert "got hangs, silent for " in str(error)
+    assert why in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"place": "elsewhere"}, {"phase": "ended", "exit_code": 0}, {"beat": None}],
+    ids=["host", "end", "beats"],
+)
+def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are_let_go_on(job, tmp_path, changes):
+    def show():
+        more = {**changes, "beat": time.time()} if "beat" in changes else {"beat": 1.0, **changes}
+        beating(tmp_path, **more)()
+
+    patience = Patience(poll_s=0.02, silent_s=0.3)
+    supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
+
+
+def test_on_a_disk_that_takes_no_files_beats_are_lost_and_nobody_hangs(job, tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", full)
+    show, patience = beating(tmp_path, beat=1.0), Patience(poll_s=0.02, silent_s=0.3)
+    supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
+
+
+def test_below_a_launcher_the_one_that_hangs_is_ended_and_not_the_launcher(job, tmp_path):
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {REPORTS + WORKS!r}])"
+    said, patience = [], Patience(poll_s=0.02, silent_s=0.3)
+    supervise([job(0, launcher)], tmp_path, show=beating(tmp_path, beat=1.0), say=said.append, patience=patience)
+    assert len(said) == 1
+    assert "hangs, silent for" in said[0]
+
+
+def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
+    said = []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as saves:
+        start = process_start(saves.pid)
+        write_heartbeat(tmp_path, beat(pid=saves.pid, process_start=start, phase="saving", longest_step_s=None))
+        with pytest.raises(InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"):
+            wait_for_earlier(tmp_path, said.append, most_s=0.3)
+        threading.Timer(0.3, saves.stdin.close).start()
+        wait_for_earlier(tmp_path, said.append, most_s=30)
+    assert "waiting for worker 0" in said[0]
+
+
+# --- Signals ---
+
+
+def when_ready(jobs, number):
+    """Send ourselves a signal when all workers are there."""
+
+    def interrupt():
+        wait_until(lambda: all("ready" in words(one) for one in jobs))
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt).start()
 
 
 @pytest.mark.parametrize(
     ("number", "passed_on"),
     [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM)],
 )
-def test_signals_are_passed_on_and_all_are_waited_for(job, number, passed_on):
+def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, passed_on):
     jobs = [job(rank, SAVES) for rank in (0, 1)]
-
-    def interrupt():
-        for one in jobs:
-            waited_for(one.log, "ready")
-        os.kill(os.getpid(), number)
-
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else a test under `nohup` would not pass it on
     try:
-        threading.Thread(target=interrupt).start()
+        when_ready(jobs, number)
         with pytest.raises(Interrupted) as caught:
-            supervise(jobs, patience=QUICK)
+            supervise(jobs, tmp_path, patience=QUICK)
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
     assert caught.value.signal_number == passed_on
-    assert all("saved" in one.log.read_text() for one in jobs)
+    assert all("saved" in words(one) for one in jobs)
     assert {one: signal.getsignal(one) for one in before} == before
 
 
-def test_a_signal_that_comes_when_all_is_done_changes_nothing(job):
+def test_a_signal_that_comes_when_all_is_done_changes_nothing(job, tmp_path):
     jobs = [job(0, SAVES.replace("sys.exit(128 + told[0])", ""))]
-
-    def interrupt():
-        waited_for(jobs[0].log, "ready")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
-    supervise(jobs, patience=QUICK)
-    assert "saved" in jobs[0].log.read_text().split()
+    when_ready(jobs, signal.SIGTERM)
+    supervise(jobs, tmp_path, patience=QUICK)
+    assert "saved" in words(jobs[0])
 
 
 def test_a_failure_while_saving_is_not_taken_for_an_interruption(job):
     fails = SAVES.replace("sys.exit(128 + told[0])", "print('error: No space left'); sys.exit(1)")
     jobs = [job(0, fails), job(1, SAVES)]
-
-    def interrupt():
-        for one in jobs:
-            waited_for(one.log, "ready")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
+    when_ready(jobs, signal.SIGTERM)
     error = failure(jobs)
     assert (error.exit_code, "No space left" in str(error)) == (1, True)
 
@@ -291,22 +332,21 @@ def test_a_failure_while_saving_is_not_taken_for_an_interruption(job):
 ALONE = """
 import os, sys
 from pathlib import Path
-from cpu3d.distributed.running import Job
-from cpu3d.distributed.supervise import supervise
+from cpu3d.distributed.supervise import Job, supervise
 logs = [Path(log) for log in sys.argv[2:]]
-supervise([Job(log.stem, "this host", (sys.executable, "-c", sys.argv[1]), dict(os.environ), log) for log in logs])
+command = (sys.executable, "-c", sys.argv[1])
+supervise([Job(log.stem, command, dict(os.environ), log) for log in logs], logs[0].parent)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parents are watched on Linux alone")
-def test_no_worker_outlives_a_launch_that_is_killed(tmp_path):
-    logs = [tmp_path / f"worker-{rank}.log" for rank in (0, 1)]
-    launch = subprocess.Popen([sys.executable, "-c", ALONE, SAVES, *map(str, logs)], cwd=ROOT)
+def test_no_worker_outlives_a_launch_that_is_killed(job):
+    jobs = [job(rank, SAVES) for rank in (0, 1)]
+    launch = subprocess.Popen([sys.executable, "-c", ALONE, SAVES, *(str(one.log) for one in jobs)], cwd=ROOT)
     try:
-        for log in logs:
-            waited_for(log, "ready")
+        wait_until(lambda: all("ready" in words(one) for one in jobs))
     finally:
         launch.kill()
         launch.wait()
-    for log in logs:
-        waited_for(log, "saved")
+    wait_until(lambda: all("saved" in words(one) for one in jobs))

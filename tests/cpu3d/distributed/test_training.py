@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from cpu3d.training.checkpoint_history import newest
+from cpu3d.training.checkpoint import newest
 from cpu3d.training.run_log import read_events
 from cpu3d.util.child import family
 
@@ -108,75 +108,3 @@ def test_a_worker_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits_als
     expected = weights(tmp_path / "whole")
     for name, array in weights(tmp_path / "cut").items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
-
-
-NETWORK = "10.91.7"
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces with a link between them and addresses of their own."""
-    names = [f"cpu3d-{os.getpid()}-{i}" for i in (1, 2)]
-    links = [f"c3d{os.getpid() % 100000}{i}" for i in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
-        for number, (name, link) in enumerate(zip(names, links), 1):
-            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield list(zip(names, links))
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs network namespaces: {error}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@needs_two_cores
-@pytest.mark.slow
-def test_two_hosts_train_as_one_and_a_cut_link_ends_both_and_nothing_is_lost(two_hosts, phantom_store, tmp_path):
-    """The run's folder is each host's own: the second has nothing of the first's but what comes by the network."""
-    words = ("--steps", 40, "--batch", 2, "--save-minutes", 100, "--validate-every", 100)
-
-    def start(run):
-        hosts = ["--hosts", f"{NETWORK}.1,{NETWORK}.2", "--workers", 1]
-        folders = [tmp_path / f"{run}{number}" for number in (1, 2)]
-        commands = [
-            ["ip", "netns", "exec", name, "taskset", "-c", str(number), sys.executable, "-m", "cpu3d", "launch"]
-            + [str(word) for word in (*hosts, *train(phantom_store, folders[number], *words))]
-            for number, (name, _) in enumerate(two_hosts)
-        ]
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return folders[0], [subprocess.Popen(command, cwd=ROOT, **pipe) for command in commands]
-
-    whole, both = start("whole")
-    for one in both:
-        said = one.communicate(timeout=120)[0]
-        assert one.returncode == 0, said
-    assert not list((tmp_path / "whole2").glob("checkpoints/*")), "only the chief writes"
-
-    cut, both = start("cut")
-    deadline = time.monotonic() + 60
-    while len(read_events(cut)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    name, link = two_hosts[0]
-    ip("-n", name, "link", "set", link, "down")
-    told = [one.communicate(timeout=300)[0] for one in both]
-    assert [one.returncode for one in both] == [6, 6], told
-    assert f"worker 1 ({NETWORK}.2:" in told[0]
-    assert f"worker 0 ({NETWORK}.1:" in told[1]
-
-    ip("-n", name, "link", "set", link, "up")
-    _, both = start("cut")
-    for one in both:
-        said = one.communicate(timeout=120)[0]
-        assert one.returncode == 0, said
-    expected = weights(whole)
-    for key, array in weights(cut).items():
-        np.testing.assert_array_equal(array, expected[key], err_msg=key)

@@ -6,7 +6,7 @@ from typing import Any, Callable, List
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.distributed.strategy import Exchange
+from cpu3d.distributed.all_reduce import Exchange
 
 
 class ThreadExchange(Exchange):

@@ -12,7 +12,7 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.host.apply import apply, import_tensorflow, set_up
-from cpu3d.host.memory_policy import memory_policy
+from cpu3d.host.memory import memory_policy
 from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, thread_plans
 from cpu3d.host.topology import cpu_ranges, read_topology
 from memory_estimator.host import read_host
@@ -58,64 +58,45 @@ print(json.dumps({
 """
 
 
-def run_engine(engine, **environment):
-    """What a fresh process, which has nothing of this one's settings, finds on `engine`."""
+def run_python(script, *arguments, **environment):
+    """What a fresh process, which has nothing of this one's settings, prints last, read as JSON."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, engine],
-        env={**clean, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", script, *arguments]
+    environment = {**clean, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-needs_itex = pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
+def run_engine(engine, **environment):
+    return run_python(SCRIPT, engine, **environment)
 
 
-@pytest.fixture(scope="module")
-def on_itex():
-    """With the affinity that a plan sets on hosts of several nodes."""
-    return run_engine("itex", KMP_AFFINITY=KMP_AFFINITY)
-
-
-@needs_itex
-def test_itex_is_loaded_and_named_with_its_threads(on_itex):
-    assert on_itex["itex_mapped"]
-    assert on_itex["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
-    assert on_itex["threads"] == [read_host().usable_cores, 1]
-    assert on_itex["again_is_same"]
-    assert "stock on" in on_itex["second"]
-
-
-@needs_itex
-@pytest.mark.skipif(read_host().logical_cpus < 2, reason="needs two CPUs")
-def test_where_openmp_binds_its_threads_those_of_python_stay_free(on_itex):
+@pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
+def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_free():
     """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked for it.
 
     Else every thread that reads data would inherit its one CPU.
     """
-    assert on_itex["bound"] == read_host().usable_cores
-    assert on_itex["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
+    found = run_engine("itex", KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
+    assert found["itex_mapped"]
+    assert found["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
+    assert found["threads"] == [read_host().usable_cores, 1]
+    assert found["again_is_same"]
+    assert "stock on" in found["second"]
+    if read_host().logical_cpus > 1:
+        assert found["bound"] == read_host().usable_cores
+        assert found["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
 
 
-@pytest.mark.parametrize(("engine", "onednn"), [("stock", "oneDNN"), ("stock-no-onednn", "no oneDNN")])
-def test_stock_engines_load_no_itex_although_it_is_installed(engine, onednn):
-    found = run_engine(engine, TF_ENABLE_ONEDNN_OPTS="0" if engine == "stock" else "1")
+def test_a_stock_engine_loads_no_itex_and_the_user_s_own_settings_win():
+    own = {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "2", "TF_ENABLE_ONEDNN_OPTS": "1"}
+    found = run_engine("stock-no-onednn", **own, TF_USE_LEGACY_KERAS="1")
     assert not found["itex_mapped"]
-    assert found["name"] == f"TensorFlow {TENSORFLOW}, {onednn}"
+    assert found["name"] == f"TensorFlow {TENSORFLOW}, no oneDNN"
     assert found["keras"].startswith(("tf_keras.", "keras.src.engine."))
-    assert found["exists_restored"]
-
-
-def test_what_the_user_set_wins_and_asking_for_legacy_keras_does_no_harm_where_keras_is_2_anyway():
-    own = {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    found = run_engine("auto", **own, TF_USE_LEGACY_KERAS="1")
     assert found["threads"] == [3, 2]
-    assert "no oneDNN" in found["name"]
-    assert found["keras"].startswith(("tf_keras.", "keras.src.engine."))
+    assert found["exists_restored"]
 
 
 @pytest.mark.skipif(TENSORFLOW.startswith("2.15"), reason="TensorFlow 2.15 has no Keras 3")
@@ -174,20 +155,10 @@ def test_an_unknown_engine_is_refused_with_the_choice(function):
 # --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
 
 
-def run_python(script, *arguments):
-    """What a fresh process prints last, read as JSON."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_"))}
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 needs_two_cores = pytest.mark.skipif(
     read_host().cores < 2 or read_host().sockets > 1 or read_host().cpu_quota is not None or sys.platform != "linux",
     reason="needs two cores of one socket to itself",
 )
-needs_policies = pytest.mark.skipif(memory_policy() is None, reason="the system does not tell of memory policies")
 
 
 @needs_two_cores
@@ -224,44 +195,32 @@ POLICIES = """
 import json, os, sys
 from cpu3d.host.apply import apply
 from cpu3d.host.describe import describe
-from cpu3d.host.memory_policy import memory_policy, set_memory_policy
+from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan
 from memory_estimator.host import read_host
-mine, nodes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-said = set_memory_policy(*mine)
-cpus = tuple(sorted(os.sched_getaffinity(0)))
-plan = ThreadPlan(1, 1, 1, {}, cpus=cpus, memory_nodes=tuple(nodes))
-apply(plan)
-print(json.dumps([said, memory_policy(), describe(read_host(), plan, "")[4:]]))
+cpus, found = tuple(sorted(os.sched_getaffinity(0))), []
+for mine, nodes in json.loads(sys.argv[1]):
+    refused = set_memory_policy(*mine)
+    plan = ThreadPlan(1, 1, 1, {}, cpus=cpus, memory_nodes=tuple(nodes))
+    apply(plan)
+    found.append([refused, memory_policy(), describe(read_host(), plan, "")[4:]])
+print(json.dumps([set_memory_policy("preferred", [900]), *found]))
 """
 
 
-@needs_policies
-@pytest.mark.parametrize(
-    ("mine", "nodes", "expected", "told"),
-    [
-        (["default"], [], ["default", []], []),
-        (["default"], [0], ["preferred", [0]], ["places: memory preferred on NUMA nodes 0"]),
-        (["interleaved", [0]], [0], ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]),
-        (
-            ["default"],
-            [900, 901],
-            ["default", []],
-            ["places: memory not interleaved on NUMA nodes 900-901, the system does not allow it"],
-        ),
-    ],
-)
-def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen(mine, nodes, expected, told):
-    said, found, places = run_python(POLICIES, json.dumps(mine), json.dumps(nodes))
-    assert said == ""
-    assert found == expected
-    assert places == told
-
-
-@needs_policies
-def test_nodes_that_are_not_there_are_refused_by_name():
-    script = "import json, cpu3d.host.memory_policy as m; print(json.dumps(m.set_memory_policy('preferred', [900])))"
-    assert run_python(script) == "Invalid argument"
+@pytest.mark.skipif(memory_policy() is None, reason="the system does not tell of memory policies")
+def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen():
+    refused, *found = run_python(
+        POLICIES,
+        json.dumps([(["default"], []), (["default"], [0]), (["interleaved", [0]], [0]), (["default"], [900, 901])]),
+    )
+    assert refused == "Invalid argument"
+    assert found == [
+        ["", ["default", []], []],
+        ["", ["preferred", [0]], ["places: memory preferred on NUMA nodes 0"]],
+        ["", ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]],
+        ["", ["default", []], ["places: memory not interleaved on NUMA nodes 900-901, the system does not allow it"]],
+    ]
 
 
 def test_workers_that_the_host_cannot_be_laid_with_are_refused(without_tensorflow):

@@ -1,17 +1,21 @@
-"""The doctor's report, its JSON, its exit codes. What it finds and tries is tested with `cpu3d.host`."""
+"""The doctor's report, its JSON, its exit codes; what is warned of, and what is said of a process that is set up."""
 
 import argparse
-import importlib.util
+import dataclasses
 import json
 
 import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.host import doctor
-from cpu3d.host.checks import Check
-from cpu3d.host.example_hosts import EXAMPLE_HOSTS, topology_of
-from cpu3d.host.self_test import self_test
-from cpu3d.host.topology import from_json, read_topology
+from cpu3d.host.describe import describe
+from cpu3d.host.doctor import host_checks
+from cpu3d.host.self_test import Check, self_test
+from cpu3d.host.thread_plan import default_workers, thread_plan, thread_plans
+from cpu3d.host.topology import EXAMPLE_HOSTS, Node, from_json, read_topology, restricted, topology_of
+from memory_estimator.host import Host
+
+GIB = 2**30
 
 
 def run(*words):
@@ -29,91 +33,73 @@ def tried(monkeypatch):
     return results
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_another_host_s_plan_is_printed_in_full(name, columns, capsys, monkeypatch, tried):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert run("--on-host", name) == 0
-    said = capsys.readouterr().out
-    assert "What this host has" in said
-    assert "…" not in said
-    assert max(map(len, said.splitlines())) <= int(columns)
-    assert "oneDNN" not in said.replace("TF_ENABLE_ONEDNN_OPTS", "").partition("Checks")[2]  # this host's engine
+def printed_json(capsys, *words):
+    """(exit code, JSON) of a run."""
+    code = run("--json", *words)
+    return code, json.loads(capsys.readouterr().out)
 
 
-def test_the_hosts_are_listed(capsys):
-    assert run("--on-host", "list") == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in EXAMPLE_HOSTS)
+# --- The command ---
 
 
-def test_workers_can_be_chosen(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+def test_another_host_s_plan_is_printed(capsys, monkeypatch, tried):
+    monkeypatch.setenv("COLUMNS", "100")
     assert run("--on-host", "paper-4x20", "--workers", "2") == 0
-    said = capsys.readouterr().out
-    assert "What it would set for 2 workers" in said
-    assert "0-39,80-119" in said
-    assert "nodes 0-1 in turns" in said
-    assert "KMP_BLOCKTIME=1" in said
-    assert "CUDA_DEVICE_ORDER" not in said  # goes for every host alike, and is no tuning
-    assert "uneven" not in said
+    text = capsys.readouterr().out
+    for words in ("80 cores on 4 sockets", "0-39,80-119", "nodes 0-1 in turns", "KMP_BLOCKTIME=1", "bfloat16"):
+        assert words in text
+    assert "ulimit" not in text  # of this process
     with pytest.raises(InputError, match="use 1, 2, 4 or 8"):
         run("--on-host", "paper-4x20", "--workers", "3")
-
-
-def test_workers_that_are_not_alike_are_told_below_their_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    run("--on-host", "amx-2x60-snc4", "--workers", "16")
-    assert "uneven: 7 to 8 threads each" in capsys.readouterr().out.partition("Checks")[0]
+    assert run("--on-host", "list") == 0
+    assert "paper-4x20" in capsys.readouterr().out
 
 
 def test_the_json_of_one_host_is_planned_for_on_another(capsys, tmp_path, tried):
+    code, here = printed_json(capsys)
+    assert code == 0
+    assert from_json(here["topology"], "here").cpus == read_topology().cpus
+    assert {"ulimit -v", "memory.high"} <= {check["name"] for check in here["checks"]}
+    assert here["checks"][-1] == {"name": "engine", "state": "ok", "found": "TensorFlow, oneDNN", "advice": ""}
+    (tmp_path / "host.json").write_text(json.dumps(printed_json(capsys, "--on-host", "amx-2x60-snc4")[1]))
+    there = printed_json(capsys, "--on-host", str(tmp_path / "host.json"))[1]
+    assert from_json(there["topology"], "there") == topology_of("amx-2x60-snc4")
+    assert [plan["memory_policy"] for plan in there["plans"]] == ["interleaved"] * 2
+    assert {check["name"] for check in there["checks"]}.isdisjoint({"TensorFlow", "engine", "ulimit -v"})
+
+
+def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatch, tried):
+    tried.append(Check("large tensor", "warn", "slow", "do something"))
     assert run("--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert from_json(said["topology"], "here").cpus == read_topology().cpus
-    assert {"ulimit -v", "memory.high"} <= {check["name"] for check in said["checks"]}
-    assert said["checks"][-1] == {"name": "engine", "state": "ok", "found": "TensorFlow, oneDNN", "advice": ""}
-    assert run("--on-host", "amx-2x60-snc4", "--json") == 0
-    (tmp_path / "host.json").write_text(capsys.readouterr().out)
-    assert run("--on-host", str(tmp_path / "host.json"), "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert from_json(said["topology"], "there") == topology_of("amx-2x60-snc4")
-    assert [plan["memory_policy"] for plan in said["plans"]] == ["interleaved"] * 2
-    assert {check["name"] for check in said["checks"]}.isdisjoint({"TensorFlow", "engine", "ulimit -v"})
-
-
-def test_a_failed_check_is_the_exit_code_and_its_words_are_printed_as_they_are(capsys, monkeypatch, tried):
     monkeypatch.setenv("COLUMNS", "120")
     tried.append(Check("large tensor", "fail", "wrong [bold]here[/bold]", "do something"))
+    capsys.readouterr()
     assert run() == 1
-    said = capsys.readouterr().out
-    assert "wrong [bold]here[/bold]" in said
-    assert "-> do something" in said
-
-
-def test_warnings_are_no_failure(tried):
-    tried.append(Check("large tensor", "warn", "slow", "do something"))
-    tried.append(Check("large tensor", "skipped", "no room"))
-    assert run("--json") == 0
+    text = capsys.readouterr().out
+    assert "wrong [bold]here[/bold]" in text
+    assert "-> do something" in text
 
 
 def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys, monkeypatch, tried):
-    assert run("--no-self-test", "--json") == 0
-    assert "engine" not in [check["name"] for check in json.loads(capsys.readouterr().out)["checks"]]
+    names = [check["name"] for check in printed_json(capsys, "--no-self-test")[1]["checks"]]
+    assert "engine" not in names
     monkeypatch.setattr(doctor, "installed_versions", lambda: (None, None))
-    assert run("--json") == 1
-    assert json.loads(capsys.readouterr().out)["checks"][-1]["name"] == "TensorFlow"
+    code, found = printed_json(capsys)
+    assert (code, found["checks"][-1]["name"], found["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
 
 
-def test_settings_of_the_user_s_own_are_told(capsys, monkeypatch, tried):
+def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, tried):
     monkeypatch.setenv("OMP_NUM_THREADS", "333")
-    run("--json", "--no-self-test")
-    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    monkeypatch.setattr(doctor, "memory_high", lambda *_: (2**20, 0))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))
+    checks = {check["name"]: check for check in printed_json(capsys, "--no-self-test")[1]["checks"]}
     assert "OMP_NUM_THREADS=333" in checks["environment"]["found"]
+    assert "`unset OMP_NUM_THREADS`" in checks["environment"]["advice"]
+    assert {checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")} == {"warn"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("intel_extension_for_tensorflow") is not None, reason="ITEX is installed")
-def test_an_engine_that_is_not_installed_is_refused():
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(doctor, "installed", lambda engine: False)
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         run("--engine", "itex")
 
@@ -122,3 +108,94 @@ def test_an_engine_that_is_not_installed_is_refused():
 def test_this_host_passes():
     found = list(self_test("auto"))
     assert [check.state in ("ok", "warn", "skipped") for check in found] == [True] * 3, found
+
+
+# --- What is warned of ---
+
+
+def checks_of(topology, workers=None):
+    return {
+        one.name: one for one in host_checks(topology, thread_plans(topology, workers or default_workers(topology)))
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("small-1x2", set()),
+        ("xeon-2x28", {"swap"}),
+        ("paper-4x20", set()),
+        ("amx-2x60-snc4", set()),
+        ("container-7-of-64", {"CPU quota", "memory limit"}),
+        ("container-cpuset-7-of-64", {"memory limit"}),
+    ],
+)
+def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(name, warned):
+    checks = checks_of(topology_of(name))
+    assert {check.name for check in checks.values() if check.state == "warn"} == warned
+    assert {check.name for check in checks.values() if check.advice} == warned
+    assert all(check.found for check in checks.values())
+
+
+def test_what_no_setting_can_change_is_a_note():
+    check = checks_of(topology_of("paper-4x20"))["bfloat16 instructions"]
+    assert (check.state, check.advice) == ("note", "")
+    assert "AVX-512" in check.found
+
+
+def test_memory_and_threads_are_those_of_each_worker():
+    host = topology_of("small-1x2")
+    host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
+    assert checks_of(host)["free memory"].state == "ok"
+    check = checks_of(host, workers=2)["free memory"]
+    assert (check.state, check.found) == ("warn", "6.00 GiB for each of 2 workers")
+    check = checks_of(topology_of("container-cpuset-7-of-64"), workers=2)["workers"]
+    assert check.state == "warn"
+    assert check.found.startswith("3 to 4 threads each")
+
+
+@pytest.mark.parametrize(
+    ("second", "state", "found"),
+    [
+        (0, "warn", "0 KiB to 768.00 GiB a node"),
+        (100 * GIB, "warn", "100.00 GiB to 768.00 GiB a node"),
+        (768 * GIB, "ok", "768.00 GiB on each of 2"),
+    ],
+)
+def test_memory_that_is_not_on_every_node_is_warned_of(second, state, found):
+    topology = topology_of("xeon-2x28")
+    check = checks_of(dataclasses.replace(topology, nodes=(topology.nodes[0], Node(1, second, second))))
+    assert check["memory of nodes"].state == state
+    assert check["memory of nodes"].found.startswith(found)
+
+
+def test_a_lopsided_mask_is_warned_of():
+    check = checks_of(restricted(topology_of("xeon-2x28"), cpus=(0, 28, 29, 30)))["CPU mask"]
+    assert (check.state, check.found) == ("warn", "4 of the machine's 112 CPUs, 1 and 3 of them on a socket")
+
+
+@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
+def test_every_example_can_be_looked_over(name, capsys):
+    assert run("--on-host", name) == 0
+
+
+# --- The lines about a process that is set up; its places, which the kernel tells, are tested with `apply` ---
+
+HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("amx_bf16",))
+
+
+def test_the_description_says_what_is_in_force(monkeypatch):
+    plan = thread_plan(HOST)
+    for name, value in plan.environment.items():
+        monkeypatch.setenv(name, value)
+    assert describe(HOST, plan, "TensorFlow 2.15.1, oneDNN") == [
+        "host: Xeon, 56 cores on 2 sockets and 2 NUMA nodes, 112 CPUs, quota 7 CPUs, fast bfloat16",
+        "memory: 1.00 TiB, limit 64.00 GiB, 60.00 GiB free",
+        "engine: TensorFlow 2.15.1, oneDNN",
+        "threads: TF_NUM_INTRAOP_THREADS=7, TF_NUM_INTEROP_THREADS=1, OMP_NUM_THREADS=7, KMP_BLOCKTIME=1",
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("KMP_BLOCKTIME", "200")  # no number of threads, so not warned of
+    lines = describe(HOST, plan, "")
+    assert "OMP_NUM_THREADS=1, KMP_BLOCKTIME=200" in lines[3]
+    assert [line.partition(" to use")[0] for line in lines[4:]] == ["warning: OMP_NUM_THREADS must be 7"]

@@ -1,6 +1,6 @@
 """Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is told."""
 
-import importlib.metadata
+import dataclasses
 import stat
 import sys
 
@@ -13,9 +13,7 @@ from cpu3d.host.gpu import (
     Gpu,
     HostGpus,
     best_dtype,
-    card_of,
     fits_memory,
-    memory_device,
     parse_gpus,
     pick_device,
     use_device,
@@ -36,66 +34,28 @@ A100 = Gpu(1, "NVIDIA A100-SXM4-40GB", 40960 * MIB, 40000 * MIB, (8, 0))
 # --- What the driver answers ---
 
 
-def test_every_line_is_a_card():
+def test_every_line_is_a_card_and_unknown_figures_are_none():
     assert parse_gpus(TWO) == (V100, A100)
     assert [one.device for one in parse_gpus(TWO)] == ["gpu:0", "gpu:1"]
-
-
-def test_figures_that_the_driver_has_none_for_are_not_known():
     unified = "0, NVIDIA GB10, [N/A], [N/A], 12.1, GPU-cccc, [N/A]\n"
     old = "0, Quadro, 2048, [Insufficient Permissions], [N/A], GPU-dddd, [N/A]\n"
+    split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
     assert parse_gpus(unified) == (Gpu(0, "NVIDIA GB10", None, None, (12, 1)),)
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
-
-
-def test_a_card_that_mig_splits_has_no_memory_of_its_own():
-    split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
     assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0)),)
-
-
-SPLIT = """\
-0, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, GPU-cccc3333, Enabled
-1, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled
-2, Tesla V100-SXM2-16GB, 16384, 16370, 7.0, GPU-aaaa1111, [N/A]
-"""
-
-
-@pytest.mark.parametrize(
-    ("visible", "taken"),
-    [
-        ("MIG-7a0c1f2e", [Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0))]),
-        ("MIG-GPU-cccc3333/7/0", [Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0))]),
-        (
-            "2,MIG-7a0c1f2e",
-            [
-                Gpu(0, "Tesla V100-SXM2-16GB", 16384 * MIB, 16370 * MIB, (7, 0)),
-                Gpu(1, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0)),
-            ],
-        ),
-    ],
-)
-def test_an_instance_of_a_split_card_is_a_card_whose_memory_is_not_known(visible, taken):
-    assert list(parse_gpus(SPLIT, visible)) == taken
-
-
-@pytest.mark.parametrize(
-    "text", ["", "No devices were found\n", 'Field "compute_cap" is not a valid field to query.\n', "\n\n", "0, A100\n"]
-)
-def test_what_is_no_card_is_left_out(text):
-    assert parse_gpus(text) == ()
+    for text in ("", "No devices were found\n", 'Field "compute_cap" is not a valid field to query.\n', "\n0, A100\n"):
+        assert parse_gpus(text) == ()
 
 
 @pytest.mark.parametrize(
     ("visible", "names"),
     [
         (None, "VA"),
-        ("0,1", "VA"),
         ("1", "A"),
         (" 1 , 0 ", "AV"),
         ("GPU-bbbb", "A"),
         ("GPU-", ""),  # of both
         ("", ""),
-        ("-1", ""),
         ("NoDevFiles", ""),
         ("1,7,0", "A"),
         ("MIG-1234", ""),
@@ -107,7 +67,13 @@ def test_cards_are_counted_as_cuda_does(visible, names):
     assert [one.index for one in found] == list(range(len(found)))
 
 
-# --- The driver's program ---
+def test_an_instance_of_a_split_card_is_a_card_whose_memory_is_not_known():
+    split = "0, H100, 81559, 81000, 9.0, GPU-cccc3333, Enabled\n1, A100, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
+    found = parse_gpus(split + "2, V100, 16384, 16370, 7.0, GPU-aaaa1111, [N/A]\n", "2,MIG-7a0c1f2e")
+    assert found == (
+        Gpu(0, "V100", 16384 * MIB, 16370 * MIB, (7, 0)),
+        Gpu(1, "A100 (MIG)", None, None, (8, 0)),
+    )
 
 
 @pytest.fixture
@@ -121,49 +87,35 @@ def driver(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
     return put
 
 
-def test_the_driver_is_asked_for_what_is_parsed(driver, monkeypatch):
+def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp_path):
+    assert tuple(HostGpus()) == ()  # no driver
+    asked = tmp_path / "asked"
+    query = "--query-gpu=index,name,memory.total,memory.free,compute_cap,uuid,mig.mode.current"
     driver(
-        "assert sys.argv[1:] == ['--query-gpu=index,name,memory.total,memory.free,compute_cap,uuid,mig.mode.current', "
-        f"'--format=csv,noheader,nounits'], sys.argv\nprint({TWO!r}, end='')"
+        f"assert sys.argv[1:] == [{query!r}, '--format=csv,noheader,nounits']\n"
+        f"open({str(asked)!r}, 'a').write('x')\nprint({TWO!r}, end='')"
     )
-    assert tuple(HostGpus()) == (V100, A100)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [one.name for one in HostGpus()] == [A100.name]
+    gpus = HostGpus()
+    assert pick_device("cpu", "patch", gpus) == pick_device("auto", "whole", gpus) == "cpu"
+    assert why_no_card("cpu", "patch", gpus) == why_no_card("auto", "whole", gpus) == []
+    assert not asked.exists()
+    assert pick_device("auto", "patch", gpus) == "gpu:1"
+    assert pick_device("gpu:0", "whole", gpus) == "gpu:0"
+    assert tuple(gpus) == (V100, A100)
+    assert asked.read_text() == "x"
 
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "print('NVIDIA-SMI has failed because it could not communicate with the driver'); sys.exit(9)",
-        "time.sleep(30)",
-        "sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff]))",
-    ],
+    ["print('NVIDIA-SMI has failed'); sys.exit(9)", "sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff]))"],
 )
-def test_a_driver_that_fails_or_hangs_is_none(driver, script, monkeypatch):
-    monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
+def test_a_driver_that_fails_is_none(driver, script):
     driver(script)
     assert tuple(HostGpus()) == ()
-
-
-def test_a_host_without_a_driver_has_no_card(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert tuple(HostGpus()) == ()
-    assert not HostGpus().is_silent
-
-
-def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
-    driver(f"open({str(tmp_path / 'asked')!r}, 'a').write('x')\nprint({TWO!r}, end='')")
-    gpus = HostGpus()
-    assert pick_device("cpu", "patch", gpus) == pick_device("auto", "whole", gpus) == "cpu"
-    assert why_no_card("cpu", "patch", gpus) == why_no_card("auto", "whole", gpus) == []
-    assert not (tmp_path / "asked").exists()
-    assert pick_device("auto", "patch", gpus) == "gpu:1"
-    assert pick_device("gpu:0", "whole", gpus) == "gpu:0"
-    assert (tmp_path / "asked").read_text() == "x"
 
 
 def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeypatch):
@@ -171,8 +123,8 @@ def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeyp
     driver("time.sleep(30)")
     gpus = HostGpus()
     assert pick_device("auto", "patch", gpus) == "cpu"
-    assert why_no_card("auto", "patch", gpus) == ["the NVIDIA driver has not answered within 0.3 s: no GPU is used"]
-    with pytest.raises(InputError, match=r"got gpu:0 with a driver that has not answered within 0\.3 s; see what"):
+    assert "has not answered within 0.3 s" in why_no_card("auto", "patch", gpus)[0]
+    with pytest.raises(InputError, match=r"got gpu:0 with a driver that has not answered within 0\.3 s, none found"):
         pick_device("gpu:0", "patch", gpus)
 
 
@@ -180,95 +132,53 @@ def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [((7, 0), "float32"), ((7, 5), "float32"), ((8, 0), "bfloat16"), ((12, 1), "bfloat16"), ((0, 0), "float32")],
+    ("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((12, 1), "bfloat16"), ((0, 0), "float32")]
 )
 def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
     assert best_dtype(Gpu(0, "", None, None, capability)) == dtype
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode", "gpus", "cuda", "device"),
+    ("asked", "mode", "gpus", "cuda", "device", "is_explained"),
     [
-        ("auto", "whole", (V100, A100), True, "cpu"),
-        ("auto", "patch", (), True, "cpu"),
-        ("auto", "patch", (V100, A100), False, "cpu"),
-        ("auto", "patch", (V100, A100), True, "gpu:1"),
-        ("auto", "patch", (V100, Gpu(1, "split", None, None, (8, 0))), True, "gpu:0"),
-        ("cpu", "patch", (V100,), True, "cpu"),
-        ("gpu:0", "patch", (V100, A100), False, "gpu:0"),
-        ("gpu:0", "whole", (V100,), True, "gpu:0"),
+        ("auto", "whole", (V100, A100), False, "cpu", False),
+        ("auto", "patch", (), False, "cpu", False),
+        ("auto", "patch", (V100, A100), False, "cpu", True),
+        ("auto", "patch", (V100, A100), True, "gpu:1", False),
+        ("auto", "patch", (V100, Gpu(1, "split", None, None, (8, 0))), True, "gpu:0", False),
+        ("auto", "patch", (V100, dataclasses.replace(V100, index=1)), True, "gpu:0", False),
+        ("cpu", "patch", (V100,), False, "cpu", False),
+        ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
+        ("gpu:0", "whole", (V100,), True, "gpu:0", False),
     ],
 )
-def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda, device, monkeypatch):
+def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda, device, is_explained, monkeypatch):
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
     assert pick_device(asked, mode, gpus) == device
-
-
-def test_equal_cards_are_taken_from_the_first_on(monkeypatch):
-    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
-    assert pick_device("auto", "patch", (V100, Gpu(1, "again", *(16384 * MIB, 16370 * MIB), (7, 0)))) == "gpu:0"
-
-
-@pytest.mark.parametrize(
-    ("asked", "mode", "gpus", "cuda", "is_told"),
-    [
-        ("auto", "patch", (V100, A100), False, True),
-        ("auto", "patch", (V100, A100), True, False),
-        ("auto", "patch", (), False, False),
-        ("auto", "whole", (V100,), False, False),
-        ("cpu", "patch", (V100,), False, False),
-    ],
-)
-def test_a_card_that_is_there_and_not_used_for_want_of_cuda_is_told(asked, mode, gpus, cuda, is_told, monkeypatch):
-    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
-    said = why_no_card(asked, mode, gpus)
-    assert len(said) == is_told
-    assert all(
-        "gpu:0 (Tesla V100-SXM2-16GB) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`" in line
-        for line in said
-    )
+    lines = why_no_card(asked, mode, gpus)
+    assert len(lines) == is_explained
+    assert all("gpu:0 (Tesla V100-SXM2-16GB) is not used" in line and "setup --gpu" in line for line in lines)
 
 
 def test_cuda_is_known_by_its_package(monkeypatch):
-    def version(name):
-        if name != "nvidia-cudnn-cu12":
-            raise importlib.metadata.PackageNotFoundError
-        return "9.3"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(gpu, "CUDA_PACKAGE", "numpy")
     assert gpu.cuda_is_installed()
-    monkeypatch.setattr(gpu, "CUDA_PACKAGE", "another")
+    monkeypatch.setattr(gpu, "CUDA_PACKAGE", "none-such")
     assert not gpu.cuda_is_installed()
-
-
-def test_a_card_is_found_by_its_device():
-    assert card_of("gpu:1", (V100, A100)) == A100
 
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
-        (
-            "gpu:0",
-            (),
-            "device must be a GPU of this host, got gpu:0 with none found; use --device cpu, or a host with an NVIDIA "
-            "GPU and its driver",
-        ),
-        (
-            "gpu:2",
-            (V100, A100),
-            "device must be a GPU of this host, got gpu:2 with gpu:0 (Tesla V100-SXM2-16GB), gpu:1 (NVIDIA "
-            "A100-SXM4-40GB) found; use --device gpu:0",
-        ),
-        ("cuda", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'cuda'; choose one of them"),
-        ("gpu:", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'gpu:'; choose one of them"),
+        ("gpu:0", (), "device must be a GPU of this host, got gpu:0 with none found; use --device cpu"),
+        ("gpu:2", (V100,), "gpu:2 with gpu:0 .Tesla V100-SXM2-16GB. found; use --device gpu:0"),
+        ("cuda", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'cuda'"),
+        ("gpu:", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'gpu:'"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match=message):
         pick_device(asked, "patch", gpus)
-    assert str(raised.value) == message
 
 
 # --- What TensorFlow is told ---
@@ -330,7 +240,7 @@ def test_a_process_that_computes_on_the_one_card_there_is_goes_on():
 @pytest.mark.parametrize(
     ("cards", "with_cuda", "message"),
     [
-        ("", False, "got gpu:1 with TensorFlow 9.9.9, which is built without CUDA; run `./run.sh setup --gpu`, or"),
+        ("", False, "got gpu:1 with TensorFlow 9.9.9, built without CUDA; run `./run.sh setup --gpu`, or"),
         ("", True, "got gpu:1 with TensorFlow 9.9.9, which found no CUDA libraries or no driver; run `./run.sh setup"),
         ("a", True, "got gpu:1 with 1 seen; use --device gpu:0, or unset CUDA_VISIBLE_DEVICES"),
     ],
@@ -339,10 +249,6 @@ def test_a_card_that_tensorflow_does_not_see_is_an_error(cards, with_cuda, messa
     with pytest.raises(InputError, match="device must be a GPU that TensorFlow sees") as raised:
         use_device(FakeTensorFlow(cards, with_cuda), "gpu:1")
     assert message in str(raised.value)
-
-
-def test_without_cards_the_cpu_is_used_as_it_is():
-    use_device(FakeTensorFlow(), "cpu")
 
 
 @pytest.mark.parametrize(("device", "visible"), [((), []), (("cpu",), []), (("gpu:1",), ["b"])])
@@ -357,20 +263,14 @@ def test_a_process_that_is_set_up_computes_on_no_card_but_the_one_it_names(devic
 # --- Memory that runs out ---
 
 
-class OutOfMemoryError(Exception):
-    message = "OOM when allocating tensor with shape[1,16,240,240,160] on GPU:0\nand much more"
+def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(monkeypatch):
+    class OutOfMemoryError(Exception):
+        message = "OOM when allocating tensor with shape[1,16,240,240,160] on GPU:0\nand much more"
 
-
-@pytest.fixture
-def errors(monkeypatch):
-    """TensorFlow's, made up."""
     tf = FakeTensorFlow()
     tf.errors = tf
     tf.ResourceExhaustedError = OutOfMemoryError
     monkeypatch.setitem(sys.modules, "tensorflow", tf)
-
-
-def test_memory_that_runs_out_is_told_with_what_to_do(errors):
     with pytest.raises(DoesNotFitError) as raised, fits_memory("a training step", "choose a smaller --patch"):
         raise OutOfMemoryError
     assert str(raised.value) == (
@@ -378,23 +278,11 @@ def test_memory_that_runs_out_is_told_with_what_to_do(errors):
         "shape[1,16,240,240,160] on GPU:0); choose a smaller --patch"
     )
     assert raised.value.exit_code == 3
-
-
-@pytest.mark.parametrize("error", [InputError("another"), KeyboardInterrupt(), ValueError("another")])
-def test_other_errors_are_left_as_they_are(errors, error):
-    with pytest.raises(type(error)) as raised, fits_memory("a training step", ""):
-        raise error
-    assert raised.value is error
-
-
-def test_an_error_before_tensorflow_is_there_is_left_as_it_is(monkeypatch):
-    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    with pytest.raises(ValueError, match="another"), fits_memory("a training step", ""):
+        raise ValueError("another")
+    monkeypatch.delitem(sys.modules, "tensorflow")
     with pytest.raises(ValueError, match="early"), fits_memory("a training step", ""):
         raise ValueError("early")
-
-
-def test_the_allocator_s_statistics_are_the_device_s():
-    assert [memory_device(device) for device in ("cpu", "gpu:0", "gpu:3")] == ["CPU:0", "GPU:0", "GPU:0"]
 
 
 @pytest.mark.skipif(len(HostGpus()) > 0, reason="this host has a GPU")
@@ -403,7 +291,5 @@ def test_the_real_tensorflow_says_that_it_sees_no_card():
     use_device(tf, "cpu")
     tf.zeros(1)
     use_device(tf, "cpu")
-    with pytest.raises(
-        InputError, match=r"got gpu:0 with TensorFlow 2\.\d+\.\d+, which .*; run `./run.sh setup --gpu`"
-    ):
+    with pytest.raises(InputError, match=r"got gpu:0 with TensorFlow 2\.\d+\.\d+, .*; run `./run.sh setup --gpu`"):
         use_device(tf, "gpu:0")

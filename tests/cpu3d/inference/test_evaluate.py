@@ -19,7 +19,7 @@ from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, s
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.run_files import gather
-from cpu3d.util import exchange
+from cpu3d.util import atomic
 
 
 def arguments(*words):
@@ -95,7 +95,7 @@ def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_on
 
 @pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize("killed", [False, True], ids=["Ctrl-C", "killed"])
-def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
+def test_scores_and_predictions_are_replaced_together_or_not_at_all(
     tiny_store, tiny_run, fake_predictor, monkeypatch, position, killed
 ):
     def content():
@@ -104,14 +104,14 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     before = content()
     fake_predictor.shift = 1
-    done, rename, bring_back = [], Path.rename, exchange._bring_back
+    done, rename, bring_back = [], Path.rename, atomic._bring_back
 
     def cut_off(path, target):
-        if exchange.NEW in path.parts or exchange.OLD in target.parts:
+        if atomic.NEW in path.parts or atomic.OLD in target.parts:
             done.append(path)
         if len(done) > position:
             if killed:  # nothing is put in order any more
-                monkeypatch.setattr(exchange, "_bring_back", lambda *_: None)
+                monkeypatch.setattr(atomic, "_bring_back", lambda *_: None)
             monkeypatch.setattr(Path, "rename", rename)
             raise KeyboardInterrupt
         return rename(path, target)
@@ -121,7 +121,7 @@ def test_scores_and_predictions_are_exchanged_together_or_not_at_all(
         evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     if killed:
         assert position == 0 or not scores_path(tiny_run).exists()
-        monkeypatch.setattr(exchange, "_bring_back", bring_back)
+        monkeypatch.setattr(atomic, "_bring_back", bring_back)
         fake_predictor.sure = np.nan  # the next attempt fails early
         with pytest.raises(InputError):
             evaluate_split(fake_predictor, tiny_store, "test", tiny_run)

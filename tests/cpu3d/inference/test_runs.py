@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cpu3d.config import load_config, save_config
 from cpu3d.data.augment import NO_AUGMENT
 from cpu3d.data.records import remake
 from cpu3d.data.store import write_store
@@ -22,6 +21,7 @@ from cpu3d.inference.runs import (
     trained_predictor,
     trained_predictors,
 )
+from cpu3d.settings import load_config, save_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))

@@ -18,7 +18,6 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench.faults import run_differences
-from cpu3d.config import RunConfig
 from cpu3d.data.phantom import write_phantom
 from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path
@@ -26,7 +25,8 @@ from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
 from cpu3d.data.write_cases import Settings
 from cpu3d.inference.predictor import load_predictor
-from cpu3d.training.checkpoint_history import checkpoints, newest
+from cpu3d.settings import RunConfig
+from cpu3d.training.checkpoint import checkpoints, newest
 from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
 

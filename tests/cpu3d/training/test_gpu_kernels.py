@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
-from cpu3d.config import RunConfig
 from cpu3d.data.finish import Finish
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner
 from models.config import UNetConfig
 

@@ -15,7 +15,7 @@ from cpu3d.data.upkeep.repeat import repeat_entries
 from cpu3d.data.upkeep.verify import verify
 from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
 from cpu3d.errors import InputError
-from cpu3d.util.workers import KILLED
+from cpu3d.util.child import KILLED
 
 THIRDS = {"fractions": (1, 1, 1), "workers": 1}
 

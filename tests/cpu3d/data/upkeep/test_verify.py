@@ -15,7 +15,7 @@ from cpu3d.data.upkeep.verify import verify
 from cpu3d.data.write_cases import Settings
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
-from cpu3d.util.workers import KILLED
+from cpu3d.util.child import KILLED
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.config import load_config, save_config
 from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
@@ -20,14 +19,14 @@ from cpu3d.data.resume import identity
 from cpu3d.data.write_cases import Settings
 from cpu3d.inference.export import network
 from cpu3d.inference.predictor import load_predictor
-from cpu3d.resolve import resolve
+from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import save_checkpoint
 from cpu3d.training.learner import weight_names
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
-from memory_estimator.host import read_host
 from models.unet3d import build_unet3d
 from tests.cpu3d.conftest import LPS_2MM, make_store
+from tests.cpu3d.runs import decided
 
 NET = {"filters": 4, "depth": 3, "dtype": "float32"}
 
@@ -42,7 +41,7 @@ def store(tmp_path_factory):
 def make_run(store, folder, **settings):
     """A run whose network answers something, though it was never trained."""
     grid = settings.pop("grid", None)
-    config = resolve(store, folder, read_host(), {**NET, **settings}, None)
+    config = decided(store, folder, **{**NET, **settings})
     config = dataclasses.replace(config, grid=grid or config.grid)
     (folder / "checkpoints").mkdir(parents=True)
     save_config(config, folder)

@@ -9,10 +9,10 @@ import nibabel
 import numpy as np
 import pytest
 
-from cpu3d.config import RunConfig
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.inference.export.contract import Contract, usage
+from cpu3d.settings import RunConfig
 from cpu3d.training.sliding_window import sliding_window
 from models.config import UNetConfig
 

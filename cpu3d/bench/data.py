@@ -1,0 +1,651 @@
+"""Measure how long loading takes: the store against nibabel and the sources' own ways, with warm and with cold pages.
+
+    ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture docs/pictures/data.png
+    ./run.sh bench data --workdir bench-data --rows s4 s0
+    ./run.sh bench data --workdir bench-data --clean
+
+Rows: s4 (a case), s0 (a patch of a CT), ladder (S1's samples of whole cases), many (48,884 entries). All files are
+made up and lie in the work folder, 4 GB; a later run finds them there. Every way takes its turn in every round; a line
+is the median over the rounds. "Cold" means that the files' pages were dropped from memory before.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, read_options, show, write_bytes
+from cpu3d.data.augment import AugmentConfig, sample_params
+from cpu3d.data.case_index import KEPT
+from cpu3d.data.extent import case_region
+from cpu3d.data.files import page_cache
+from cpu3d.data.files.arrays import decode_b2nd, encode
+from cpu3d.data.files.file_map import map_file
+from cpu3d.data.files.read_mode import file_system
+from cpu3d.data.files.reader import Reader
+from cpu3d.data.nifti import write_volume
+from cpu3d.data.patches import PatchSampling, patch_at
+from cpu3d.data.phantom import write_phantom
+from cpu3d.data.prepare import prepare
+from cpu3d.data.records import Geometry
+from cpu3d.data.region import crop
+from cpu3d.data.store import open_store
+from cpu3d.data.upkeep.repeat import repeat_entries
+from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
+from cpu3d.errors import InputError
+from cpu3d.host.apply import set_up
+from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.records import read_records, versions
+from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.host import read_host
+from memory_estimator.schema import add_options, option
+from memory_estimator.table import Table
+
+Row = Dict[str, Any]
+"""What one row found: "title", "lines", "targets", "notes"."""
+
+Shape3 = Tuple[int, int, int]
+
+MIB = 2**20
+
+WARM, COLD = "warm", "cold"
+"""Whether the files' pages were in memory before the work began, or had been dropped from it."""
+
+WITH_TURNS = AugmentConfig(rotation_deg=15.0, scaling=0.1)
+"""Flips, intensity, rotation and zoom: what S1's images undergo, give or take the shifts."""
+
+STORE_RUNG = "+ zero-copy, augmentation in the graph (the store)"
+
+NAMES = {
+    "s4": "a case",
+    "s0": "a patch",
+    "spleen": "training on patches",
+    "ladder": "S1's ladder",
+    "volumes": "training on whole volumes",
+    "many": "a large store",
+    "augment": "augmentation",
+    "monai": "MONAI",
+}
+"""Row -> what it is about, in the order of the page; records also have rows that are no longer measured."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes and counts of one benchmark."""
+
+    case: Shape3 = (240, 240, 155)
+    """Voxels of a brain, four channels each: BraTS."""
+    ct: Shape3 = (512, 512, 300)
+    patch: Shape3 = (96, 96, 96)
+    """S0's patch, and what the ladder's network sees of a brain."""
+    count: int = 3
+    """Different brains and CTs."""
+    patches: int = 8
+    """Of a round, where one alone would be over before the clock has moved."""
+    entries: int = 48_884
+    """Of the large store: S4's 484 cases and the 101 that it made of each."""
+    samples: int = 8000
+    """Streamed from the large store."""
+
+
+SMOKE = Scale(case=(32, 40, 28), ct=(40, 36, 30), patch=(16, 16, 16), count=1, patches=2, entries=12, samples=12)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `bench data` measures."""
+
+    workdir: Path = option(help="folder for the files that are read; kept")
+    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0", "ladder", "many"))
+    rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
+    smoke: bool = option(False, help="tiny files: a trial of the benchmark")
+    clean: bool = option(False, help="remove what earlier runs made in --workdir, and end")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, Options)
+    add_options(parser, Output)
+
+
+def run(args: argparse.Namespace) -> int:
+    options, output = read_options(Options, args), read_options(Output, args)
+    scale = SMOKE if options.smoke else Scale()
+    folder = work_folder(options.workdir)
+    if options.clean:
+        shutil.rmtree(folder)
+        return 0
+    facts = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
+    facts.update(scale=dataclasses.asdict(scale), rounds=options.rounds, case="phantom")
+    found, failures = [], []
+    for name in options.rows or ROWS:
+        try:
+            row = {"row": name, **ROWS[name](folder, scale, options.rounds), **facts}
+        except ProcessFailedError as error:  # takes no other row along
+            failures.append(f"row {name}: {error}")
+            continue
+        found.append(row)
+        output.publish("data", row, [row_table(row, f"{name}: {row['title']}")])
+    if found and not output.json:
+        show(targets_table(found))
+    if output.picture:
+        write_bytes(output.picture, draw(newest(read_records(output.record, "data") if output.record else found)))
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+# --- Records as tables and a picture ---
+
+
+def newest(records: Sequence[Row]) -> List[Row]:
+    """The last record of each row, in the order of `NAMES`."""
+    last = {record["row"]: record for record in records}
+    return [last[row] for row in NAMES if row in last]
+
+
+def row_table(row: Row, title: str) -> Table:
+    """A line for each way."""
+    cells = []
+    for line in row["lines"]:
+        median, least, most = (amount(line[name], line["unit"]) for name in ("median", "min", "max"))
+        cells.append((line["name"], line["state"], median, f"{least} to {most}", line["note"]))
+    return Table(("", "pages", "median", "", ""), cells, title, "\n".join(row["notes"]), names=2)
+
+
+def targets_table(rows: Sequence[Row]) -> Table:
+    """What was asked for and what was found, a line a target."""
+    lines = []
+    for row in rows:
+        for target in row["targets"]:
+            found, bound = (f"{value:.3g} {target['unit']}" for value in (target["value"], target["bound"]))
+            rule = "at least" if target["rule"] == ">=" else "at most"
+            missed = "" if target["met"] else " (**missed**)"
+            lines.append((NAMES[row["row"]], target["name"], found + missed, f"{rule} {bound}"))
+    return Table(("", "", "found", "asked for"), lines, names=2)
+
+
+def page_lines(records: Sequence[Row]) -> List[str]:
+    """The targets of the newest records and every line of every row as Markdown, losing ones too."""
+    lines = [*targets_table(newest(records)).markdown(), ""]
+    for record in newest(records):
+        host = record["host"]
+        how = f"{record['date']}, {host['cores']} cores of {host['cpu']}, {record['file_system']}, median of "
+        how += f"{record['rounds']} rounds in turn (least to most); case: {record['case']}."
+        notes = [*record["notes"], ""] if record["notes"] else []
+        lines += [f"### {record['title']}", "", *row_table({**record, "notes": ()}, how).markdown(), "", *notes]
+    return lines
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """The rows whose lines are seconds of loading, a panel each, as PNG; the store in blue, later states pale."""
+    rows = [row for row in rows if row["lines"][0]["unit"] == "s"]
+    heights = [0.95 + 0.22 * len(row["lines"]) for row in rows]
+    figure = new_figure(9.4, sum(heights) + 0.2)
+    panels = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, row in zip(panels, rows):
+        plain(axes, row["title"])
+        for place, line in enumerate(row["lines"]):
+            colour = PALETTE[0] if "store" in line["name"] or ".npy instead" in line["name"] else "#8f9aa6"
+            pale = 1.0 if line["state"] == row["lines"][0]["state"] else 0.5
+            axes.barh(place, line["median"], 0.8, color=colour, alpha=pale)
+            axes.text(line["median"] * 1.1, place, amount(line["median"], line["unit"]), va="center", fontsize=7)
+        names = [f"{line['name']}, {line['state']}" for line in row["lines"]]
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_ylim(len(names) - 0.5, -0.8)
+        axes.set_xscale("log")
+    figure.tight_layout(pad=0.6, h_pad=1.2)
+    return png(figure)
+
+
+def amount(value: float, unit: str) -> str:
+    """For reading: seconds below one as ms, or as us below one of these."""
+    if unit != "s":
+        return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    for size, name in ((1, "s"), (1e-3, "ms")):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value * 1e6:.0f} us"
+
+
+# --- What is read: made once into the work folder, found again by the next run ---
+
+
+def work_folder(folder: Path) -> Path:
+    """The folder, marked as the benchmark's own. Raises InputError where it holds other files."""
+    marker = folder / "bench-data.json"
+    if folder.is_dir() and any(folder.iterdir()) and not marker.is_file():
+        raise InputError(f"--workdir {folder} must be empty or an earlier run's, got other files; choose another")
+    writable_folder(folder, "--workdir")
+    write_json(marker, {"made by": "bench data"})
+    return folder.resolve()
+
+
+def brains(folder: Path, scale: Scale) -> Dict[str, str]:
+    """Of a few phantoms the stores "npy", "float16" and "b2nd" and "ladder", the folder of what S1's first rungs read.
+
+    And the first of them as "float32.nii.gz", "float32.nii" and the same of int16.
+    """
+    folder, images = folder / "brains", ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii")
+    with _made(folder, [scale.case, scale.count]) as is_made:
+        if not is_made:
+            write_phantom(folder / "dataset", cases=scale.count, shape=scale.case, seed=0, workers=1)
+            for name in ("npy", "float16", "b2nd"):
+                _store(folder / "dataset", folder / name, name)
+            (folder / "ladder").mkdir()
+            store = open_store(folder / "npy")
+            for number, record in enumerate(store.cases("train")):
+                image, label = store.image(record.case_id), store.label(record.case_id)
+                scores, case = normalised(image, record), folder / "ladder" / record.case_id
+                for name, array in {"float32.npy": scores, "float32.b2nd": scores, "int16.b2nd": image}.items():
+                    _array(Path(f"{case}.{name}"), array)
+                _array(Path(f"{case}.label.npy"), label)
+                for name in images if number == 0 else ():
+                    _nifti(folder / name, image.astype(name.partition(".")[0]))
+    return {name: str(folder / name) for name in ("npy", "float16", "b2nd", "ladder", *images)}
+
+
+def cts(folder: Path, scale: Scale) -> Dict[str, str]:
+    """Of a few CTs the stores "npy" and "b2nd", and their images below "nii" and "gz", in the store's order.
+
+    Air lies outside an ellipse, without noise, as scanners give it; inside, tissue under noise that no packer shortens.
+    """
+    folder = folder / "ct"
+    with _made(folder, [scale.ct, scale.count]) as is_made:
+        if not is_made:
+            for inner in ("dataset/imagesTr", "dataset/labelsTr", "gz"):
+                (folder / inner).mkdir(parents=True)
+            x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in scale.ct))
+            body, cases = (x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, []
+            for number in range(scale.count):
+                rng, name = np.random.default_rng([1, number]), f"CT_{number}.nii"
+                tissue = 40 + 70 * np.sin(5 * x) + 12 * rng.standard_normal(scale.ct, dtype=np.float32)
+                image = np.where(body, np.rint(tissue), -1024).astype(np.int16)
+                _nifti(folder / "dataset" / "imagesTr" / name, image)
+                _nifti(folder / "dataset" / "labelsTr" / name, (image > 100).astype(np.uint8))
+                _nifti(folder / "gz" / f"{name}.gz", image)
+                cases.append({"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"})
+            content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
+            write_json(folder / "dataset" / "dataset.json", {**content, "training": cases, "test": []})
+            for name in ("npy", "b2nd"):
+                _store(folder / "dataset", folder / name, name)
+    return {
+        name: str(folder / path)
+        for name, path in zip(("npy", "b2nd", "nii", "gz"), ("npy", "b2nd", "dataset/imagesTr", "gz"))
+    }
+
+
+@contextlib.contextmanager
+def _made(folder: Path, identity: Any) -> Iterator[bool]:
+    """Yield whether the content of `folder` is there; it is marked as made when the block went well."""
+    marker, identity = folder / "made.json", json.loads(json.dumps(identity))
+    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == identity:
+        yield True
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with contextlib.redirect_stdout(io.StringIO()):  # what the project's own commands print
+        yield False
+    write_json(marker, identity)
+
+
+def _store(dataset: Path, store: Path, format_: str) -> None:
+    prepare(dataset, store, fractions=(1, 0, 0), settings=Settings(**FORMAT_CHOICES[format_]))
+
+
+def _array(path: Path, array: np.ndarray) -> None:
+    write_bytes(path, b"".join(map(bytes, encode(np.ascontiguousarray(array), path.suffix[1:]))))
+
+
+def _nifti(path: Path, array: np.ndarray) -> None:
+    affine = tuple(tuple(float(i == j) for j in range(4)) for i in range(4))
+    grid = Geometry(shape=tuple(array.shape[:3]), affine=affine, axes="RAS", sform_code=1, qform_code=1)
+    write_volume(path, array, grid, compression=1)  # the gzip level of nibabel
+
+
+# --- Timing ---
+
+
+def line_of(name: str, state: str, values: Sequence[float], unit: str = "s", note: str = "") -> Dict[str, Any]:
+    """One way to do a thing, and what it took in each round."""
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+    return {"name": name, "state": state, "unit": unit, **spread, "note": note, "values": list(values)}
+
+
+def target_of(name: str, value: float, rule: str, bound: float, unit: str = "x") -> Dict[str, Any]:
+    """What a figure should come to: `rule` is ">=" or "<="."""
+    met = value >= bound if rule == ">=" else value <= bound
+    return {"name": name, "value": value, "rule": rule, "bound": bound, "unit": unit, "met": met}
+
+
+def times_slower(name: str, lines: Sequence[Dict[str, Any]], slow: str, fast: str, bound: float) -> Dict[str, Any]:
+    """The target that one way takes at least `bound` times as long as another.
+
+    The median of the rounds' ratios in the first state: both saw the same moments of the host.
+    """
+    one, other = (next(line for line in lines if line["name"] == way) for way in (slow, fast))
+    return target_of(name, statistics.median(a / b for a, b in zip(one["values"], other["values"])), ">=", bound)
+
+
+def in_states(states: Sequence[str], work: Callable[[Dict[str, Any]], Row], **request: Any) -> List[Dict[str, Any]]:
+    """The lines of work in a fresh process for each state."""
+    found = (in_fresh_process(work, {**request, "state": state})["lines"] for state in states)
+    return [line for lines in found for line in lines]
+
+
+def time_in_turn(ways: Mapping[str, Any], request: Dict[str, Any]) -> Row:
+    """A line for each way: (the files that position k reads, loads what is at k, positions a round).
+
+    All of them, then all again, so that a slow moment hits no one alone. A round before the first is not counted: it
+    opens libraries, traces graphs and fills the page cache.
+    """
+    found, kept, state = {name: [] for name in ways}, dict.fromkeys(ways, 0.0), request["state"]
+    for number in (0, *range(request["rounds"])):
+        for name, (files, load, count) in ways.items():
+            total_s = 0.0
+            for position in range(number * count, (number + 1) * count):
+                kept[name] = max(kept[name], set_pages(files(position), state))
+                begin = time.perf_counter()
+                touch(load(position))
+                total_s += time.perf_counter() - begin
+            found[name].append(total_s / count)
+    notes = {name: f"{one:.0%} of the pages could not be dropped" if one > 0.01 else "" for name, one in kept.items()}
+    return {"lines": [line_of(name, state, values[1:], note=notes[name]) for name, values in found.items()]}
+
+
+def touch(array: Any) -> float:
+    """Read one value of every 4 KiB of an array or tensor, so that no part of it was only promised."""
+    flat = np.asarray(array).ravel(order="K")  # a view of either order
+    return float(flat[:: max(1, 4096 // flat.itemsize)].astype(np.float64).sum())
+
+
+def set_pages(paths: Sequence[Path], state: str) -> float:
+    """Bring files into the page cache, or drop exactly these from it where `state` is COLD.
+
+    Returns the share of their bytes that stayed all the same: those of a live map do. Pages that are still to be
+    written cannot be dropped, so they are written first.
+    """
+    total_bytes = kept_bytes = 0
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            if state == WARM:
+                while file.read(1 << 22):
+                    pass
+                continue
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            size_bytes = os.fstat(file.fileno()).st_size
+            pages = page_cache.resident(map_file(file.fileno(), size_bytes))
+            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(pages.sum()) * mmap.PAGESIZE
+    return min(1.0, kept_bytes / total_bytes) if total_bytes else 0.0
+
+
+# --- S4: one BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched ---
+
+
+def s4(folder: Path, scale: Scale, rounds: int) -> Row:
+    """`.nii.gz` and `.nii` through nibabel against the store. What stays in Fortran order does less."""
+    lines = in_states((WARM, COLD), load_case, paths=brains(folder, scale), rounds=rounds)
+    store = "store, int16 .npy"
+    targets = [
+        times_slower(".nii.gz against the store", lines, ".nii.gz float32", store, 12),
+        times_slower(".nii against the store", lines, ".nii float32", store, 5),
+    ]
+    title = f"One case of {_by_x(scale.case)}x4 to a float32 tensor"
+    return {"title": title, "lines": lines, "targets": targets, "notes": []}
+
+
+def load_case(request: Dict[str, Any]) -> Row:
+    """Seconds of every way to load the case. The store's file is opened anew every time, as nibabel's are."""
+    tf = set_up()[2]
+    import nibabel
+
+    paths, ways = request["paths"], {}
+
+    def by_nibabel(path: str) -> np.ndarray:
+        return nibabel.load(path).get_fdata(caching="unchanged", dtype=np.float32)
+
+    def by_reader(folder: str) -> Callable[[int], Any]:
+        record = open_store(folder).cases("train")[0]
+
+        @tf.function(input_signature=[tf.TensorSpec((), tf.int64)])
+        def load(number):  # TensorFlow takes the array without a copy
+            read = lambda _: Reader(Path(folder)).array(record, "x").view(np.int16)  # noqa: E731
+            tensor = tf.numpy_function(read, [number], tf.int16, stateful=False)
+            return tf.cast(tf.bitcast(tensor, tf.float16) if record.image_dtype == "float16" else tensor, tf.float32)
+
+        return lambda position: load(tf.constant(0, tf.int64))
+
+    for name in ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii"):
+        dtype, _, ending = name.partition(".")
+        path, files = paths[name], lambda _, name=name: [Path(paths[name])]
+        to_tensor = lambda _, path=path: tf.convert_to_tensor(np.ascontiguousarray(by_nibabel(path)))  # noqa: E731
+        ways[f".{ending} {dtype}"] = (files, to_tensor, 1)
+        ways[f".{ending} {dtype}, left in Fortran order"] = (files, lambda _, path=path: by_nibabel(path), 1)
+    for name, kind in (("npy", "int16 .npy"), ("float16", "float16 .npy"), ("b2nd", "int16 .b2nd")):
+        ways[f"store, {kind}"] = (lambda _, name=name: _arrays(paths[name], ".x")[:1], by_reader(paths[name]), 1)
+    return time_in_turn(ways, request)
+
+
+# --- S0: one 96^3 patch of a CT to float32 ---
+
+
+def s0(folder: Path, scale: Scale, rounds: int) -> Row:
+    """Loading all of it, S0's own way (a seek and a read for each row of voxels) and the store's."""
+    request = {"patch": scale.patch, "patches": scale.patches, "rounds": rounds}
+    lines = in_states((WARM, COLD), load_patch, folders=cts(folder, scale), **request)
+    targets = [
+        times_slower(f"{name} against the store's map", lines, slow, "store, mmap", bound)
+        for name, slow, bound in (
+            ("all of the .nii.gz", ".nii.gz, all of it", 100),
+            ("all of the .nii", ".nii, all of it", 20),
+            ("S0's way", ".nii, dataobj[roi] (S0)", 10),
+        )
+    ]
+    title = f"One patch of {_by_x(scale.patch)} from a CT of {_by_x(scale.ct)} to a float32 tensor"
+    return {"title": title, "lines": lines, "targets": targets, "notes": []}
+
+
+def load_patch(request: Dict[str, Any]) -> Row:
+    """Seconds a patch of every way. A store's reader serves all patches; cold it is a new one each time."""
+    tf = set_up()[2]
+    import nibabel
+
+    folders, state, patches = request["folders"], request["state"], request["patches"]
+    records = open_store(folders["npy"]).cases("train")
+    sampling = PatchSampling(shape=tuple(request["patch"]), extent="full", seed=1)
+    ways: Dict[str, Any] = {}
+
+    def add(name: str, paths: Sequence[Path], load: Callable[[int, Any], Any], count: int = patches) -> None:
+        def at(position: int) -> Tuple[int, Any]:
+            drawn = patch_at(position, sampling, records)
+            return drawn.index, drawn.region.slices(records[drawn.index].shape)
+
+        ways[name] = (lambda position: [paths[at(position)[0]]], lambda position: load(*at(position)), count)
+
+    def add_nibabel(name: str, dataset: str, cut: Callable[[Any, Any], np.ndarray], count: int = patches) -> None:
+        paths = sorted(Path(folders[dataset]).iterdir())
+        to_tensor = lambda array: tf.convert_to_tensor(np.ascontiguousarray(array, np.float32))  # noqa: E731
+        add(name, paths, lambda index, slices: to_tensor(cut(nibabel.load(paths[index]), slices)), count)
+
+    def add_store(name: str, store: str, mode: str) -> None:
+        folder = Path(folders[store])
+        of_store, kept = open_store(folder).cases("train"), Reader(folder, mode)
+
+        def load(index: int, slices: Any) -> Any:
+            reader = Reader(folder, mode) if state == COLD else kept
+            return tf.cast(reader.box(of_store[index], "x", slices), tf.float32)
+
+        add(name, _arrays(folders[store], ".x"), load)
+
+    for ending in ("gz", "nii"):  # one patch a round is enough where all of a file is read
+        name = {"gz": ".nii.gz", "nii": ".nii"}[ending]
+        add_nibabel(f"{name}, all of it", ending, lambda image, slices: np.array(image.dataobj)[slices], 1)
+    add_nibabel(".nii.gz, dataobj[roi]", "gz", lambda image, slices: image.dataobj[slices], 1)
+    add_nibabel(".nii, dataobj[roi] (S0)", "nii", lambda image, slices: image.dataobj[slices])
+    add_nibabel(".nii, mapped and sliced", "nii", lambda image, slices: np.asanyarray(image.dataobj)[slices])
+    for name, store, mode in (("mmap", "npy", "mmap"), ("pread", "npy", "pread"), (".b2nd", "b2nd", "mmap")):
+        add_store(f"store, {name}", store, mode)
+    if state == WARM:  # what is in memory has no pages to drop
+        add_store("store, ram", "npy", "ram")
+    return time_in_turn(ways, request)
+
+
+# --- S1's ladder: what each counter-measure against slow loading gains ---
+
+
+def ladder(folder: Path, scale: Scale, rounds: int) -> Row:
+    """A sample of a whole BraTS case, augmented, of which the network sees the voxels around the brain's middle."""
+    lines = in_states((COLD,), climb, paths=brains(folder, scale), grid=scale.patch, rounds=rounds)
+    targets = [times_slower(f"from first to last, {COLD}", lines, lines[0]["name"], STORE_RUNG, 3.6)]
+    title = f"A sample of {_by_x(scale.patch)} of a whole case that is read, loaded as on S1's ladder"
+    return {"title": title, "lines": lines, "targets": targets, "notes": []}
+
+
+def climb(request: Dict[str, Any]) -> Row:
+    """Seconds a sample of every rung, each one's way better than the last; the store's is augmented in the graph."""
+    tf = set_up()[2]
+    from cpu3d.data.finish import Finish
+
+    paths, grid, ways = request["paths"], tuple(request["grid"]), {}
+    stores = {name: open_store(paths[name]) for name in ("npy", "b2nd")}
+    records, regions = stores["npy"].cases("train"), stores["npy"].manifest.regions
+    graph = tf.function(Finish(codes=tuple(map(tuple, regions.values())), resamples=True).__call__)
+
+    def read(path: str) -> np.ndarray:
+        return decode_b2nd(Path(path).read_bytes()) if path.endswith("b2nd") else np.load(path, allow_pickle=False)
+
+    def files(name: str, position: int) -> List[str]:
+        return [f"{paths['ladder']}/{records[position % len(records)].case_id}.{one}" for one in (name, "label.npy")]
+
+    def by_numpy(name: str, position: int) -> Any:
+        record = records[position % len(records)]
+        region = case_region(record, grid, "brain")
+        image, label = (crop(read(path), region) for path in files(name, position))
+        image = normalised(image, record) if name == "int16.b2nd" else image
+        return tf.convert_to_tensor(augmented(image, label, record, position)[0])
+
+    def by_store(name: str, position: int) -> Any:
+        record = stores[name].cases("train")[position % len(records)]
+        reader, slices = Reader(Path(paths[name])), case_region(record, grid, "brain").slices(record.shape)
+        params, scale = _drawn(record, position), 1 / np.array(record.channel_std)
+        raw = {
+            "bits": reader.box(record, "x", slices),
+            "label": reader.box(record, "y", slices),
+            "is_half": np.bool_(False),
+            "scale": np.float32(scale * params.gain),
+            "shift": np.float32(-np.array(record.channel_mean) * scale * params.gain + params.offset),
+            "flips": np.array(params.flips),
+            "planes": params.planes(record.spacing_mm),
+        }
+        return graph({key: tf.convert_to_tensor(one) for key, one in raw.items()})[0]
+
+    for rung, name in (("float32 .npy", "float32.npy"), ("+ blosc2", "float32.b2nd"), ("+ 16 bit", "int16.b2nd")):
+        ways[rung] = (lambda k, name=name: files(name, k), lambda k, name=name: by_numpy(name, k), 1)
+    for rung, name in ((STORE_RUNG, "b2nd"), ("the same with .npy instead of .b2nd", "npy")):
+        ways[rung] = (lambda _, name=name: _arrays(paths[name]), lambda k, name=name: by_store(name, k), 1)
+    return time_in_turn(ways, request)
+
+
+def augmented(image: np.ndarray, label: np.ndarray, record: Any, position: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Image (X, Y, Z, C) float32 and label (X, Y, Z) after what is drawn, as a loader without a graph does it.
+
+    One interpolation through the volume a channel, where the graph takes two through planes. Voxels that are 0 stay 0.
+    """
+    from scipy.ndimage import affine_transform
+
+    params = _drawn(record, position)
+    image = np.where(image == 0, np.float32(0), image * np.float32(params.gain) + np.float32(params.offset))
+    xy, yz = np.eye(3), np.eye(3)
+    xy[:2, :2], yz[1:, 1:] = params.planes(record.spacing_mm).reshape(2, 2, 2)
+    matrix, centre = xy @ yz, (np.array(label.shape) - 1) / 2
+    more = {"matrix": matrix, "offset": centre - matrix @ centre}
+    image = np.stack([affine_transform(one, order=1, **more) for one in np.moveaxis(image, 3, 0)], 3)
+    axes = tuple(axis for axis, mirrored in enumerate(params.flips) if mirrored)
+    return tuple(np.ascontiguousarray(np.flip(one, axes)) for one in (image, affine_transform(label, order=0, **more)))
+
+
+def _drawn(record: Any, position: int) -> Any:
+    return sample_params(WITH_TURNS, seed=0, position=position, channels=record.channels)
+
+
+def normalised(image: np.ndarray, record: Any) -> np.ndarray:
+    """z-scores by the volume's statistics, float32; voxels that are 0 stay 0."""
+    scores = (image - np.float32(record.channel_mean)) / np.float32(record.channel_std)
+    return np.where(image == 0, np.float32(0), scores)
+
+
+# --- S4's size: 484 cases and 101 entries of each, 48,884 in all, over the arrays of a few ---
+
+
+def many(folder: Path, scale: Scale, rounds: int) -> Row:
+    """Open the store, by a process without TensorFlow, whose own libraries would hide what a store takes; stream."""
+    with _made(folder / "many", scale.entries) as is_made:
+        if not is_made:
+            write_phantom(folder / "many" / "dataset", cases=4, shape=(64, 64, 48), seed=2, workers=1)
+            _store(folder / "many" / "dataset", folder / "many" / "npy", "npy")
+            repeat_entries(folder / "many" / "npy", scale.entries // 4)
+    request = {"store": str(folder / "many" / "npy"), "samples": scale.samples}
+    opened = [in_fresh_process(open_many, request) for _ in range(rounds)]
+    streamed = in_fresh_process(stream_many, request)
+    peak, watched = "peak memory of the process that opens it", streamed["watched"]
+    lines = [
+        line_of("open the store", WARM, [one["open_s"] for one in opened]),
+        line_of(peak, WARM, [one["peak_bytes"] / MIB for one in opened], "MiB"),
+        line_of("anonymous memory while it streams", WARM, streamed["MiB"], "MiB", streamed["note"]),
+    ]
+    targets = [
+        target_of("open the store", lines[0]["median"], "<=", 2, "s"),
+        target_of(peak, lines[1]["median"], "<=", 300, "MiB"),
+        target_of(f"growth of anonymous memory over {watched:,} volumes", streamed["growth"], "<=", 1, "%"),
+    ]
+    return {"title": f"A store of {opened[0]['entries']:,} entries", "lines": lines, "targets": targets, "notes": []}
+
+
+def open_many(request: Dict[str, Any]) -> Row:
+    """Seconds to open the store, and the process's peak."""
+    begin = time.perf_counter()
+    entries = len(open_store(request["store"]).cases("train"))
+    return {"open_s": time.perf_counter() - begin, "peak_bytes": peak_rss_bytes(), "entries": entries}
+
+
+def stream_many(request: Dict[str, Any]) -> Row:
+    """Anonymous memory while volumes stream, once as many records stay parsed as ever do."""
+    set_up()
+    from cpu3d.data.source import volume_dataset
+
+    seen = []
+    for _ in volume_dataset(open_store(request["store"]), stop=request["samples"]):
+        now = resident()
+        seen.append(now.anonymous_bytes / MIB if now else 0.0)
+    late = seen[min(KEPT, len(seen) // 2) :]
+    slope = float(np.polyfit(np.arange(len(late)), late, 1)[0])
+    growth = 100 * slope * len(late) / max(late) if max(late) else 0.0
+    note = f"{slope * MIB:+.0f} bytes a volume, {max(late) - min(late):.1f} MiB between least and most"
+    # A record need not hold every step.
+    return {"watched": len(late), "growth": growth, "MiB": late[:: max(1, len(late) // 100)], "note": note}
+
+
+def _arrays(store: str, part: str = "") -> List[Path]:
+    """The files of a store's cases in its order, or of a part of each: "x" is the image."""
+    return sorted(path for path in Path(store).rglob(f"*{part}.*") if path.suffix in (".npy", ".b2nd"))
+
+
+def _by_x(shape: Sequence[Any]) -> str:
+    return "x".join(map(str, shape))
+
+
+ROWS: Dict[str, Callable[[Path, Scale, int], Row]] = {"s4": s4, "s0": s0, "ladder": ladder, "many": many}
+"""In the order they are measured."""

@@ -1,0 +1,273 @@
+"""The exchange between the workers of a run: one vector a step, summed over all of them, the same bits on each.
+
+    cluster = read_cluster(os.environ)
+    exchange = join(cluster)             # right after TensorFlow is imported, before any operation
+    total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
+
+Each worker computes with plain variables and plain functions of its own, as it would alone, so that a run of several
+differs from one in nothing but this sum. Engines (`cluster.ENGINES`): "memory" is for the workers of one host;
+"tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring over gRPC, "horovod" is Horovod's ring over Gloo
+(`./run.sh setup --horovod`). In all of them one worker adds up each part of the vector and the others copy it: there is
+one order of addition, so the bits cannot differ between workers.
+"""
+
+import contextlib
+import json
+import os
+import re
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
+from cpu3d.distributed.rendezvous import meet
+from cpu3d.distributed.shared_memory import SILENCE_S, lost_worker, shared_memory_sum
+from cpu3d.errors import InputError, WorkerLostError
+
+MEETING_S = 300.0
+"""How long a worker waits for the others at the start: the hosts of a queue do not start together."""
+
+REGISTER_S = 60.0
+"""For the servers of workers that have just met to find each other. TensorFlow itself would wait an hour."""
+
+PIECE = 4 * 2**20
+"""Numbers summed at a time. 16 MiB: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on
+one host, a core each); 22 MB take 25 ms either way."""
+
+
+class Exchange:
+    """The workers of a run. This one is for a run without others: the sum is what is put in."""
+
+    rank = 0
+    count = 1
+    plan: Any = None
+    """What the chief has sent to all as they met."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes the run's files."""
+        return self.rank == 0
+
+    def sum(self, vector: Any) -> Any:
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone.
+
+        It is noticed at once when its process has ended, within SILENCE_S when it is stopped or cut off. For one that
+        lives and does not come it waits for ever.
+        """
+        return vector
+
+    def close(self) -> None:
+        """Take leave of the others, who are at the same point. After it there is no other sum.
+
+        Says nothing of one who is gone already: by then all of them know, by a sum of the run, that the chief has
+        written all there is to write.
+        """
+
+
+ALONE = Exchange()
+
+
+def join(
+    cluster: Cluster,
+    *,
+    plan: Any = None,
+    meeting_s: float = MEETING_S,
+    say: Callable[[str], None] = lambda line: None,
+) -> Exchange:
+    """Wait for the other workers and return the exchange with them. Alone, at once and at no cost.
+
+    The chief's `plan`, anything of JSON, is the `plan` of every worker's exchange.
+
+    Call it right after TensorFlow is imported: between hosts it must make its server before any operation. `say` gets a
+    line when the others take long, and a warning of that server. Raises InputError when this worker's port is taken or
+    the engine is not installed, WorkerLostError when a worker does not come within `meeting_s`.
+    """
+    if cluster.workers == 1:
+        return ALONE
+    if cluster.engine == HOROVOD:
+        exchange = _Joined(cluster, _horovod_sum(cluster), None)
+        exchange.plan = json.loads(text_from_chief(exchange, json.dumps(plan)))
+        return exchange
+    peers, plan = meet(cluster, meeting_s, say, plan)
+    if cluster.engine == MEMORY:
+        sum_of_arrays = shared_memory_sum(cluster, peers)
+        return _Joined(cluster, lambda vector: sum_of_arrays(np.asarray(vector)), plan)
+    for peer in peers.values():
+        peer.close()
+    port = cluster.addresses[cluster.rank].rpartition(":")[2]
+    say(
+        f"warning: TensorFlow serves port {port} of this host on all its networks and asks for no password: whoever "
+        "reaches it can read and write files as you; train on a network that is yours alone (docs/workers.md)"
+    )
+    return _Joined(cluster, _tensorflow_sum(cluster), plan)
+
+
+# --- What the chief knows ---
+
+
+def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
+    """The chief's array to the bit. The others give one of the same shape and dtype, whose values do not count.
+
+    By nothing but the sum, to which the others add zeros: every 16 bits travel as one float32, which holds them.
+    """
+    if exchange.count == 1:
+        return array
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    halves = np.zeros(-(-raw.size // 2), np.uint16)
+    if exchange.rank == 0:
+        halves.view(np.uint8)[: raw.size] = raw
+    for piece in np.split(halves, range(PIECE, halves.size, PIECE)):
+        piece[:] = np.asarray(exchange.sum(piece.astype(np.float32)))
+    return halves.view(np.uint8)[: raw.size].view(array.dtype).reshape(array.shape)
+
+
+def text_from_chief(exchange: Exchange, text: str = "") -> str:
+    """The chief's text, whatever the others give."""
+    if exchange.count == 1:
+        return text
+    raw = np.frombuffer(text.encode(), np.uint8)
+    size = int(array_from_chief(exchange, np.array([raw.size], np.int64))[0])
+    return array_from_chief(exchange, np.resize(raw, size) if raw.size else np.zeros(size, np.uint8)).tobytes().decode()
+
+
+# --- Engines ---
+
+
+class _Joined(Exchange):
+    """An exchange by an engine's sum."""
+
+    def __init__(self, cluster: Cluster, sum_over_workers: Callable[[Any], Any], plan: Any):
+        import tensorflow as tf
+
+        self.rank, self.count, self.plan = cluster.rank, cluster.workers, plan
+        self._tf, self._cluster, self._sum = tf, cluster, sum_over_workers
+
+    def sum(self, vector: Any) -> Any:
+        errors = self._tf.errors
+        try:
+            total = self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
+            return self._tf.convert_to_tensor(total)
+        except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
+            raise  # vectors of different lengths, or no memory: nobody is lost
+        except errors.OpError as error:
+            raise lost_by_message(str(error), self._cluster) from error
+
+    def close(self) -> None:
+        # When this sum is there, all before it have arrived everywhere; one who leaves right after it may break it off.
+        with contextlib.suppress(WorkerLostError):
+            self.sum(self._tf.zeros([1]))
+
+
+def _horovod_sum(cluster: Cluster) -> Callable[[Any], Any]:
+    """Join the others, where the variables of `horovodrun` tell, and return the function that sums a tensor.
+
+    Raises InputError when Horovod is not installed, or when the process was not started by `horovodrun`.
+    """
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise InputError(
+            f"engine horovod must be installed, got {error}; run `./run.sh setup --horovod`, or leave --engine away"
+        ) from None
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (cluster.rank, cluster.workers):
+        raise InputError(
+            f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {hvd.rank()} of {hvd.size()};"
+            " start it by `launch --engine horovod` or horovodrun"
+        )
+    return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")
+
+
+def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
+    """Start this worker's server, find the others', and return the function that sums a float32 tensor (n,).
+
+    The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
+    the bits, the speed and the memory of a process without it. Raises WorkerLostError where a worker has gone since
+    they met, InputError where its port is taken, RuntimeError when TensorFlow has computed before.
+    """
+    import tensorflow as tf
+    from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
+
+    if context.context()._context_handle is not None:
+        raise RuntimeError("join must come before any operation of TensorFlow")
+    # gRPC would go through the proxy that http_proxy names, to the next machine and even to its own.
+    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112 (gRPC reads it in small letters)
+    jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
+    jobs.add(name="worker", num_tasks=cluster.workers)
+    context.context().configure_coordination_service(
+        "standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        cluster_register_timeout_in_ms=int(REGISTER_S * 1000),
+        heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
+        coordinated_jobs=list(jobs),
+    )
+    try:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
+                task_type="worker",
+                task_id=cluster.rank,
+                rpc_layer="grpc",
+                num_accelerators={"GPU": 0},  # the sum is on the CPU, whatever computes
+            ),
+            tf.distribute.experimental.CommunicationOptions(
+                implementation=tf.distribute.experimental.CommunicationImplementation.RING
+            ),
+        )
+    except tf.errors.OpError as error:
+        raise not_started(str(error), cluster) from error
+
+    def reduce(part: Any) -> Any:
+        # Without tf.identity: "destinations can not be empty".
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(part))
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def sum_of_piece(piece):
+        return strategy.run(reduce, args=(piece,))
+
+    def sum_over_workers(vector: Any) -> Any:
+        sums = [sum_of_piece(vector[start : start + PIECE]) for start in range(0, int(vector.shape[0]), PIECE)]
+        return sums[0] if len(sums) == 1 else tf.concat(sums, 0) if sums else vector
+
+    return sum_over_workers
+
+
+# --- What an engine says when a worker is lost, some twenty lines from C++, in one sentence ---
+
+_REASONS = (
+    (r"incarnation|restarted", "another process at its address"),
+    (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
+    (
+        r"failed to connect|connection (refused|reset|closed)|reset by peer|socket closed|broken pipe|stream removed",
+        "no connection: its process has ended or its host is gone",
+    ),
+    (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),
+    (r"aborted by: *(.+)", ""),
+    (r"(\S.*)", ""),
+    (r"", "an error without words"),
+)
+"""Patterns in the order of what they tell, with our words; "" has those of the group."""
+
+
+def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
+    """The error for the user, from an engine's message: which worker is gone, as far as is known, and how."""
+    found = ((re.search(pattern, message, re.IGNORECASE), words) for pattern, words in _REASONS)
+    match, words = next(pair for pair in found if pair[0])
+    named = [int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)]
+    known = [rank for rank in named if rank < cluster.workers]
+    others = [rank for rank in known if rank != cluster.rank]
+    rank: Optional[int] = next(iter(others + known), None)
+    if rank is None and "CoordinationService/" in message and not cluster.is_chief:
+        rank = 0  # that service is the chief's
+    return lost_worker(cluster, rank, words or match[1][:160])
+
+
+def not_started(message: str, cluster: Cluster) -> InputError:
+    """The error for the user where TensorFlow has not come to a server of its own, or has not found the others."""
+    if not re.search(r"could not start grpc server|address already in use", message, re.IGNORECASE):
+        return lost_by_message(message, cluster)
+    address = cluster.addresses[cluster.rank]
+    return InputError(
+        f"port {address.rpartition(':')[2]} of worker {cluster.rank} ({address}) must be free until TensorFlow takes "
+        "it, got it taken by another process; give the same command again, or choose another port"
+    )

@@ -1,0 +1,652 @@
+"""What a training run will be, decided before anything is computed: settings -> plan -> run.
+
+    plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=2)
+    print(*plan.describe(host), sep="\\n")
+    check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
+    save_plan(plan, run_folder)              # run/plan.json
+
+Whatever a setting leaves open is decided here and nowhere else: what follows from the store, device, dtype, engine,
+grid or patch, batch and micro-batch of several workers, memory policy, and what a step takes in memory and time.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from cpu3d.data.extent import grid_size
+from cpu3d.data.folds import with_fold
+from cpu3d.data.region import Shape3
+from cpu3d.data.resolution import field_of, network_grid
+from cpu3d.data.store import Store, check_names
+from cpu3d.data.words import by
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
+from cpu3d.host.thread_plan import thread_plan
+from cpu3d.recipes import RECIPES
+from cpu3d.settings import (
+    AUTO,
+    RATE_SCALES,
+    SIZES_OF_PATCH,
+    RunConfig,
+    config_from_json,
+    differences,
+    load_config,
+    with_settings,
+)
+from cpu3d.util.atomic import write_json
+from memory_estimator import planner as gpu
+from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Accuracy, Estimate, estimate
+from memory_estimator.host import Host
+from memory_estimator.job import DTYPE_BYTES, ENGINES, USUAL_PATCH, Job, installed_engine, statistics_note
+from memory_estimator.planner import Price, fastest_that_fits, nearest
+from memory_estimator.scaling.model import of_one
+from memory_estimator.step.training_step import training_step
+from memory_estimator.units import format_bytes, format_seconds, parse_bytes
+from models.layer_plan import training_flops
+
+SCHEMA = 1
+"""Version of plan.json."""
+
+USUAL_SCALE = {"sgd": "linear", "adam": "sqrt"}
+"""Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
+"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms")."""
+
+LOGITS_MAPS = 2
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
+or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
+
+VARIABLES = ("weights", "optimizer slots", "averaged weights")
+"""Groups of the estimator's tensors that a checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, all of it decided."""
+
+    config: RunConfig
+    """Every setting."""
+    store: Store
+    """As the run's fold sees it."""
+    saved: Optional[RunConfig] = None
+    """Of the run that is continued; None for a new one."""
+    workers: int = 1
+    estimate: Optional[Estimate] = None
+    """Memory and time of a step of one worker; None on a card, and for an engine that the estimator does not know."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
+
+    @property
+    def engine(self) -> str:
+        """ "itex", "stock" or "stock-no-onednn"."""
+        return installed_engine() if self.config.engine == AUTO else self.config.engine
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches that the training cases, or their patches, fill."""
+        return steps_per_epoch(self.config, self.store)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run, as long as no budget of minutes cuts it."""
+        return self.config.steps or self.config.epochs * self.steps_per_epoch
+
+    @property
+    def volume_shape(self) -> Shape3:
+        """Voxels X, Y, Z of a whole volume."""
+        return volume_shape(self.store, self.config)
+
+    @property
+    def predicted(self) -> Dict[str, Any]:
+        """What a step takes, for the log and the report to hold against what was measured."""
+        if self.config.device != "cpu":
+            card_bytes = _card_bytes(self.config)
+            return {
+                "allocator_peak_bytes": card_bytes - gpu.CONTEXT_BYTES,  # its allocator holds all but the context
+                "card_bytes": card_bytes,
+                "constants": "assumed, not verified on a GPU",
+            }
+        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
+        found = self.estimate
+        return {**{name: getattr(found, name) for name in names}, "constants": found.constants.name} if found else {}
+
+    def to_json(self) -> Dict[str, Any]:
+        """What plan.json holds."""
+        return {
+            "schema": SCHEMA,
+            "continues": self.saved is not None,
+            "workers": self.workers,
+            "engine": self.engine,
+            "micro_batch": self.config.micro,
+            "volume_shape": list(self.volume_shape),
+            "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps": self.steps,
+            "reasons": dict(self.reasons),
+            "predicted": self.predicted,
+            "config": dataclasses.asdict(self.config),
+        }
+
+    def describe(self, host: Host) -> List[str]:
+        """Lines to print before the run starts."""
+        config, unet = self.config, self.config.unet
+        together = f", {config.micro} at a time" if config.parts > 1 else ""
+        workers = f", {self.workers} workers" if self.workers > 1 else ""
+        fold = f", fold {config.fold}" if config.fold else ""
+        cases = ", ".join(f"{len(ids)} {name}" for name, ids in self.store.manifest.split.items())
+        flops = training_flops(unet, config.grid, config.batch)
+        lines = [
+            f"store: {self.store.folder}, {len(self.store.manifest.cases)} cases, split {config.split_hash}{fold}: "
+            f"{cases}",
+            f"{self._seen()}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
+            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
+            f"policy {unet.policy}, {flops / 1e9:,.0f} GFLOP a step",
+            f"run: {self._length()} at batch {config.batch}{together}{workers}",
+        ]
+        note = statistics_note(unet.norm, config.batch, config.micro)
+        lines += [f"note: {note}"] if note else []
+        if not self.store.manifest.split["val"]:
+            lines.append("no validation cases in this split: the last weights count as the best")
+        return lines + [f"plan: {line}" for line in (*self._memory(host), *self.reasons.values())]
+
+    # --- Private helpers ---
+
+    def _seen(self) -> str:
+        """What a step sees, in words."""
+        config, volume, seen = self.config, by(self.volume_shape, " x "), by(self.config.grid, " x ")
+        if config.is_patch:
+            return (
+                f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
+                f"{config.foreground:.0%} around labels, on {config.device}"
+            )
+        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
+        return f"volumes: {seen} ({config.extent}){at}"
+
+    def _length(self) -> str:
+        if self.config.steps:
+            return f"{self.steps} steps, {self.steps_per_epoch} an epoch"
+        cut = f", cut to {self.config.budget_minutes:g} minutes" if self.config.budget_minutes else ""
+        return f"{self.config.epochs} epochs of {self.steps_per_epoch} steps{cut}"
+
+    def _memory(self, host: Host) -> List[str]:
+        """Memory and time of a step."""
+        if self.config.device != "cpu":
+            needed = format_bytes(_card_bytes(self.config))
+            return [
+                f"a step takes {needed} of the card's memory; {gpu.ASSUMPTIONS}",
+                "nothing is known of this card's speed",
+            ]
+        found = self.estimate
+        if found is None:
+            return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
+        bound, constants = found.accuracy, found.constants
+        return [
+            f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({bound.error('allocator_peak')}), "
+            f"process peak {format_bytes(found.process_peak_bytes)} ({bound.error('process_peak')}), up to "
+            f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free",
+            f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
+            f"{format_seconds(found.epoch_s)} an epoch ({bound.error('step_s')}), validation aside",
+            f"speed {'; '.join((f'{constants.origin}, {constants.name}', *constants.caveats(host)))}",
+            STORE_NOTE,
+        ]
+
+
+def make_plan(
+    store: Store,
+    run_folder: Path,
+    host: Host,
+    settings: Mapping[str, Any],
+    recipe: Optional[str] = None,
+    *,
+    gpus: Sequence[Gpu] = (),
+    workers: int = 1,
+    force: bool = False,
+) -> Plan:
+    """The plan of a run: recipe or saved run, then the chosen settings, then what store and host decide.
+
+    `host` is this worker's share of one. How a saved run computes its steps, in device, dtype, policy and micro-batch,
+    only a setting changes, no recipe. Raises InputError when the settings do not suit the store, when a saved run
+    cannot continue under them, or, unless `force`, where the host's calibration cannot be read.
+    """
+    saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
+    config = _decided(store, host, settings, recipe, saved, gpus, workers)
+    asked = settings.get("device", saved.device if saved else AUTO)
+    unused = why_no_card(asked, config.mode, gpus) if config.device == "cpu" else []
+    reasons = dict(zip(["device"], unused))
+    pick = settings.get("policy", saved.unet.policy if saved else AUTO) == AUTO
+    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons)
+    return _with_estimate(plan, host, pick=pick, force=force)
+
+
+def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
+    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine.
+
+    Raises InputError for a store or an engine that is not the chief's.
+    """
+    config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
+    if engine != content["engine_name"]:
+        raise InputError(
+            f"engine must be the chief's, {content['engine_name']}, got {engine}; give all workers the same --engine, "
+            "and their hosts the same packages"
+        )
+    if config.split_hash != store.manifest.split_hash:
+        raise InputError(
+            f"store {store.folder} must be the chief's, got split {store.manifest.split_hash} for {config.split_hash}; "
+            "copy that one to this host, or name a folder that all hosts see"
+        )
+    saved = config if content["continues"] else None
+    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"], None, {})
+    return _with_estimate(plan, host, pick=False, force=True)
+
+
+def save_plan(plan: Plan, run_folder: Path) -> None:
+    """Write `run_folder`/plan.json, atomically."""
+    write_json(Path(run_folder) / "plan.json", plan.to_json())
+
+
+def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
+    """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
+
+    A run that continues may change its policy and, but for batch norm, its micro-batch; it has to keep its other
+    settings: else it is another run. Between the predicted peak and the upper bound it is a matter of luck whether a
+    run is killed: luck is not for long runs.
+    """
+    if plan.config.device != "cpu":
+        _check_card(plan, card_of(plan.config.device, gpus))
+        return
+    found, free_bytes = plan.estimate, host.free_bytes
+    if found is None or found.upper_bound_bytes <= free_bytes:
+        return
+    continued, volumes = plan.saved is not None, Volumes.of(plan.config, plan.store)
+    price = _price(host, volumes, found.constants, found.accuracy, plan.workers)
+    same = nearest(found.job, price, free_bytes, same_training=True) if continued else []
+    grids = _mildest(_other_grids(plan), found.job, price, free_bytes)
+    fits = "; ".join(map(str, same or nearest(found.job, price, free_bytes, grids=grids))) or "nothing smaller does"
+    advice = f"what fits: {fits}; or --force"
+    if continued and not same:
+        advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
+    what = "this training,"
+    if found.regions_short:
+        what = "the allocator's regions, which double in size,"
+    elif volumes and 2 * volumes.bytes(found.job) > found.upper_bound_bytes:
+        what = "this training, most of it validation on whole volumes,"
+    raise DoesNotFitError(
+        f"memory must hold {what} up to {format_bytes(found.upper_bound_bytes)}, got "
+        f"{format_bytes(free_bytes)} free; {advice}"
+    )
+
+
+# --- Volumes and patches ---
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """The volumes of a run whose steps see less: patches of them, or all of them at a share of their resolution."""
+
+    shape: Shape3
+    """Voxels X, Y, Z at the store's resolution."""
+    resolution: float = 1.0
+    """Share of it that the network sees; 1 is patches."""
+
+    @staticmethod
+    def of(config: RunConfig, store: Store) -> "Optional[Volumes]":
+        """Those of a run, of its fold's view of a store. None where they are what its steps see, and for patches that
+        no validation follows."""
+        if config.resolution == 1 and not (config.is_patch and store.manifest.split["val"]):
+            return None
+        return Volumes(volume_shape(store, config), config.resolution)
+
+    def bytes(self, job: Job) -> int:
+        """What they take beside what `job` tells of its steps: counted, not measured.
+
+        Patches: a validation alone reads whole volumes; its logits and their weights come with them. At a lower
+        resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before they
+        are averaged down, and that is done in float32, along one axis after another.
+        """
+        unet, volumes, shrinking = job.unet, 3, 0.0
+        if self.resolution < 1:
+            volumes = 2 * job.micro + 1
+            shrinking = job.micro * 4 * unet.channels * (1 + self.resolution)
+            shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
+        volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
+        validation = 4 + LOGITS_MAPS * 4 * unet.outputs
+        return round(math.prod(self.shape) * (volumes * volume + validation + shrinking))
+
+
+def volume_shape(store: Store, config: RunConfig) -> Shape3:
+    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: what holds every case, and
+    what the network sees."""
+    extent = grid_size(store, extent=config.extent, multiple=1)
+    return field_of(config.grid, config.resolution, at_least=extent)
+
+
+def steps_per_epoch(config: RunConfig, store: Store) -> int:
+    """Whole batches that the training cases of a run's fold, or their patches, fill."""
+    return len(store.manifest.split["train"]) * config.patches_per_case // config.batch
+
+
+def check_patch(patch: Shape3, grid: Shape3, divisor: int, depth: int) -> None:
+    """Raise InputError unless a network of so many levels learns from a patch of this shape, and a volume of `grid`,
+    which is a multiple of its divisor, holds it.
+
+    A side of the volume that is shorter than the least patch is taken whole. The error names the nearest patch that
+    meets all rules.
+    """
+    if len(patch) != 3 or min(patch) < 1:
+        raise InputError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
+    least = gpu.least_patch(grid, divisor)
+    outside = any(n > most for n, most in zip(patch, grid))
+    uneven = any(n % divisor or n < low for n, low in zip(patch, least))
+    rules = [f"lie within the volumes of {by(grid, ' ')}"] if outside else []
+    if uneven:
+        rules.append(f"be divisible by {divisor}, the {depth} levels' stride, and at least {by(least, ' ')}")
+    if rules:
+        fitting = tuple(min(max(-(-n // divisor) * divisor, low), most) for n, low, most in zip(patch, least, grid))
+        whole = ", or --mode whole for all of a volume" if outside else ""
+        raise InputError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}")
+
+
+def usual_patch(grid: Shape3, divisor: int) -> Shape3:
+    """USUAL_PATCH within a volume of `grid`, or the least that a network of this divisor learns from where it is more.
+
+    `grid` is divisible already.
+    """
+    return tuple(min(max(n, gpu.BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, grid))
+
+
+def patches_per_case(grid: Shape3, patch: Shape3) -> int:
+    """Patches with as many voxels as a volume of `grid`, to the nearest one, at least 1."""
+    return max(round(math.prod(grid) / math.prod(patch)), 1)
+
+
+def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
+    """The run as a job of the estimator; None for an engine that it knows nothing of.
+
+    `cases` are volumes an epoch, or patches.
+    """
+    engine = installed_engine() if config.engine == AUTO else config.engine
+    if engine not in ENGINES:
+        return None
+    return Job(
+        unet=config.unet,
+        shape=config.grid,
+        batch=config.batch,
+        micro_batch=config.micro_batch,
+        optimizer=config.optimizer,
+        engine=engine,
+        threads=threads,
+        averaged=config.ema > 0,
+        from_store=True,
+        resampled=config.augment.resamples,
+        cases=cases,
+    )
+
+
+# --- Private helpers: settings ---
+
+
+def _decided(
+    store: Store,
+    host: Host,
+    settings: Mapping[str, Any],
+    recipe: Optional[str],
+    saved: Optional[RunConfig],
+    gpus: Sequence[Gpu],
+    workers: int,
+) -> RunConfig:
+    """Every setting but the memory policy of a new run."""
+    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
+    if saved and "micro_batch" not in settings:
+        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
+    try:
+        config = with_settings(start, settings)
+        if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
+            config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
+        if saved and saved.mode != config.mode:
+            raise InputError(*differences(saved, config))
+        config = _for_workers(config, settings, workers, scale=saved is None or recipe is not None)
+        view = with_fold(store, config.fold)
+        config = _for_store(config, view)
+        config = _for_host(config, saved, host, settings, gpus)
+        if workers > 1 and config.device != "cpu":
+            raise InputError(f"device must be cpu for several workers, got {config.device}; give --device cpu")
+        if saved and "micro_batch" not in settings and saved.batch == config.batch:
+            config = dataclasses.replace(config, micro_batch=saved.micro_batch)
+        config = _with_micro_batch(config, workers)
+        config = _with_grid(config, saved, store, settings, gpus)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if not steps_per_epoch(config, view):
+        seen = len(view.manifest.split["train"]) * config.patches_per_case
+        what = f"{seen} patches of an epoch" if config.is_patch else f"{seen} training cases"
+        more = ", or raise --patches-per-case" if config.is_patch else ""
+        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
+    problems = differences(saved, config) if saved is not None else []
+    if problems:
+        raise InputError(*problems)
+    return config
+
+
+def _for_store(config: RunConfig, store: Store) -> RunConfig:
+    """Fill in what follows from the store: names, the network's channels and outputs."""
+    manifest = store.manifest
+    if not manifest.split["train"]:
+        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
+    channels = config.channels or manifest.channels
+    regions = config.regions or tuple(manifest.regions)
+    check_names("channels", channels, manifest.channels)
+    check_names("regions", regions, tuple(manifest.regions))
+    unet = dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed)
+    return dataclasses.replace(
+        config,
+        store=str(store.folder.resolve()),
+        store_channels=manifest.channels,
+        label_names=manifest.labels,
+        region_codes=manifest.regions,
+        split_hash=manifest.split_hash,
+        channels=tuple(channels),
+        regions=tuple(regions),
+        unet=unet,
+    )
+
+
+def _for_workers(config: RunConfig, settings: Mapping[str, Any], workers: int, *, scale: bool) -> RunConfig:
+    """Fill in what follows from the number of workers, where the batch is to grow with it: batch and learning rate.
+
+    The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
+    """
+    if "batch_per_worker" in settings:
+        config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
+        if scale or "learning_rate" in settings:
+            power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
+            config = dataclasses.replace(config, learning_rate=config.learning_rate * workers**power)
+    elif "rate_scaling" in settings:
+        raise InputError(
+            f"--rate-scaling must come with --batch-per-worker, got {settings['rate_scaling']} for a batch that "
+            "does not grow with the workers; add it, or choose --learning-rate"
+        )
+    if config.batch % workers:
+        raise InputError(
+            f"batch must be a multiple of the {workers} workers, got {config.batch}; choose --batch-per-worker, "
+            "another --batch, or another number of workers"
+        )
+    return config
+
+
+def _with_micro_batch(config: RunConfig, workers: int) -> RunConfig:
+    """Fill in what is computed together, where that follows from the number of workers, and check it."""
+    share = config.batch // workers
+    if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
+        config = dataclasses.replace(config, micro_batch=share)
+    if share % config.micro:
+        raise InputError(
+            f"micro-batch must divide the {share} volumes of a worker, got {config.micro} of batch {config.batch} on "
+            f"{workers} workers; choose another --micro-batch, or fewer workers"
+        )
+    return config
+
+
+def _for_host(
+    config: RunConfig, saved: Optional[RunConfig], host: Host, settings: Mapping[str, Any], gpus: Sequence[Gpu]
+) -> RunConfig:
+    """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
+    own = saved.device if saved else config.device if config.device != "cpu" else AUTO
+    device = pick_device(settings.get("device", own), config.mode, gpus)
+    if device != "cpu" and config.engine == "itex":
+        raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
+    dtype = settings.get("dtype") or (saved.unet.dtype if saved else AUTO)
+    if dtype == AUTO:
+        dtype = host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
+    unet = dataclasses.replace(config.unet, dtype=dtype)
+    if saved and "policy" not in settings:
+        unet = dataclasses.replace(unet, policy=saved.unet.policy)
+    return dataclasses.replace(config, device=device, unet=unet)
+
+
+def _with_grid(
+    config: RunConfig, saved: Optional[RunConfig], store: Store, settings: Mapping[str, Any], gpus: Sequence[Gpu]
+) -> RunConfig:
+    """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
+    extent, divisor = grid_size(store, extent=config.extent, multiple=1), config.unet.divisor
+    grid = network_grid(extent, config.resolution, divisor)
+    if not config.is_patch:
+        of_patches = [name for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground") if name in settings]
+        if of_patches:
+            name = of_patches[0].replace("_", "-")
+            raise InputError(f"--{name} must come with --mode patch, got mode whole; add it")
+        return dataclasses.replace(config, grid=grid, patches_per_case=1)
+    if "patch" in settings:
+        patch = tuple(settings["patch"])
+    elif "gpu_memory" in settings:
+        try:
+            memory_bytes = parse_bytes(settings["gpu_memory"])
+        except ValueError as error:
+            raise InputError(f"--gpu-{error}") from None
+        patch = _largest_patch(config, grid, memory_bytes, "--gpu-memory")
+    elif saved is not None:
+        patch = saved.grid
+    elif config.device != "cpu":
+        card = card_of(config.device, gpus)
+        if card.free_bytes is None:
+            raise InputError(
+                f"the free memory of {card.device} must be known, its driver is silent; give --gpu-memory or --patch"
+            )
+        patch = _largest_patch(
+            config, grid, card.free_bytes, f"{card.device}, with {format_bytes(card.free_bytes)} free,"
+        )
+    else:
+        patch = usual_patch(grid, divisor)
+    check_patch(patch, grid, divisor, config.unet.depth)
+    each = settings.get("patches_per_case") or (saved.patches_per_case if saved else patches_per_case(grid, patch))
+    return dataclasses.replace(config, grid=patch, patches_per_case=each)
+
+
+def _largest_patch(config: RunConfig, grid: Shape3, memory_bytes: int, name: str) -> Shape3:
+    """The largest patch that a card of so much memory trains; `name` is what the error says must hold it."""
+    whole = job_of(dataclasses.replace(config, grid=grid, engine="stock"), threads=1, cases=0)
+    try:
+        return gpu.patch_for(whole, memory_bytes, name)
+    except ValueError as error:
+        raise DoesNotFitError(str(error)) from None
+
+
+# --- Private helpers: memory ---
+
+
+def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
+    """The plan with its memory policy, picked where that was left open, and what a step takes."""
+    config, reasons = plan.config, dict(plan.reasons)
+    if config.device != "cpu":
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+    cases = len(plan.store.cases("train")) * config.patches_per_case
+    job = job_of(config, thread_plan(host).intra_op, cases)
+    if job is None:
+        if pick:
+            config = config.with_policy("speed")
+            reasons["policy"] = "policy speed: nothing is known of this engine's memory"
+        return dataclasses.replace(plan, config=config, reasons=reasons)
+    is_timed = bool(config.budget_minutes) and not config.steps
+    volumes = Volumes.of(config, plan.store)
+    try:
+        constants = find_constants(job.threads, host)
+        if pick:
+            price = _price(host, volumes, constants, workers=plan.workers, timed=is_timed)
+            choice = fastest_that_fits(job, price, host.free_bytes)
+            config = config.with_policy(choice.policy)
+            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
+            job = dataclasses.replace(job, unet=config.unet)
+        found = _price(host, volumes, constants, workers=plan.workers, timed=is_timed)(job)
+    except ValueError as error:
+        if not force:
+            raise InputError(f"{error}; or --force") from None
+        return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
+    return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
+
+
+def _price(
+    host: Host,
+    volumes: Optional[Volumes],
+    constants: HostConstants,
+    accuracy: Optional[Accuracy] = None,
+    workers: int = 1,
+    timed: bool = False,
+) -> Price:
+    """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound.
+
+    Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
+    their exchange aside. Where steps are `timed` before the run, its variables are held as they were, beside those
+    that the steps change.
+    """
+
+    def price(job: Job) -> Estimate:
+        found = of_one(estimate(job, constants, accuracy, host.memory_bytes), workers)
+        beside = volumes.bytes(job) if volumes else 0
+        if timed:
+            beside += sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
+        return dataclasses.replace(found, upper_bound_bytes=found.upper_bound_bytes + beside)
+
+    return price
+
+
+def _card_bytes(config: RunConfig) -> int:
+    return gpu.gpu_bytes(job_of(dataclasses.replace(config, engine="stock"), threads=1, cases=0))
+
+
+def _check_card(plan: Plan, card: Gpu) -> None:
+    config, needed = plan.config, _card_bytes(plan.config)
+    if card.free_bytes is None or needed <= card.free_bytes:
+        return
+    parts = "a smaller --micro-batch, " if config.micro > 1 else ""
+    if plan.saved is not None:  # it has to keep its patch and its network
+        parts = "" if config.unet.norm == "batch" else parts
+        advice = f"free some of it, or take another --device, {parts}or --force"
+    else:
+        size = "a smaller --patch" if config.is_patch else "--mode patch"
+        advice = f"choose {size}, {parts}fewer --filters, or --force"
+    raise DoesNotFitError(
+        f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
+        f"{format_bytes(card.memory_bytes)}; {advice}"
+    )
+
+
+def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
+    """Smaller grids that the run could have, each with its option, the largest first."""
+    config = plan.config
+    if config.is_patch:
+        *smaller, _ = gpu.patch_shapes(config.grid, config.unet.divisor)
+        return [(f"--patch {by(shape, ' ')}", shape) for shape in reversed(smaller)]
+    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
+    smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
+    return [("--extent brain", brain)] if smaller else []
+
+
+def _mildest(
+    grids: Sequence[Tuple[str, Shape3]], job: Job, price: Price, budget_bytes: int
+) -> Sequence[Tuple[str, Shape3]]:
+    """Of grids, largest first, the first one that fits; the last where none does."""
+    for option, shape in grids:
+        if price(dataclasses.replace(job, shape=shape)).upper_bound_bytes <= budget_bytes:
+            return [(option, shape)]
+    return grids[-1:]

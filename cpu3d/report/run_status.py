@@ -1,0 +1,291 @@
+"""How a run is doing, from its folder alone: heartbeats, config.json, log.jsonl and checkpoints.
+
+A worker is alive while its heartbeat is younger than SILENT_S. Everything may be missing, half-written or of an earlier
+version, and is then unknown.
+"""
+
+import contextlib
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from cpu3d.settings import load_config
+from cpu3d.training.checkpoint import checkpoints, step_of
+from cpu3d.training.heartbeat import BEAT_S, Heartbeat, heartbeat_path, read_heartbeats
+from cpu3d.training.run_log import FINISHED, recent_events
+from memory_estimator.units import format_seconds
+
+RECENT = 50
+"""Steps that losses and times are of."""
+
+SILENT_S = 60.0
+"""A beat so old counts as none: twelve are missing, and a network's file system shows new ones within seconds."""
+
+BY_EXIT_CODE = {
+    0: "finished",
+    3: "too large",
+    4: "diverged",
+    5: "out of memory",
+    6: "broken off",
+    130: "interrupted",
+    143: "interrupted",
+}
+"""State of a worker that noted its end; "failed" for other codes."""
+
+FINE = ("stopping", "starting", "running", "finished")
+"""States that need nobody."""
+
+WORST_FIRST = ("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown")
+WORST_FIRST += ("interrupted", *FINE)
+"""The run's state is the first of these that a worker is in: causes come before what others suffer from them."""
+
+IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")
+"""States of workers that do nothing for a run whose log says that it is finished."""
+
+WORKERS_DIFFER = "weights must be the same on all workers"
+"""So begins WorkersDifferError: a host computes wrong, which no settings mend."""
+
+DIVERGED = ("loss ", "weights must be finite")
+"""So begins a DivergedError of steps that were too large."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker."""
+
+    rank: int
+    state: str
+    """One of WORST_FIRST."""
+    detail: str = ""
+    """What is known besides, and what to look at."""
+    beat_age_s: Optional[float] = None
+    phase_s: Optional[float] = None
+    """How long the phase had gone on at the last beat."""
+    heartbeat: Optional[Heartbeat] = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The last checkpoint."""
+
+    step: Optional[int]
+    """None where neither its name nor the log has it."""
+    age_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run, now."""
+
+    folder: str
+    state: str
+    """The worst of its workers', see WORST_FIRST; of a run without heartbeats by its log."""
+    details: Tuple[str, ...]
+    """What is known of a state that needs somebody, a sentence each."""
+    advice: str
+    """What to do next; "" for nothing."""
+    is_fine: bool
+    """Whether it runs or has finished."""
+    workers: Tuple[WorkerStatus, ...]
+    step: int
+    steps: Optional[int]
+    step_s: Optional[float]
+    """Median of the recent ones."""
+    seconds_left: Optional[float]
+    """At the pace of this attempt, its validations and saves included; None unless it runs."""
+    recent_steps: int
+    """Steps that loss and Dice are means of."""
+    loss: Optional[float]
+    dice: Dict[str, float]
+    validation: Optional[Dict[str, Any]]
+    """The last one: step, mean_dice, dice, best."""
+    best: Optional[float]
+    """The best mean Dice."""
+    checkpoint: Optional[Saved]
+
+
+def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
+    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
+    run, now = Path(run), time.time() if now is None else now
+    heartbeats = read_heartbeats(run)
+    config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
+    events = recent_events(run, RECENT)
+    workers = _workers(run, heartbeats, now)
+    beats = [one.heartbeat for one in workers if one.heartbeat]
+    starts, recent, validations = ([one for one in events if one["event"] == kind] for kind in _KINDS)
+    step = max(map(_whole, [*(event.get("step") for event in events), *(beat.step for beat in beats)]), default=0)
+    known = [beat.steps for beat in beats] + [config.steps if config else None]
+    steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
+    checkpoint = _checkpoint(run, events, now)
+    judged = sorted(workers, key=lambda one: WORST_FIRST.index(one.state))
+    by_log = _state_by_log(run, events, now)
+    if not workers or (by_log.state == "finished" and _is_left_finished(events[-1], workers, step, steps)):
+        judged = [by_log]
+    first = judged[0]
+    step_s = median([event.get("step_s") for event in recent])
+    return RunStatus(
+        folder=str(run),
+        state=first.state,
+        details=tuple(dict.fromkeys(_named(one, len(workers)) for one in judged if one.detail)),
+        advice=_advice(run, first, [one.detail for one in judged if one.state == first.state], checkpoint),
+        is_fine=all(one.state in FINE for one in judged),
+        workers=tuple(workers),
+        step=step,
+        steps=steps,
+        step_s=step_s,
+        seconds_left=_seconds_left(events, step, steps, step_s) if first.state in ("running", "starting") else None,
+        recent_steps=len(recent),
+        loss=_mean([event.get("loss") for event in recent]),
+        dice=_mean_of_each([event.get("dice") or {} for event in recent]),
+        validation=validations[-1] if validations else None,
+        best=max((event["mean_dice"] for event in validations if _is_number(event.get("mean_dice"))), default=None),
+        checkpoint=checkpoint,
+    )
+
+
+def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
+    """Judge a worker by its heartbeat: the end it noted, else the age of its last beat, else what that says."""
+    age = _beat_age_s(run, beat, now)
+    if beat.exit_code is not None:
+        state = BY_EXIT_CODE.get(beat.exit_code, "failed")
+        detail = "" if state == "finished" else beat.reason
+    elif age > SILENT_S:
+        state = "silent"
+        detail = (
+            f"no beat for {format_seconds(age)}, where one comes every {BEAT_S:g} s; look on {beat.host_name} whether "
+            f"process {beat.pid} lives, and in `dmesg` whether it was killed"
+        )
+    elif beat.stalled or beat.stop:
+        state, detail = ("stalled", beat.stalled) if beat.stalled else ("stopping", beat.stop)
+    else:
+        state, detail = "starting" if beat.phase == "starting" else "running", ""
+    return WorkerStatus(beat.rank, state, detail, age, max(0.0, beat.beat - beat.phase_since), beat)
+
+
+def median(values: Sequence[Any]) -> Optional[float]:
+    """Of those that are numbers; None for none."""
+    known = list(filter(_is_number, values))
+    return statistics.median(known) if known else None
+
+
+# --- Private helpers ---
+
+_KINDS = ("start", "step", "validation")
+
+
+def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
+    """Of the latest attempt: one with fewer workers leaves the files of more behind."""
+    readable = [one for one in heartbeats.values() if isinstance(one, Heartbeat)]
+    latest = max(readable, key=lambda one: one.started, default=None)
+    found = []
+    for rank in range(latest.workers) if latest else sorted(heartbeats):
+        one = heartbeats.get(rank)
+        if isinstance(one, Heartbeat):
+            found.append(worker_status(run, one, now))
+        elif one is not None:
+            found.append(WorkerStatus(rank, "unknown", str(one)))
+        elif now - latest.started < SILENT_S:
+            found.append(WorkerStatus(rank, "starting"))
+        else:
+            found.append(WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written"))
+    return found
+
+
+def _beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
+    written = beat.beat
+    with contextlib.suppress(OSError):
+        written = os.stat(heartbeat_path(run, beat.rank)).st_mtime
+    return max(0.0, min(now - beat.beat, now - written))
+
+
+def _state_by_log(run: Path, events: Sequence[Dict[str, Any]], now: float) -> WorkerStatus:
+    """Of a run without heartbeats, as earlier versions have made them."""
+    if not events:
+        return WorkerStatus(0, "unknown", "nothing is logged and there is no heartbeat")
+    last = events[-1]
+    if last["event"] == "end":
+        finished = last.get("reason") in FINISHED
+        return WorkerStatus(0, "finished") if finished else WorkerStatus(0, "interrupted", str(last.get("reason")))
+    age = max(0.0, now - (run / "log.jsonl").stat().st_mtime)
+    slow = 10 * (median([event.get("step_s") for event in events if event["event"] == "step"]) or 0)
+    detail = f"there is no heartbeat; the last line of the log came {format_seconds(age)} ago"
+    return WorkerStatus(0, "running" if age < max(5 * SILENT_S, slow) else "unknown", detail)
+
+
+def _is_left_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
+    """Whether a run that has finished was begun again with nothing to do, whatever became of those who found that out.
+
+    Not for one that was made longer, nor where somebody works, or says why he could not.
+    """
+    longer = end.get("reason") == "finished" and bool(steps) and _whole(end.get("step")) < steps
+    return _whole(end.get("step")) >= step and not longer and all(one.state in IDLE for one in workers)
+
+
+def _named(worker: WorkerStatus, workers: int) -> str:
+    named = workers < 2 or worker.detail.startswith(f"worker {worker.rank} ")
+    return worker.detail if named else f"worker {worker.rank}: {worker.detail}"
+
+
+def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: Optional[Saved]) -> str:
+    """What to do next, a line; "" where nothing is. `reasons` are those of the workers in the state of the `first`."""
+    state = first.state
+    if state in ("running", "starting", "stopping"):
+        return ""
+    if state == "finished":
+        return f"`evaluate --run {run}` scores it, `report --run {run}` shows it; a larger --epochs or --steps goes on"
+    again = "there is no checkpoint yet: the same command starts anew"
+    if checkpoint:
+        again = f"the same command goes on from step {'?' if checkpoint.step is None else checkpoint.step}"
+    if state in ("stalled", "silent"):
+        again = f"when its process has ended, {again}"
+    elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
+        again = f"take the host that is named out of the run; then {again}"
+    elif state == "diverged" and any(reason.startswith(DIVERGED) for reason in reasons):
+        again = "train into another folder with a lower --learning-rate"
+    log = run / "logs" / f"worker-{first.rank}.log"
+    return f"{again}; its last words are in {log}" if log.is_file() else again
+
+
+def _checkpoint(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Optional[Saved]:
+    logged = [event.get("step") for event in events if event["event"] == "checkpoint"]
+    for path in checkpoints(run):
+        with contextlib.suppress(OSError):  # it may be removed for newer ones just now
+            stat, step = path.stat(), step_of(path)
+            step = step if step >= 0 else next(reversed(logged), None)
+            return Saved(step, max(0.0, now - stat.st_mtime), stat.st_size)
+    return None
+
+
+def _seconds_left(
+    events: Sequence[Dict[str, Any]], step: int, steps: Optional[int], step_s: Optional[float]
+) -> Optional[float]:
+    """At the median step, with the share of time that this attempt has spent on other things."""
+    if not steps or not step_s or step > steps:
+        return None
+    begin = max((number for number, event in enumerate(events) if event["event"] == "start"), default=0)
+    done = step - _whole(events[begin].get("step"))
+    beside = sum(event["seconds"] for event in events[begin + 1 :] if _is_number(event.get("seconds")))
+    return (steps - step) * (step_s + (beside / done if done > 0 else 0.0))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _mean(values: Sequence[Any]) -> Optional[float]:
+    known = list(filter(_is_number, values))
+    return statistics.fmean(known) if known else None
+
+
+def _mean_of_each(dicts: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
+    means = {name: _mean([one.get(name) for one in dicts]) for one in dicts for name in one}
+    return {name: mean for name, mean in means.items() if mean is not None}

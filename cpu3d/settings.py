@@ -1,0 +1,381 @@
+"""The settings of a training run. One declaration of each makes its option, its check and its place in config.json.
+
+    add_training_options(parser)                    # every setting that a user may choose
+    settings = chosen_settings(parser.parse_args()) # those that were given, by name
+    config = with_settings(RunConfig(), settings)   # in their places; `cpu3d.plan` decides what is left open
+
+No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is left open.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.extent import EXTENTS
+from cpu3d.data.files.read_mode import READ_MODES
+from cpu3d.data.folds import parse_fold
+from cpu3d.errors import InputError
+from cpu3d.host.apply import ENGINES
+from cpu3d.util.atomic import write_json
+from memory_estimator.files import read_json, typed
+from memory_estimator.job import OPTIMIZERS, Architecture, check_micro_batch, micro_of
+from memory_estimator.schema import add_options, check, given, option, to_command_line
+from models.config import DTYPES, POLICIES, UNetConfig
+
+AUTO = "auto"
+"""What an option says that `cpu3d.plan` decides."""
+
+SCHEMA = 1
+"""Version of the run folder's layout. A run of another version is refused, never guessed at."""
+
+MODES = ("whole", "patch")
+"""What a step sees of a case: all of its extent, or a patch of it."""
+
+SCHEDULES: Dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "polynomial": lambda progress: (1 - progress) ** 0.9,  # nnU-Net's exponent
+    "constant": lambda progress: 1.0,
+}
+"""How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
+
+RATE_SCALES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""Power of the number of workers that the learning rate grows by, where the batch grows with them."""
+
+CHANGEABLE = (
+    *("store", "epochs", "steps", "budget_minutes", "patience", "validate_every", "validations", "read_mode"),
+    *("save_minutes", "keep", "stall_minutes", "deterministic", "device", "micro_batch", "unet.policy"),
+)
+"""Settings that may change when a run is continued; all others would make it another run. The last three are how a step
+is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
+statistics are of what is computed together."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
+
+    # What follows from the store
+    store: str = ""
+    """Folder of the store."""
+    store_channels: Tuple[str, ...] = ()
+    """All image channels of the store: what an image to predict on must have."""
+    label_names: Dict[int, str] = field(default_factory=dict)
+    """Label code -> name of the store: what predictions are written in."""
+    region_codes: Dict[str, Tuple[int, ...]] = field(default_factory=dict)
+    """Region -> label codes of the store."""
+    split_hash: str = ""
+    """Of the store the run was started on: a run never moves to another split."""
+    grid: Tuple[int, int, int] = (0, 0, 0)
+    """Voxels X, Y, Z that the network sees: the patch, or in mode whole what follows from store, extent, resolution."""
+    unet: UNetConfig = field(default_factory=UNetConfig)
+    """The network; its channels, outputs and dtype follow from the store and the host."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    extent: str = option(
+        "brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS, group="data"
+    )
+    channels: Tuple[str, ...] = option((), "image channels to use, such as FLAIR; default: all", "NAME", group="data")
+    regions: Tuple[str, ...] = option((), "regions to learn, such as WT; default: all", "NAME", group="data")
+    read_mode: str = option(
+        AUTO, "how files are read; auto: with pread from a network, else mmap", choices=READ_MODES, group="data"
+    )
+    fold: str = option("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K", group="data")
+    """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
+    resolution: float = option(
+        1.0,
+        "share of the store's that the network sees; scores are on the full grid",
+        "R",
+        above=0,
+        at_most=1,
+        group="data",
+    )
+
+    mode: str = option("whole", "what a step sees: whole volumes, or patches of them", choices=MODES, group="patches")
+    foreground: float = option(
+        1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1, group="patches"
+    )
+    patches_per_case: int = option(
+        1, "of each case an epoch (default: as many as make up its voxels)", "N", at_least=1, group="patches"
+    )
+    device: str = option("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D", group="patches")
+
+    epochs: int = option(
+        100, "passes over the training cases; the decay spans them", "N", at_least=1, one_of="length", group="training"
+    )
+    steps: int = option(0, "in all, instead of --epochs", "N", at_least=0, one_of="length", group="training")
+    budget_minutes: float = option(
+        0.0,
+        "take only as many of the epochs' steps as fit in M minutes, by the time of the first ones, but at least those "
+        "up to the first validation; the decay spans them (default: 0, no limit)",
+        metavar="M",
+        at_least=0,
+        below=math.inf,
+        group="training",
+    )
+    batch: int = option(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch", group="training")
+    """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
+    micro_batch: int = option(
+        0,
+        "volumes computed at a time, a divisor of the batch (default: the recipe's, else 1, or with batch norm the "
+        "whole batch; a run that continues keeps its own, and with batch norm has to)",
+        metavar="M",
+        group="training",
+    )
+    """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
+    optimizer: str = option("adam", choices=OPTIMIZERS, group="training")
+    learning_rate: float = option(2e-3, "after the warm-up", "R", above=0, group="training")
+    """One real glioma was learnt alike with 1e-3 to 5e-3."""
+    schedule: str = option("cosine", "decay of the learning rate", choices=tuple(SCHEDULES), group="training")
+    warmup_steps: int = option(10, "of linear rise", "N", at_least=0, group="training")
+    ema: float = option(
+        0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1, group="training"
+    )
+    """Of the exponential moving average; validation and prediction then use the averaged weights."""
+    validate_every: int = option(1, "epochs between validations", "N", at_least=1, one_of="often", group="training")
+    validations: int = option(
+        0, "in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often", group="training"
+    )
+    patience: int = option(0, "stop after N validations without gain; 0: never", "N", at_least=0, group="training")
+    save_minutes: float = option(10.0, "longest time between checkpoints", "M", at_least=0, group="training")
+    """There is one after every validation as well."""
+    keep: int = option(3, "checkpoints to keep, besides the best weights", "K", at_least=1, group="training")
+    stall_minutes: float = option(
+        15.0,
+        "a step that takes longer, and ten times longer than any before, counts as hanging; 0: none does; what is done "
+        "for the first time may take four times as long",
+        metavar="M",
+        at_least=0,
+        group="training",
+    )
+    deterministic: bool = option(False, "refuse operations that may give other bits next time", group="training")
+    """On a CPU the bits are the same without."""
+    seed: int = option(0, "of weights, order and augmentation", "S", group="training")
+    """The split has the store's own."""
+    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=ENGINES, group="training")
+
+    def __post_init__(self):
+        check(self, InputError)
+        try:
+            check_micro_batch(self.batch, self.micro_batch)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        _require(self.mode == "whole" or self.resolution == 1, "resolution", "be 1 with --mode patch", self.resolution)
+        if self.fold:
+            parse_fold(self.fold)
+        _require(bool(re.fullmatch(r"cpu|gpu:\d+", self.device)), "device", "be cpu, or gpu:0 and so on", self.device)
+
+    @property
+    def micro(self) -> int:
+        """Volumes computed at a time."""
+        return micro_of(self.unet.norm, self.batch, self.micro_batch)
+
+    @property
+    def is_patch(self) -> bool:
+        """Whether the network sees patches."""
+        return self.mode == "patch"
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches a step."""
+        return self.batch // self.micro
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay.
+
+        A pure function, so that a restart needs no state of a schedule. A run extended to more steps decays over its
+        new length, so its rate rises again at the join.
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        return self.learning_rate * SCHEDULES[self.schedule]((step - self.warmup_steps) / (steps - self.warmup_steps))
+
+    def with_policy(self, policy: str) -> "RunConfig":
+        """The same run under another memory policy."""
+        return dataclasses.replace(self, unet=dataclasses.replace(self.unet, policy=policy))
+
+
+@dataclass(frozen=True)
+class Network(Architecture):
+    """Fields of UNetConfig that a user may choose."""
+
+    dtype: str = option(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES), group="network")
+    policy: str = option(
+        AUTO,
+        "what a step trades for memory; auto: the fastest that fits what is free, and for a run that continues its own",
+        choices=(AUTO, *POLICIES),
+        group="network",
+    )
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
+
+    patch: Optional[Tuple[int, int, int]] = option(
+        None,
+        "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
+        metavar=("X", "Y", "Z"),
+        one_of="patch",
+        group="patches",
+    )
+    gpu_memory: Optional[str] = option(
+        None, "the largest patch that such a card trains, as in 16GiB", "SIZE", one_of="patch", group="patches"
+    )
+    batch_per_worker: Optional[int] = option(
+        None,
+        "volumes a step of each worker: the batch grows with them, and the learning rate by --rate-scaling",
+        metavar="N",
+        one_of="batch",
+        group="training",
+    )
+    rate_scaling: Optional[str] = option(
+        None,
+        "growth of the rate with the workers under --batch-per-worker (default: sqrt for adam, linear for sgd)",
+        choices=tuple(RATE_SCALES),
+        group="training",
+    )
+    no_augment: bool = option(False, "none at all", group="augmentation")
+
+
+SIZES_OF_PATCH = ("patch", "gpu_memory")
+"""Options that become the run's grid."""
+
+DECLARED = (RunConfig, Shorthand, Network, AugmentConfig)
+"""Where the options of a run are declared."""
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
+    from cpu3d.recipes import RECIPES, overview  # a recipe is a RunConfig
+
+    parser.epilog = overview()
+    parser.add_argument("--recipe", choices=sorted(RECIPES), help="settings to start from (default: brats-regions)")
+    add_options(parser, *DECLARED, group="network")
+
+
+def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
+    """The settings that were given on the command line, by their fields' names in DECLARED."""
+    found: Dict[str, Any] = {}
+    for cls in DECLARED:
+        found.update(given(cls, args))
+    return found
+
+
+def as_options(settings: Mapping[str, Any]) -> List[str]:
+    """The command line that `chosen_settings` makes these settings of."""
+    return [word for cls in DECLARED for word in to_command_line(cls, settings)]
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """`config` with the chosen settings in their places, but for what is "auto" and for `Shorthand`, which the plan
+    decides. A length, or validations, chosen in one way take the place of those that `config` has in another. Raises
+    ValueError or InputError for values out of range.
+    """
+    augment = NO_AUGMENT if settings.get("no_augment") else config.augment
+    augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, settings))
+    unet = dataclasses.replace(config.unet, **{k: v for k, v in _fields_of(Network, settings).items() if v != AUTO})
+    own = {name: value for name, value in _fields_of(RunConfig, settings).items() if (name, value) != ("device", AUTO)}
+    if own.get("steps") and own.get("budget_minutes"):
+        raise InputError(f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out")
+    for name, undone in (
+        ("epochs", {"steps": 0, "budget_minutes": 0.0}),
+        ("steps", {"budget_minutes": 0.0}),
+        ("budget_minutes", {"steps": 0}),
+        ("validate_every", {"validations": 0}),
+    ):
+        if name in settings:
+            own = {**undone, **own}
+    return dataclasses.replace(config, **own, unet=unet, augment=augment)
+
+
+# --- config.json ---
+
+
+def save_config(config: RunConfig, run: Path) -> None:
+    """Write `run`/config.json, atomically."""
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+
+
+def load_config(run: Path) -> RunConfig:
+    """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another version."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
+    try:
+        content = read_json(path)
+        schema = content.pop("schema")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"run config {path} must be JSON with a schema, got {error!r}; restore it") from None
+    if schema != SCHEMA:
+        raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
+    try:
+        return config_from_json(content)
+    except (InputError, KeyError, ValueError) as error:
+        raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
+
+
+def config_from_json(content: Dict[str, Any]) -> RunConfig:
+    """Raises ValueError and InputError for content that is none, and KeyError for what no run is without."""
+    needed = {name: content[name] for name in _NEEDED}
+    # A run from before there was a choice goes on as it was.
+    config = typed({"micro_batch": needed["batch"], **content}, RunConfig, "config")
+    if config.store_channels:  # what follows from a store is known
+        for name, there in (("channels", config.store_channels), ("regions", config.region_codes)):
+            chosen = getattr(config, name)
+            _require(bool(chosen) and set(chosen) <= set(there), name, f"be some of {', '.join(there)}", chosen)
+        _require(min(config.grid) >= 1, "grid", "be positive", config.grid)
+    return config
+
+
+def differences(old: RunConfig, new: RunConfig) -> List[str]:
+    """Settings that keep a run of `old` from being continued as `new`, each with both values.
+
+    Of another mode nothing else is named, as other settings follow from it. A micro-batch that batch norm has to keep
+    is compared as it is computed, however it is spelled; one of another batch is not, as it follows the batch.
+    """
+    left, right = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    changeable = set(CHANGEABLE)
+    if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
+        changeable.remove("micro_batch")
+        left["micro_batch"], right["micro_batch"] = old.micro, new.micro
+    return [
+        f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
+        "leave it out, or train into another folder"
+        for name in ({**left, **right} if old.mode == new.mode else ("mode",))
+        if name not in changeable and left.get(name) != right.get(name)
+    ]
+
+
+# --- Private helpers ---
+
+_NEEDED = (
+    *("store_channels", "label_names", "region_codes", "split_hash"),
+    *("channels", "regions", "grid", "batch", "unet"),
+)
+"""What no saved run is without."""
+
+
+def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:
+    """Those of the settings that are fields of `cls`, lists as tuples."""
+    names = {one.name for one in dataclasses.fields(cls)} - {"store", "unet", "augment"}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in names}
+
+
+def _require(holds: bool, name: str, rule: str, value: Any) -> None:
+    if not holds:
+        raise InputError(f"{name} must {rule}, got {value}; see `train --help`")
+
+
+def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    flat = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,193 @@
+"""run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
+
+It is no result of a run: replaced in one move but not flushed to the disk. Whether a worker is alive is told by its
+heartbeat's age, for `status` and `launch` alike, on the worker's host or on another one that sees the folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from memory_estimator.files import read_json, typed
+
+SCHEMA = 1
+
+STEP_PHASES = ("waiting for data", "computing", "exchanging")
+"""Those that make up a step."""
+
+WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
+"""Those in which a worker waits for the others."""
+
+PHASES = ("starting", "waiting for data", "computing", "validating", "saving", *WAITING_PHASES, "ended")
+"""What a worker may be doing."""
+
+BEAT_S = 5.0
+"""Time between two beats, and the most between a change of phase and the file."""
+
+SILENT_S = 60.0
+"""A worker whose last beat is older is not alive: twelve beats are missing, and network file systems lag by seconds."""
+
+
+@dataclass
+class Heartbeat:
+    """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's host."""
+
+    rank: int
+    workers: int
+    """Workers of the run."""
+    pid: int
+    process_start: int
+    """Tells the process from a later one with its number; see `process_start`."""
+    place: str
+    """The running system and its numbering of processes, see `this_place`; only there the pid means anything."""
+    host_name: str
+    started: float
+    beat: float
+    phase: str
+    phase_since: float
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the run; 0 where that is not known."""
+    last_step_s: Optional[float] = None
+    median_step_s: Optional[float] = None
+    """Of the last hundred."""
+    longest_step_s: Optional[float] = None
+    """Of this attempt; the first compiles the step."""
+    anonymous_bytes: Optional[int] = None
+    """The process's own data; None where the system does not tell, as for all that follow."""
+    file_bytes: Optional[int] = None
+    """Mapped files."""
+    swapped_bytes: Optional[int] = None
+    peak_bytes: Optional[int] = None
+    """The most that was in memory, files included."""
+    bound_bytes: Optional[int] = None
+    """The plan's upper bound."""
+    free_bytes: Optional[int] = None
+    """What is left by the limit that leaves least."""
+    free_of: str = ""
+    """That limit."""
+    limit_bytes: Optional[int] = None
+    """Its size."""
+    checkpoint_step: Optional[int] = None
+    """Of the last checkpoint of this attempt."""
+    checkpoint_time: Optional[float] = None
+    stalled: str = ""
+    """Why the worker hangs, in a sentence."""
+    stop: str = ""
+    """Why the run is to stop after this step."""
+    reason: str = ""
+    """How it ended, in a sentence or a word; "" while it runs."""
+    exit_code: Optional[int] = None
+    """What the process ends with; None while it runs."""
+
+
+def heartbeat_path(run: Path, rank: int) -> Path:
+    """The file of a worker's heartbeat."""
+    return Path(run) / "heartbeats" / f"worker-{rank}.json"
+
+
+def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
+    """Replace the worker's file in one move. Raises OSError, with the old one as it was, where that cannot be."""
+    path = heartbeat_path(run, heartbeat.rank)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1)
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def read_heartbeats(run: Path) -> Dict[int, Any]:
+    """By rank, each worker's Heartbeat, or a str of what is wrong with its file; {} for a run without any."""
+    found: Dict[int, Any] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted((Path(run) / "heartbeats").iterdir()):
+            rank = re.fullmatch(r"worker-(\d+)\.json", path.name)
+            if rank:
+                found[int(rank[1])] = _read(path)
+    return found
+
+
+def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
+    ages = [now - beat.beat]
+    with contextlib.suppress(OSError):
+        ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
+    return max(0.0, min(ages))
+
+
+def life_of(run: Path, beat: Heartbeat, now: Optional[float] = None) -> str:
+    """Whether a worker is alive: "alive", "silent", "suspended", "dead", or "ended" where it has noted its end.
+
+    Alive is who has beaten within SILENT_S. At the worker's own place its process tells more: "dead" is one that is
+    gone, "suspended" one that a signal has stopped.
+    """
+    if beat.exit_code is not None:
+        return "ended"
+    if beat.place == this_place():
+        if not is_here(beat):
+            return "dead"
+        if is_suspended(beat.pid):
+            return "suspended"
+    return "silent" if beat_age_s(run, beat, time.time() if now is None else now) > SILENT_S else "alive"
+
+
+def is_here(beat: Heartbeat) -> bool:
+    """Whether the heartbeat's process lives at this place: numbers repeat on other hosts, and here after its end."""
+    return beat.place == this_place() and process_start(beat.pid) == beat.process_start
+
+
+def this_place() -> str:
+    """The running system and its numbering of processes: host names repeat, as those of containers do."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> Optional[int]:
+    """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+# --- Private helpers ---
+
+
+def _stat(pid: int) -> Optional[List[str]]:
+    """/proc/PID/stat from the process's state on; None without such a process, or without a /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
+    return fields if len(fields) > 19 else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = read_json(path)
+        if content.pop("schema") != SCHEMA:
+            return f"{path} must have schema {SCHEMA}; look with the version that runs"
+        return typed(content, Heartbeat, "heartbeat")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{path} must be a whole heartbeat, got {error!r}; a worker that lives soon writes another"

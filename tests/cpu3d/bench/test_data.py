@@ -1,0 +1,172 @@
+"""`bench data` on tiny files: every row with its lines and targets, the record, the page; all ways load the same."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.bench import data
+from cpu3d.bench.data import (
+    COLD,
+    SMOKE,
+    WARM,
+    amount,
+    draw,
+    line_of,
+    page_lines,
+    set_pages,
+    target_of,
+    targets_table,
+    time_in_turn,
+    times_slower,
+    touch,
+    work_folder,
+)
+from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.data.files.read_mode import MEMORY, file_system
+from cpu3d.errors import InputError
+from cpu3d.util.records import read_records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return work_folder(tmp_path_factory.mktemp("bench") / "work")
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Workers are called instead of started; what goes in and comes out passes through JSON all the same."""
+    call = lambda work, request: json.loads(json.dumps(work(json.loads(json.dumps(request)))))
+    monkeypatch.setattr(data, "in_fresh_process", call)
+
+
+def test_every_row_is_measured_in_every_way(folder, in_this_process):
+    found = {name: row(folder, SMOKE, 1) for name, row in data.ROWS.items()}
+    counts = {
+        name: [len([line for line in row["lines"] if line["state"] == state]) for state in (WARM, COLD)]
+        for name, row in found.items()
+    }
+    assert counts == {"s4": [11, 11], "s0": [9, 8], "ladder": [0, 5], "many": [3, 0]}
+    assert [len(row["targets"]) for row in found.values()] == [2, 3, 1, 3]
+    assert all(line["min"] >= 0 for row in found.values() for line in row["lines"])
+    medians = {(line["name"], line["state"]): line["median"] for line in found["s4"]["lines"]}
+    ratio = medians[".nii.gz float32", WARM] / medians["store, int16 .npy", WARM]
+    assert found["s4"]["targets"][0]["value"] == pytest.approx(ratio)
+    assert found["many"]["title"] == "A store of 12 entries"
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What every way of a worker loads at a position, in place of its seconds."""
+    monkeypatch.setattr(
+        data, "time_in_turn", lambda ways, _: {name: np.asarray(load(1)) for name, (_, load, _) in ways.items()}
+    )
+
+
+def test_every_way_loads_the_same_case(folder, loaded):
+    found = data.load_case({"paths": data.brains(folder, SMOKE), "state": WARM, "rounds": 1})
+    case = found["store, int16 .npy"]
+    assert case.shape == (*SMOKE.case, 4)
+    assert case.std() > 1
+    for name, other in found.items():
+        if "float16" not in name:  # z-scores
+            np.testing.assert_array_equal(other, case, err_msg=name)
+
+
+def test_every_way_loads_the_same_patch(folder, loaded):
+    request = {"folders": data.cts(folder, SMOKE), "patch": SMOKE.patch, "patches": 1, "state": WARM, "rounds": 1}
+    found = data.load_patch(request)
+    patch = found["store, mmap"]
+    assert patch.std() > 1
+    for name, other in found.items():
+        np.testing.assert_array_equal(other.squeeze(), patch.squeeze(), err_msg=name)
+
+
+def test_the_rungs_load_the_same_sample_but_for_interpolation(folder, loaded):
+    found = data.climb({"paths": data.brains(folder, SMOKE), "grid": SMOKE.patch, "state": COLD, "rounds": 1})
+    by_numpy, by_graph = list(found.values())[:3], list(found.values())[3:]
+    for other in by_numpy[1:]:
+        np.testing.assert_allclose(other, by_numpy[0], atol=1e-4)
+    np.testing.assert_array_equal(*by_graph)
+    inside = (slice(3, -3),) * 3
+    assert np.corrcoef(by_numpy[0][inside].ravel(), by_graph[0][inside].ravel())[0, 1] > 0.9
+
+
+def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path):
+    store = data.brains(folder, SMOKE)["npy"]
+    before = os.stat(store).st_mtime_ns
+    assert os.stat(data.brains(folder, SMOKE)["npy"]).st_mtime_ns == before
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="must be empty or an earlier run's"):
+        work_folder(tmp_path)
+    assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--clean"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_ways_take_turns_and_a_first_round_is_not_counted():
+    calls = []
+    ways = {name: (lambda _: [], lambda k, name=name: calls.append((name, k)) or np.zeros(1), 2) for name in "ab"}
+    found = time_in_turn(ways, {"rounds": 1, "state": WARM})
+    assert calls == 2 * [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [line["n"] for line in found["lines"]] == [1, 1]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_touching_reads_one_value_of_every_page_in_either_order(order):
+    array = np.zeros((64, 64), np.float32, order=order)
+    array.ravel(order="K")[::1024] = 1
+    assert touch(array) == 4
+
+
+def test_pages_are_dropped_but_for_those_in_use(tmp_path):
+    if file_system(tmp_path) in MEMORY:
+        pytest.skip("needs a temporary folder on a disk: pages of a file system in memory cannot be dropped")
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(400_000))
+    assert set_pages([path], WARM) == 0
+    assert set_pages([path], COLD) == 0
+    held = np.memmap(path, np.uint8, "r")
+    assert held[:4096].sum() > 0
+    assert 0 < set_pages([path], COLD) <= 1
+
+
+def made_up(row):
+    lines = [line_of("a way", WARM, (2.0, 4.0)), line_of("the store", WARM, (0.5, 1.0), note="so")]
+    targets = [times_slower("way against store", lines, "a way", "the store", 10)]
+    return {"row": row, "title": f"Title of {row}", "lines": lines, "targets": targets, "notes": ["a note"]}
+
+
+def test_rows_are_printed_recorded_and_drawn_and_one_that_fails_takes_no_other_along(tmp_path, capsys, monkeypatch):
+    def s0(*_):
+        raise ProcessFailedError("bench data must end with a line of JSON, exited with -9")
+
+    monkeypatch.setattr(
+        data, "ROWS", {"s4": lambda *_: made_up("s4"), "s0": s0, "ladder": lambda *_: made_up("ladder")}
+    )
+    record, drawn = tmp_path / "r" / "data.jsonl", tmp_path / "p" / "data.png"
+    more = ["--record", str(record), "--picture", str(drawn), "--workdir", str(tmp_path / "work"), "--smoke"]
+    assert main(["bench", "data", *more]) == 1
+    printed = capsys.readouterr()
+    assert "s4: Title of s4" in printed.out
+    assert "error: row s0: bench data must end with a line of JSON" in printed.err
+    first, second = read_records(record, "data")
+    assert first["row"] == "s4"
+    assert {"median": 3.0, "min": 2.0, "max": 4.0, "n": 2}.items() <= first["lines"][0].items()
+    assert drawn.read_bytes() == draw([first, second])
+    assert "| a way | warm | 3 s | 2 s to 4 s |  |" in page_lines([first, {**first, "row": "unknown"}])
+    assert list(targets_table([first]).rows[0]) == ["a case", "way against store", "4 x (**missed**)", "at least 10 x"]
+
+
+def test_a_target_is_met_at_its_bound_and_figures_are_readable():
+    assert [target_of("t", 2.0, rule, 2.0)["met"] for rule in (">=", "<=")] == [True, True]
+    assert [target_of("t", 2.0, rule, bound)["met"] for rule, bound in ((">=", 3), ("<=", 1))] == [False, False]
+    assert [amount(value, "s") for value in (1.5, 0.0123, 4.2e-5)] == ["1.5 s", "12.3 ms", "42 us"]
+    assert amount(1234.5, "MiB") == "1234 MiB"
+
+
+def test_bad_settings_are_refused_before_anything_is_made(tmp_path, capsys):
+    assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--rounds", "0"]) == 2
+    assert "rounds must be at least 1, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()

@@ -1,0 +1,328 @@
+"""The exchange: its sums to the bit, what the chief gives to all, and what is said when a worker is lost."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.distributed import shared_memory
+from cpu3d.distributed.all_reduce import (
+    ALONE,
+    array_from_chief,
+    join,
+    lost_by_message,
+    not_started,
+    text_from_chief,
+)
+from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
+from cpu3d.distributed.cluster import MEMORY, Cluster
+from cpu3d.distributed.rendezvous import meet
+from cpu3d.distributed.shared_memory import shared_memory_sum
+from cpu3d.errors import InputError, WorkerLostError
+from tests.cpu3d.distributed.threads import together
+
+ROOT = Path(__file__).resolve().parents[3]
+
+THREE = ("h0:29500", "h1:29500", "h2:29500")
+
+
+def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
+    assert join(ALONE_CLUSTER) is ALONE
+    assert join(Cluster(("h0:29500",))) is ALONE
+    vector = np.arange(3)
+    assert ALONE.sum(vector) is vector
+    assert array_from_chief(ALONE, vector) is vector
+    assert text_from_chief(ALONE, "so") == "so"
+    assert (ALONE.rank, ALONE.count, ALONE.is_chief) == (0, 1, True)
+    ALONE.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is not None, reason="Horovod is installed")
+def test_without_horovod_its_set_up_is_named():
+    with pytest.raises(InputError, match=r"horovod must be installed, .*run `./run.sh setup --horovod`"):
+        join(Cluster(THREE, engine="horovod"))
+
+
+# --- What the chief knows ---
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([-0.0, np.nan, np.inf, 1e-45, 3.4e38, -1.5], np.float32),
+        np.array(2**53 + 1, np.int64),
+        np.arange(255, dtype=np.uint8).reshape(5, 51),  # an odd number of bytes
+        np.zeros((0, 3), np.float32),
+    ],
+)
+def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
+    for found in together(
+        3, lambda exchange: array_from_chief(exchange, array if exchange.is_chief else np.zeros_like(array))
+    ):
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "M\u00fcller"}', "x" * 100001])
+def test_a_text_is_the_chief_s_whatever_its_length(text):
+    assert together(2, lambda exchange: text_from_chief(exchange, text if exchange.rank == 0 else "")) == [text] * 2
+
+
+# --- Shared memory ---
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """A function that calls `work(rank, sum)` for each of `count` workers at once; what comes of it, by rank.
+
+    The memory is small, so that vectors take several turns. A worker whose work has ended is gone.
+    """
+    monkeypatch.setattr(shared_memory, "MEMORY_BYTES", 4096)
+
+    def at_once(count, work):
+        def one(rank):
+            with contextlib.ExitStack() as stack:
+                cluster = Cluster(tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count)), rank, MEMORY)
+                peers, _ = meet(cluster, 10)
+                for peer in peers.values():
+                    stack.enter_context(peer)
+                try:
+                    return work(rank, shared_memory_sum(cluster, peers))
+                except (WorkerLostError, ValueError) as error:
+                    return error
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count)))
+
+    return at_once
+
+
+@on_linux
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_all_get_the_sum_in_the_order_of_ranks_to_the_bit(workers, count):
+    lengths = (0, 1, 2, 101, 5000, 3)
+    vectors = [
+        [np.random.default_rng([rank, n]).normal(size=n).astype(np.float32) for n in lengths] for rank in range(count)
+    ]
+    sums = workers(count, lambda rank, sum_over: [sum_over(vector) for vector in vectors[rank]])
+    for i in range(len(lengths)):
+        expected = vectors[0][i].copy()
+        for rank in range(1, count):
+            expected += vectors[rank][i]
+        for rank in range(count):
+            np.testing.assert_array_equal(sums[rank][i], expected)
+
+
+@on_linux
+@pytest.mark.parametrize("gone", [0, 2])
+def test_all_others_name_the_worker_that_is_gone(workers, gone):
+    def work(rank, sum_over):
+        for _ in range(1 if rank == gone else 3):
+            sum_over(np.ones(3000, np.float32))
+
+    ends = workers(3, work)
+    for rank in {0, 1, 2} - {gone}:
+        assert isinstance(ends[rank], WorkerLostError)
+        assert str(ends[rank]).startswith(f"worker {gone} (127.0.0.1:{1000 + gone}) must answer worker")
+
+
+@on_linux
+def test_one_that_a_signal_has_stopped_is_lost_and_one_that_computes_is_waited_for(workers, monkeypatch):
+    monkeypatch.setattr(shared_memory, "LOOK_S", 0.02)
+    monkeypatch.setattr(shared_memory, "SILENCE_S", 0.1)
+    suspended = []
+    monkeypatch.setattr(shared_memory, "is_suspended", lambda pid: bool(suspended))
+
+    def work(rank, sum_over):
+        time.sleep(0.3 * rank)
+        assert sum_over(np.ones(1, np.float32)) == 2
+        suspended.append(rank)
+        time.sleep(0.3 * rank)
+        sum_over(np.ones(1, np.float32))
+
+    ends = workers(2, work)
+    assert str(ends[0]).startswith("worker 1 (127.0.0.1:1001) must answer worker 0, got no sign of life")
+
+
+@on_linux
+def test_vectors_of_different_lengths_are_an_error(workers):
+    ends = workers(2, lambda rank, sum_over: sum_over(np.ones(2 + rank, np.float32)))
+    assert isinstance(ends[0], ValueError)
+    assert isinstance(ends[1], WorkerLostError)
+
+
+# --- What engines say ---
+
+KILLED = """failed to connect to all addresses
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling /tensorflow.Worker
+:{"created":"@1795226903.719250855","description":"Failed to pick subchannel"}"""
+
+STOPPED = (
+    "Error reported from /job:worker/task:2: Task /job:worker/replica:0/task:2 heartbeat timeout. This indicates that "
+    "the remote task has failed, got preempted, or crashed unexpectedly. Check the task logs for an earlier error."
+)
+
+CHIEF_STOPPED = "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat"
+
+HOROVOD = (
+    "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost/replica:0/task:0/device:CPU:0}} Horovod has "
+    "been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "rank", "told"),
+    [
+        (KILLED, 1, "worker 2 (h2:29500) must answer worker 1, got no connection: its process has ended"),
+        (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got no sign of life"),
+        (STOPPED, 2, "worker 2 (h2:29500), this one, must reach the others, got no sign of life"),
+        (CHIEF_STOPPED, 1, "worker 0 (h0:29500) must answer worker 1, got no sign of life"),
+        (HOROVOD, 1, "all 3 workers must answer each other, got no answer: one of them"),
+        ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),
+        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer each other, got /job:worker/task:7 failed: no"),
+        ("", 1, "all 3 workers must answer each other, got an error without words"),
+        ("x" * 5000, 1, "all 3 workers must answer each other, got xxx"),
+    ],
+)
+def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, told):
+    error = lost_by_message(f"Graph execution error:\n\nCollective ops is aborted by: {said}", Cluster(THREE, rank))
+    if not said.strip("x"):
+        error = lost_by_message(said, Cluster(THREE, rank))
+    assert error.exit_code == 6
+    assert str(error).startswith(told)
+    assert str(error).endswith("the same command continues from the last checkpoint")
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+
+
+def test_a_port_that_was_taken_meanwhile_is_bad_input_and_all_else_a_lost_worker():
+    taken = not_started("Could not start gRPC server", Cluster(THREE, 1))
+    assert taken.exit_code == 2
+    assert str(taken).startswith("port 29500 of worker 1 (h1:29500) must be free until TensorFlow takes it")
+    assert isinstance(not_started(STOPPED, Cluster(THREE, 1)), WorkerLostError)
+
+
+# --- Between processes ---
+
+WORKER = """
+import dataclasses, hashlib, os, sys
+from cpu3d.distributed.all_reduce import join
+from cpu3d.distributed.cluster import read_cluster
+from cpu3d.errors import InputError
+from cpu3d.host.apply import import_tensorflow
+
+tf = import_tensorflow()
+try:
+    cluster = dataclasses.replace(read_cluster(os.environ), engine=sys.argv[1])  # as between hosts
+    exchange = join(cluster, meeting_s=60, plan=[cluster.rank])
+    assert (exchange.rank, exchange.count, exchange.plan) == (cluster.rank, cluster.workers, [0])
+    whole = exchange.sum(tf.range(9_000_001, dtype=tf.float32) % 1000 + 1000 * (exchange.rank + 1))
+    print("whole", whole.shape[0], *(float(whole[i]) for i in (0, 1, 4_194_305, 9_000_000)), flush=True)
+    print("empty", exchange.sum(tf.zeros([0])).shape[0], flush=True)
+    for length in (1, 2, 5_000_000):
+        noise = tf.random.stateless_normal([length], [exchange.rank, 5])
+        print("noise", hashlib.sha256(exchange.sum(noise).numpy().tobytes()).hexdigest(), flush=True)
+    if sys.argv[2] == "end":
+        exchange.close()
+        sys.exit(0)
+    while True:
+        exchange.sum(tf.ones([5_000_000]))
+        print("step", flush=True)
+except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def environment(cluster):
+    one_thread = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    return {**os.environ, **one_thread, "PYTHONPATH": str(ROOT), "TF_CONFIG": cluster.as_tf_config()}
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A function that starts three workers, which end with the test; they write RANK.out and RANK.err."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        addresses = tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
+    processes = []
+
+    def start(then):
+        for rank in range(3):
+            with open(tmp_path / f"{rank}.out", "w") as out, open(tmp_path / f"{rank}.err", "w") as err:
+                words = [sys.executable, "-c", WORKER, "tensorflow", then]
+                environ = environment(Cluster(addresses, rank))
+                processes.append(subprocess.Popen(words, env=environ, stdout=out, stderr=err, cwd=tmp_path))
+        return processes
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.wait()
+
+
+def lines(folder, rank, kind="out"):
+    found = (folder / f"{rank}.{kind}").read_text().splitlines()
+    return [line for line in found if kind == "out" or line.startswith(("error", "Traceback"))]
+
+
+def after_two_steps(processes, folder):
+    end = time.monotonic() + 90
+    while min(lines(folder, rank).count("step") for rank in range(3)) < 2:
+        assert time.monotonic() < end
+        assert [one.poll() for one in processes] == [None] * 3, lines(folder, 0, "err")
+        time.sleep(0.1)
+
+
+def assert_same_sums(said):
+    assert said[0][:2] == ["whole 9000001 6000.0 6003.0 6915.0 6000.0", "empty 0"]
+    assert len(said[0]) == 5
+    assert said[1] == said[2] == said[0]
+
+
+@pytest.mark.slow
+def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started, tmp_path):
+    processes = started("go on")
+    after_two_steps(processes, tmp_path)
+    assert_same_sums([[line for line in lines(tmp_path, rank) if line != "step"] for rank in range(3)])
+    processes[2].kill()
+    assert [processes[rank].wait(60) for rank in (0, 1)] == [6, 6]
+    told = [lines(tmp_path, rank, "err") for rank in (0, 1)]
+    # Whoever hears of it later may hear first of the one that has ended for it.
+    assert any("must answer worker" in one[0] and one[0].startswith("error: worker 2 ") for one in told), told
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_ends_the_others_within_a_minute(started, tmp_path):
+    processes = started("go on")
+    after_two_steps(processes, tmp_path)
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(50) == 6
+    assert "error: worker 1 " in lines(tmp_path, 0, "err")[0]
+    assert "got no sign of life" in lines(tmp_path, 0, "err")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="needs Horovod: ./run.sh setup --horovod")
+def test_horovod_gives_the_same_sums(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    words = [horovodrun, "--gloo", "-np", "3", "-H", "localhost:3", sys.executable, str(script), "horovod", "end"]
+    environ = {name: value for name, value in environment(Cluster(())).items() if name != "TF_CONFIG"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [[line.partition(f"[{rank}]<stdout>:")[2] for line in done.stdout.splitlines()] for rank in range(3)]
+    assert_same_sums([list(filter(None, one)) for one in said])

@@ -1,0 +1,171 @@
+"""Waiting for the others, with threads for workers."""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cpu3d.distributed import rendezvous
+from cpu3d.distributed.cluster import MEMORY, TENSORFLOW, Cluster
+from cpu3d.errors import InputError, WorkerLostError
+
+PLAN = {"grid": [96, 96, 96], "why": "M\u00fcller " * 20_000}
+"""Larger than what goes at a time."""
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems share no memory")
+
+
+def addresses(count):
+    """Of ports that nobody has."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
+
+
+@pytest.fixture(params=[TENSORFLOW, pytest.param(MEMORY, marks=ON_LINUX)])
+def three(request):
+    return Cluster(addresses(3), engine=request.param)
+
+
+def meet(cluster, limit_s=10, **more):
+    """The plan that has come; connections are closed."""
+    connections, plan = rendezvous.meet(cluster, limit_s, plan=PLAN if cluster.is_chief else None, **more)
+    for connection in connections.values():
+        connection.close()
+    return plan
+
+
+def meeting_of(clusters, limit_s=10):
+    """What comes of `meet` in each of these workers at once: the plan or the error."""
+
+    def one(cluster):
+        try:
+            return meet(cluster, limit_s)
+        except InputError as error:
+            return error
+
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        return list(pool.map(one, clusters))
+
+
+def connected(cluster):
+    """A connection to the chief, as soon as he listens."""
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            return rendezvous.connect(cluster, 5)
+        time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+def hello(cluster, rank):
+    return json.dumps({"rank": rank, "cluster": rendezvous.digest(cluster)}).encode() + b"\n"
+
+
+def test_all_come_with_the_chief_s_plan_and_their_ports_are_free_again(three):
+    for _ in range(2):
+        assert meeting_of([three.of_rank(rank) for rank in (2, 0, 1)]) == [PLAN] * 3
+    for address in three.addresses:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+
+
+def test_it_listens_at_the_worker_s_own_address_alone_and_for_shared_memory_at_none():
+    own, others = (f"127.0.0.{host}:{port.rpartition(':')[2]}" for host, port in zip((2, 3), addresses(2)))
+    port = int(own.rpartition(":")[2])
+    for engine, reached in ((TENSORFLOW, ["127.0.0.2"]), (MEMORY, [])):
+        with ThreadPoolExecutor(1) as pool:
+            chief = pool.submit(meet, Cluster((own, others), engine=engine), 0.8)
+            time.sleep(0.3)
+            found = []
+            for host in ("127.0.0.1", "127.0.0.2", "::1"):
+                with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+                    found.append(host)
+            assert isinstance(chief.exception(), WorkerLostError)
+        assert found == reached
+
+
+@ON_LINUX
+def test_another_user_of_the_host_is_not_heard(monkeypatch):
+    three = Cluster(addresses(3), engine=MEMORY)
+    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: 54321)
+    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=1):
+        assert isinstance(error, WorkerLostError)
+
+
+def test_those_who_came_say_who_did_not(three):
+    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=1):
+        assert isinstance(error, WorkerLostError)
+        assert f"worker 1 ({three.addresses[1]}) must come within 1 s" in str(error)
+        assert three.addresses[2] not in str(error)
+    with pytest.raises(WorkerLostError, match=r"worker 0 \(127.* must come within 0.3 s"):
+        meet(three.of_rank(1), 0.3)
+
+
+def test_a_port_that_is_taken_is_named_at_once(three):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, three, 1)
+        connected(three).close()
+        port = int(three.addresses[0].rpartition(":")[2])
+        with pytest.raises(InputError, match=f"port {port} of worker 0 .* must be free, got Address already in use"):
+            meet(three, 5)
+        assert isinstance(first.exception(), WorkerLostError)
+
+
+def test_workers_of_another_cluster_are_sent_away(three):
+    stranger = dataclasses.replace(three, addresses=(three.addresses[0], *addresses(2)), rank=1)
+    chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
+    assert "worker 1 has others than worker 0" in str(sent_away)
+    assert sent_away.exit_code == 2
+    assert "worker 1" in str(chief)
+
+
+def test_two_of_one_rank_are_not_taken_for_two_workers(three):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three, 2)
+        with connected(three) as first, connected(three) as second:
+            first.sendall(hello(three, 1))
+            time.sleep(0.2)
+            second.sendall(hello(three, 1))
+            assert "got 1 twice" in json.loads(second.makefile().readline())["wrong"]
+            assert json.loads(first.makefile().readline()) == {"missing": [2]}
+        assert isinstance(chief.exception(), WorkerLostError)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n", b'{"rank": [1]}\n', b"", b"x" * 9000])
+def test_whoever_says_other_things_at_the_port_is_not_counted_and_holds_up_nobody(three, said):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three)
+        with connected(three) as stranger, connected(three):
+            stranger.sendall(said)
+            began_s = time.monotonic()
+            assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [PLAN] * 2
+            assert time.monotonic() - began_s < rendezvous.HELLO_S
+        assert chief.result() == PLAN
+
+
+def test_one_who_speaks_slowly_is_heard_and_one_who_came_and_went_is_waited_for_again(three):
+    with ThreadPoolExecutor(1) as pool:
+        chief = pool.submit(meet, three)
+        with connected(three) as short:
+            short.sendall(hello(three, 1))
+            time.sleep(0.2)
+        with connected(three) as slow:
+            for part in (hello(three, 2)[:5], hello(three, 2)[5:]):
+                slow.sendall(part)
+                time.sleep(0.2)
+            assert meeting_of([three.of_rank(1)]) == [PLAN]
+        assert chief.result() == PLAN
+
+
+def test_a_long_wait_is_told_once(three, monkeypatch):
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.2)
+    said = []
+    with pytest.raises(WorkerLostError):
+        meet(three, 0.6, say=said.append)
+    assert len(said) == 1
+    assert f"waiting for worker 1 ({three.addresses[1]}), worker 2" in said[0]
+    assert "TF_CONFIG" in said[0]

@@ -1,0 +1,90 @@
+"""A network over a case: in one pass, by a window, over mirror images."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.data.region import Region, crop, whole
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.inference.predictor import Predictor, over_mirror_images
+from cpu3d.inference.runs import Inference
+from models.unet3d import build_unet3d
+from tests.cpu3d.runs import SMALL, decided
+
+
+@pytest.fixture
+def networks(phantom_store, tmp_path):
+    """A whole-volume run's predictor in any way of inference, from untrained weights."""
+    config = decided(phantom_store, tmp_path, **SMALL)
+    arrays = [v.numpy() for v in build_unet3d(config.unet, (16, 16, 16), 1).weights]
+    return lambda **how: Predictor(config, arrays, Inference(**how))
+
+
+def test_a_window_as_large_as_the_volume_is_one_pass(phantom_store, networks):
+    record = phantom_store.cases("test")[0]
+    image = phantom_store.image(record.case_id)
+    one_pass = networks()
+    window = networks(window=one_pass.config.grid)
+    np.testing.assert_array_equal(window.probabilities(image, record), one_pass.probabilities(image, record))
+
+
+def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_it(phantom_store, networks):
+    record = phantom_store.cases("test")[0]
+    middle = Region(tuple(a + n // 2 - want // 2 for a, n, want in zip(*_box(record), (12, 20, 10))), (12, 20, 10))
+    image = crop(np.asarray(phantom_store.image(record.case_id)), middle)
+    small = dataclasses.replace(record, shape=image.shape[:3], box=whole(image.shape[:3]))
+    predictor = networks(window=(16, 16, 16))
+    region = predictor.region(small)
+    assert region.size == (16, 20, 16)
+    answers = predictor.probabilities(image, small)
+    assert answers.shape == (12, 20, 10, 3)
+    padded = dataclasses.replace(record, shape=region.size, box=whole(region.size))
+    around = predictor.probabilities(crop(image, region), padded)
+    np.testing.assert_array_equal(answers, crop(around, Region(tuple(-n for n in region.start), image.shape[:3])))
+
+
+def _box(record):
+    return record.box.start, record.box.size
+
+
+def test_flips_are_the_mean_over_mirror_images(phantom_store, networks):
+    record = phantom_store.cases("test")[0]
+    image = phantom_store.image(record.case_id)
+    plain, flipped = (networks(flips=flips).probabilities(image, record) for flips in (False, True))
+    assert np.abs(plain - flipped).max() > 1e-3
+
+
+def test_the_mean_over_mirror_images_undoes_each_mirror():
+    volume = tf.constant(np.random.default_rng(0).standard_normal((1, 3, 4, 5, 2)), tf.float32)
+    np.testing.assert_allclose(over_mirror_images(lambda x: x.numpy()[0], volume), volume[0], rtol=1e-6)
+    calls = []
+    over_mirror_images(lambda x: calls.append(x.numpy().tobytes()) or x.numpy()[0], volume)
+    assert len(set(calls)) == 8
+
+
+def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monkeypatch):
+    record = phantom_store.cases("test")[0]
+
+    def full(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    for how, told in (({}, "slide a --window X Y Z"), ({"window": (16, 16, 16)}, "a --window smaller than 16 16 16")):
+        predictor = networks(**how)
+        monkeypatch.setattr(predictor, "_network", lambda size: full)
+        with pytest.raises(DoesNotFitError, match=f"the prediction of case {record.case_id}, got out of.*{told}"):
+            predictor.probabilities(phantom_store.image(record.case_id), record)
+
+
+def test_a_window_that_the_network_cannot_take_is_refused(networks):
+    with pytest.raises(InputError, match=r"--window \(16, 18, 16\) must be divisible by 4"):
+        networks(window=(16, 18, 16))
+    with pytest.raises(InputError, match=r"--overlap must be in \[0, 1\), got 1"):
+        networks(overlap=1)
+
+
+def test_mirror_images_are_refused_for_a_network_that_has_never_seen_any(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL, flip=False)
+    with pytest.raises(InputError, match="--flips must come with a run that was trained on mirror images"):
+        Predictor(config, [], Inference(flips=True))

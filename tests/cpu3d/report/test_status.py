@@ -1,0 +1,267 @@
+"""What `status` says of run folders in every state, made of a config, a log and heartbeats."""
+
+import io
+import json
+import os
+import shutil
+import time
+
+import pytest
+from rich.console import Console
+
+from cpu3d.__main__ import main
+from cpu3d.errors import InputError
+from cpu3d.report import status
+from cpu3d.report.run_status import run_status
+from cpu3d.report.status import describe
+from cpu3d.settings import RunConfig, save_config
+from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
+from cpu3d.training.run_log import append_event, read_events, recent_events
+from tests.cpu3d.training.beats import beat
+
+STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """120 of 4000 steps of 2 s, a validation of 120 s after the 100th and a checkpoint of 120 s."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    save_config(RunConfig(steps=4000), folder)
+    append_event(folder, {"event": "start", "step": 0, "time": "2026-11-20T10:39:38+00:00"})
+    for step in range(1, 121):
+        append_event(folder, {**STEP, "step": step, "loss": step / 100})
+        if step == 100:
+            scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8, "best": True, "cases": 2}
+            append_event(folder, {"event": "validation", "step": step, "loss": 0.3, "seconds": 120.0, **scores})
+            append_event(folder, {"event": "checkpoint", "step": step, "seconds": 120.0, "bytes": 5})
+    checkpoint = folder / "checkpoints" / "step-00000100.npz"
+    checkpoint.write_bytes(b"12345")
+    os.utime(checkpoint, (time.time() - 240, time.time() - 240))
+    return folder
+
+
+def printed(folder, width=200):
+    """What is printed of a run, each stretch of blanks as one."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(describe(run_status(folder)))
+    return " ".join(console.file.getvalue().split())
+
+
+def beat_written(run, written_s_ago, **changes):
+    """A heartbeat in its file, which was written so many seconds ago."""
+    write_heartbeat(run, beat(**changes))
+    written = time.time() - written_s_ago
+    os.utime(heartbeat_path(run, changes.get("rank", 0)), (written, written))
+
+
+def write_silent(run, rank=0, **changes):
+    beat_written(run, 500, rank=rank, beat=time.time() - 500, **changes)
+
+
+def test_a_run_that_goes_on(run, capsys):
+    write_heartbeat(run, beat())
+    found = run_status(run)
+    assert (found.state, found.is_fine, found.step, found.steps, found.step_s) == ("running", True, 120, 4000, 2.0)
+    # 240 s beside 120 steps: 2 s more for each of the 3880 that are left.
+    assert found.seconds_left == pytest.approx(3880 * 4)
+    assert (found.recent_steps, found.loss) == (50, pytest.approx(0.955))
+    assert (found.best, found.validation["step"]) == (0.8, 100)
+    assert (found.checkpoint.step, found.checkpoint.size_bytes) == (100, 5)
+    text = printed(run)
+    for part in (
+        "run: running",
+        "0 running computing, 2 s 120 7.00G 8.00G 9.00G 14.00G",
+        "step: 120 of 4,000 (3.0%), 2 s a step, about 4.31 h to go, until",
+        "mean of 50 steps: loss 0.955, Dice WT 0.500 TC 0.250",
+        "validation after step 100: Dice WT 0.900 TC 0.700, mean 0.800, best 0.800",
+        "checkpoint: step 100, 4 min ago, 0 KiB",
+        "memory: 14.00 GiB free of this machine, 24.00 GiB",
+    ):
+        assert part in text, text
+    assert "next:" not in text
+    assert main(["status", "--run", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["status", "--run", str(run), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["workers"][0]["heartbeat"]["phase"] == "computing"
+    assert {"state", "advice", "is_fine", "details", "step", "steps", "seconds_left", "checkpoint"} <= set(content)
+
+
+DIFFER = "weights must be the same on all workers, got others on worker 1"
+AGAIN = "next: the same command goes on from step 100"
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "line"),
+    [
+        ({"phase": "starting"}, "starting", ""),
+        ({"stop": "memory must keep 1 GiB"}, "stopping", "note: memory must keep 1 GiB"),
+        ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
+        ({"stalled": "the run must give a sign"}, "stalled", "next: when its process has ended, the same command"),
+        ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"why: OSError: full {AGAIN}"),
+        ({"exit_code": 3}, "too large", AGAIN),
+        ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "folder with a lower --learning-rate"),
+        ({"exit_code": 4, "reason": "weights must be finite"}, "diverged", "folder with a lower --learning-rate"),
+        ({"exit_code": 4, "reason": "answers must be finite"}, "diverged", AGAIN),
+        ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"why: memory must keep {AGAIN}"),
+        ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"why: worker 1 is lost {AGAIN}"),
+        ({"exit_code": 6, "reason": DIFFER}, "broken off", "next: take the host that is named out of the run; then"),
+        ({"exit_code": 143, "reason": "saved"}, "interrupted", AGAIN),
+    ],
+)
+def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, state, line):
+    write_heartbeat(run, beat(**changes))
+    text = printed(run)
+    assert f"run: {state}" in text
+    assert line in text
+    fine = state in ("starting", "running", "stopping", "finished")
+    assert main(["status", "--run", str(run)]) == (0 if fine else 1)
+    assert ("to go, until" in text) is (state == "starting")
+
+
+@pytest.mark.parametrize(
+    ("beat_s_ago", "written_s_ago", "changes", "state"),
+    [
+        (1, 1, {"place": "elsewhere", "process_start": 1}, "running"),
+        (500, 500, {}, "silent"),
+        (500, 500, {"stop": "low", "stalled": "hangs"}, "silent"),
+        # Its clock is five minutes slow, or fast; the file's tells.
+        (300, 3, {}, "running"),
+        (-300, 3, {}, "running"),
+        (500, 500, {"exit_code": 0}, "finished"),
+    ],
+)
+def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ago, changes, state):
+    beat_written(run, written_s_ago, beat=time.time() - beat_s_ago, **changes)
+    assert run_status(run).state == state
+
+
+def test_a_silent_worker_holds_no_memory_and_where_to_look_is_said(run):
+    write_silent(run)
+    text = printed(run)
+    assert "0 silent computing, 0 s 120 - 8.00G 9.00G -" in text
+    assert "free of" not in text
+    assert "look on node-17 whether process" in text
+
+
+def test_the_worst_worker_tells_the_state_and_causes_come_first(run):
+    (run / "logs").mkdir()
+    (run / "logs" / "worker-1.log").write_text("killed")
+    write_heartbeat(run, beat(workers=3, exit_code=6, reason="worker 1 is lost"))
+    write_silent(run, 1, workers=3)
+    write_heartbeat(run, beat(rank=2, workers=3))
+    found = run_status(run)
+    assert (found.state, found.is_fine) == ("silent", False)
+    assert [worker.state for worker in found.workers] == ["broken off", "silent", "running"]
+    text = printed(run)
+    assert text.index("why: worker 1: no beat") < text.index("why: worker 0: worker 1 is lost")
+    assert f"its last words are in {run}/logs/worker-1.log" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "state"),
+    [
+        (120, {"exit_code": 143}, "finished"),
+        (120, {}, "running"),
+        (120, {"exit_code": 2, "reason": "settings must"}, "failed"),
+        (4000, {"exit_code": 143}, "interrupted"),
+    ],
+)
+def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_stopped(run, steps, changes, state):
+    save_config(RunConfig(steps=steps), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    write_heartbeat(run, beat(step=0, steps=0, **changes))
+    assert run_status(run).state == state
+    append_event(run, {"event": "start", "step": 120})
+    write_silent(run)
+    assert run_status(run).state == "silent"
+
+
+def test_a_peak_above_the_plan_is_said(run):
+    write_heartbeat(run, beat(bound_bytes=7 * 2**30))
+    assert "memory: worker 0 has held 1.00 GiB above the plan's upper bound, mapped files included" in printed(run)
+
+
+def test_files_of_more_workers_than_the_latest_attempt_has_are_old(run):
+    write_heartbeat(run, beat(workers=1, started=time.time() - 100))
+    write_silent(run, 1, workers=2, started=time.time() - 9000)
+    assert run_status(run).state == "running"
+
+
+def test_a_worker_whose_file_is_missing_is_starting_at_first_and_then_unknown(run):
+    write_heartbeat(run, beat(workers=2, started=time.time() - 10))
+    assert [worker.state for worker in run_status(run).workers] == ["running", "starting"]
+    write_heartbeat(run, beat(workers=2))
+    assert [worker.state for worker in run_status(run).workers] == ["running", "unknown"]
+    assert f"{heartbeat_path(run, 1)} was never written" in printed(run)
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(run):
+    write_heartbeat(run, beat())
+    heartbeat_path(run, 0).write_text('{"schema": 1, "ra')
+    with (run / "log.jsonl").open("a") as file:
+        file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
+    text = printed(run)
+    assert "run: unknown" in text
+    assert "must be JSON with a schema" in text
+    assert "step: 120 of 4,000" in text
+
+
+def test_a_run_from_before_there_were_heartbeats_is_judged_by_its_log(run):
+    path = run / "checkpoints" / "step-00000100.npz"
+    path.rename(path.with_name("last.npz"))
+    found = run_status(run)
+    assert (found.state, found.checkpoint.step) == ("running", 100)
+    assert "note: there is no heartbeat; the last line of the log came" in printed(run)
+    os.utime(run / "log.jsonl", (time.time() - 1000,) * 2)
+    found = run_status(run)
+    assert (found.state, found.is_fine) == ("unknown", False)
+    for reason, state in (("interrupted", "interrupted"), ("early stop", "finished")):
+        append_event(run, {"event": "end", "step": 120, "reason": reason})
+        assert run_status(run).state == state
+
+
+def test_a_run_that_has_just_begun(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "log.jsonl").unlink()
+    write_heartbeat(run, beat(phase="starting", step=0, steps=0, anonymous_bytes=None, free_bytes=None))
+    text = printed(run)
+    assert "run: starting" in text
+    assert "step: 0 of 4,000 (0.0%) checkpoint: none yet" in text
+    (run / "config.json").unlink()
+    assert run_status(run).steps is None
+    append_event(run, {"event": "start", "step": 0, "steps": 60})
+    assert run_status(run).steps == 60
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(InputError, match="must hold a config"):
+        run_status(tmp_path)
+    assert main(["status", "--run", str(tmp_path / "nothing")]) == 2
+    (tmp_path / "config.json").write_text('{"schema": 1, "st')
+    assert main(["status", "--run", str(tmp_path)]) == 2
+    assert "must be JSON" in capsys.readouterr().err
+    assert main(["status", "--run", str(tmp_path), "--every", "0"]) == 2
+    assert "every must be at least 0.1, got 0.0" in capsys.readouterr().err
+
+
+def test_watching_ends_with_the_run(run, monkeypatch, capsys):
+    write_heartbeat(run, beat())
+    sleeps = []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            write_heartbeat(run, beat(exit_code=5, reason="memory must keep"))
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    assert main(["status", "--run", str(run), "--watch", "--every", "7"]) == 1
+    assert sleeps == [7.0] * 3
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_recent_events_are_all_events_but_old_steps(run):
+    everything, recent = read_events(run), recent_events(run, 30)
+    assert recent == [event for event in everything if event["event"] != "step" or event["step"] > 90]
+    assert recent_events(run / "nothing") == []

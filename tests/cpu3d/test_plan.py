@@ -1,0 +1,533 @@
+"""The plan of a run: what is decided where a setting was left open, what it takes, and what is proposed where it does
+not fit."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.extent import grid_size
+from cpu3d.data.folds import with_fold
+from cpu3d.data.records import remake
+from cpu3d.data.region import round_up
+from cpu3d.data.resolution import network_grid
+from cpu3d.data.sharding import Share
+from cpu3d.data.store import Store
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.host.gpu import Gpu
+from cpu3d.plan import (
+    Plan,
+    Volumes,
+    check_fits,
+    check_patch,
+    job_of,
+    make_plan,
+    plan_of_chief,
+    save_plan,
+    usual_patch,
+)
+from cpu3d.settings import RunConfig, save_config
+from memory_estimator.calibration import find_constants
+from memory_estimator.estimate import estimate
+from memory_estimator.host import Host
+from memory_estimator.job import Job
+from memory_estimator.planner import CONTEXT_BYTES, gpu_bytes, patch_shapes
+from models.config import UNetConfig
+from models.layer_plan import layer_plan
+from tests.cpu3d.runs import SMALL, decided
+
+GIB = 2**30
+HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
+RUN = RunConfig(
+    grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
+    extent="full", engine="itex",
+)  # fmt: skip
+
+
+def with_free(free_bytes):
+    return dataclasses.replace(HOST, available_bytes=round(free_bytes))
+
+
+def planned(store, folder, workers=1, host=HOST, recipe=None, **settings):
+    return make_plan(store, folder, host, {**SMALL, "engine": "itex", **settings}, recipe, workers=workers)
+
+
+def test_a_run_is_the_job_that_the_estimator_knows():
+    assert job_of(RUN, threads=2, cases=9) == Job(
+        RUN.unet, (240, 240, 160), batch=4, micro_batch=4, engine="itex", threads=2, averaged=True, from_store=True,
+        cases=9,
+    )  # fmt: skip
+    turned = dataclasses.replace(RUN, augment=AugmentConfig(rotation_deg=10))
+    assert job_of(turned, threads=2, cases=9).resampled
+
+
+def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
+    plan = planned(phantom_store, tmp_path, batch=2, steps=0, epochs=3)
+    save_plan(plan, tmp_path)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert (content["steps_per_epoch"], content["steps"], content["continues"]) == (2, 6, False)
+    assert content["config"]["grid"] == list(plan.config.grid)
+    assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
+    assert content["predicted"]["upper_bound_bytes"] == plan.estimate.upper_bound_bytes
+    assert content["reasons"]["policy"].startswith(f"policy {content['config']['unet']['policy']}: ")
+    text = " ".join(plan.describe(HOST))
+    for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
+        assert word in text
+
+
+def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_store, tmp_path):
+    plan = planned(phantom_store, tmp_path, workers=2, batch=2)
+    content = json.loads(json.dumps({**plan.to_json(), "engine_name": "an engine"}))
+    theirs = plan_of_chief(content, phantom_store, HOST, "an engine")
+    assert (theirs.config, theirs.workers, theirs.estimate) == (plan.config, 2, plan.estimate)
+    with pytest.raises(InputError, match="engine must be the chief's, an engine, got another"):
+        plan_of_chief(content, phantom_store, HOST, "another")
+    content["config"] = {**content["config"], "split_hash": "0"}
+    with pytest.raises(InputError, match="must be the chief's, got split"):
+        plan_of_chief(content, phantom_store, HOST, "an engine")
+
+
+# --- What a saved run keeps ---
+
+
+def test_a_run_continues_without_its_options_repeated_and_may_change_its_length(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL)
+    save_config(config, tmp_path)
+    assert decided(phantom_store, tmp_path) == config
+    assert decided(phantom_store, tmp_path, epochs=9).epochs == 9
+    with pytest.raises(InputError, match=r"unet\.filters must stay as the run was started, got 8 for 4"):
+        decided(phantom_store, tmp_path, filters=8)
+
+
+@pytest.mark.parametrize("recipe", [None, "demo", "paper-flair"])
+def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store, tmp_path, recipe):
+    slow = dataclasses.replace(HOST, isa=())
+    config = decided(phantom_store, tmp_path, host=HOST, recipe=recipe)
+    assert config.unet.dtype == "bfloat16"
+    save_config(config, tmp_path)
+    assert decided(phantom_store, tmp_path, host=slow, recipe=recipe) == config
+    with pytest.raises(InputError, match=r"unet\.dtype must stay as the run was started, got 'float32' for 'bfloat16'"):
+        decided(phantom_store, tmp_path, host=HOST, recipe=recipe, dtype="float32")
+
+
+def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phantom_store, tmp_path):
+    def way(recipe=None, **settings):
+        config = decided(phantom_store, tmp_path, recipe=recipe, **{**SMALL, "batch": 4, **settings})
+        return config.unet.policy, config.micro
+
+    assert way() == way(policy="auto") == ("speed", 1)
+    save_config(decided(phantom_store, tmp_path, **{**SMALL, "batch": 4}, policy="lean", micro_batch=2), tmp_path)
+    assert way() == way("brats-regions") == ("lean", 2)
+    assert way("brats-regions", policy="balanced", micro_batch=4) == ("balanced", 4)
+    with pytest.raises(InputError, match=r"^batch must stay as the run was started, got 3 for 4"):
+        way(batch=3)
+
+
+def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_store, tmp_path):
+    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
+    cases = phantom_store.manifest.cases
+    other = (dataclasses.replace(cases[0], image_voxels_sha256="0" * 64), *cases[1:])
+    changed = Store(phantom_store.folder, remake(phantom_store.manifest, cases=other))
+    with pytest.raises(InputError, match="split_hash must stay as the run was started"):
+        decided(changed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"channels": ["PET"]}, "channels must be among"),
+        ({"regions": ["WT", "WT"]}, "regions must be among WT, TC, ET, each once, got WT, WT"),
+        ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
+        ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
+        ({"depth": 12}, "depth must be between 2 and 8, got 12"),
+        ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
+        ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
+        ({"budget_minutes": math.inf}, "budget_minutes must be below inf, got inf"),
+        ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
+    ],
+)
+def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        decided(phantom_store, tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_paper_s_recipe_is_one_channel_and_one_region(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, recipe="paper-flair")
+    assert (config.unet.channels, config.unet.outputs, config.extent, config.unet.norm) == (1, 1, "full", "batch")
+    assert config.grid == (48, 48, 48)
+
+
+def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(phantom_store, tmp_path):
+    extent, seen = phantom_store.manifest.largest_box, {}
+    for resolution in (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9):
+        config = decided(phantom_store, tmp_path, **SMALL, resolution=resolution)
+        seen[resolution] = config.grid
+        assert config.grid == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
+    # What is rounded up to the divisor first and then shrunk is more.
+    assert any(seen[one] != network_grid(round_up(extent, 4), one, 4) for one in seen)
+
+
+# --- Several workers ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 0.02),  # Adam: the square root
+        ({"optimizer": "sgd"}, 0.04),
+        ({"rate_scaling": "linear"}, 0.04),
+        ({"rate_scaling": "none"}, 0.01),
+    ],
+)
+def test_the_batch_grows_with_the_workers_and_the_learning_rate_with_the_batch(phantom_store, tmp_path, settings, rate):
+    config = planned(phantom_store, tmp_path, 4, batch_per_worker=1, **settings).config
+    assert (config.batch, config.micro, config.parts) == (4, 1, 4)
+    assert config.learning_rate == pytest.approx(rate)
+
+
+def test_a_batch_of_all_workers_is_the_same_training_on_any_number_of_them(phantom_store, tmp_path):
+    one, two, four = (planned(phantom_store, tmp_path, workers, batch=4).config for workers in (1, 2, 4))
+    assert one == two == four
+    orders = [[Share(rank, workers, one.batch).positions(4, 8) for rank in range(workers)] for workers in (1, 2, 4)]
+    assert [sum(order, ()) for order in orders] == [(4, 5, 6, 7)] * 3
+
+
+def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path):
+    def again(workers=1, **settings):
+        return make_plan(phantom_store, tmp_path, HOST, settings, workers=workers).config
+
+    config = planned(phantom_store, tmp_path, 2, batch_per_worker=1, policy="lean").config
+    save_config(config, tmp_path)
+    assert again(2, batch_per_worker=1) == again() == config
+    with pytest.raises(InputError, match="batch must stay as the run was started, got 4 for 2"):
+        again(4, batch_per_worker=1)
+
+
+def test_a_recipe_that_is_named_again_comes_to_the_same_rate(phantom_store, tmp_path):
+    def again():
+        settings = {"batch_per_worker": 1, "depth": 3, "dtype": "float32"}
+        return make_plan(phantom_store, tmp_path, HOST, settings, "demo", workers=4).config
+
+    config = again()
+    save_config(config, tmp_path)
+    assert again() == config
+
+
+def test_batch_norm_sees_what_a_worker_computes_and_that_stays_as_it_was(phantom_store, tmp_path):
+    config = planned(phantom_store, tmp_path, 2, batch=4, norm="batch").config
+    assert (config.micro, config.parts) == (2, 2)
+    save_config(config, tmp_path)
+    assert make_plan(phantom_store, tmp_path, HOST, {}).config.micro == 2
+    with pytest.raises(InputError, match="micro-batch must divide the 1 volumes of a worker, got 2 of batch 4 on 4"):
+        make_plan(phantom_store, tmp_path, HOST, {}, workers=4)
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "message"),
+    [
+        (3, {"batch": 4}, "batch must be a multiple of the 3 workers, got 4; choose --batch-per-worker"),
+        (2, {"batch": 4, "micro_batch": 4}, "micro-batch must divide the 2 volumes of a worker, got 4 of batch 4 on 2"),
+        (1, {"rate_scaling": "sqrt"}, "--rate-scaling must come with --batch-per-worker, got sqrt"),
+        (8, {"batch_per_worker": 2}, "batch must be at most the 4 training cases, got 16"),
+    ],
+)
+def test_what_does_not_suit_the_workers_is_refused(phantom_store, tmp_path, workers, settings, message):
+    with pytest.raises(InputError, match=message):
+        planned(phantom_store, tmp_path, workers, **settings)
+
+
+# --- Memory ---
+
+
+@pytest.fixture
+def priced(monkeypatch, phantom_store):
+    """Estimates as they are, but for what the policies take: 12, 9 and 6 GiB for each whole volume of the phantoms
+    that is computed at a time, half of it in bfloat16."""
+    taken = {"speed": (12, 1.0), "balanced": (9, 1.1), "lean": (6, 1.3)}
+    whole = math.prod(planned(phantom_store, phantom_store.folder).config.grid)
+
+    def made(job, *more, **others):
+        gib, step_s = taken[job.policy]
+        bound = gib * GIB * job.voxels / whole / (2 if job.unet.dtype == "bfloat16" else 1)
+        return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=round(bound), step_s=step_s)
+
+    monkeypatch.setattr("cpu3d.plan.estimate", made)
+
+
+@pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "balanced"), (5, "lean")])
+def test_the_fastest_policy_that_fits_is_picked_and_the_reason_is_kept(
+    phantom_store, tmp_path, priced, free_gib, policy
+):
+    plan = planned(phantom_store, tmp_path, host=with_free(free_gib * GIB))
+    assert plan.config.unet.policy == policy
+    assert f"{free_gib}.00 GiB free" in plan.reasons["policy"]
+    asked = planned(phantom_store, tmp_path, host=with_free(free_gib * GIB), policy="lean")
+    assert asked.config.unet.policy == "lean"
+    assert "policy" not in asked.reasons
+
+
+def test_an_engine_without_estimates_gets_the_policy_speed_and_is_never_refused(phantom_store, tmp_path):
+    plan = planned(phantom_store, tmp_path, engine="stock-no-onednn", host=with_free(0))
+    assert (plan.config.unet.policy, plan.estimate, plan.predicted) == ("speed", None, {})
+    assert any("nothing is known" in line for line in plan.describe(HOST))
+    check_fits(plan, with_free(0))
+
+
+def refusal(plan, free_bytes):
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fits(plan, with_free(free_bytes))
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(phantom_store, tmp_path):
+    plan = planned(phantom_store, tmp_path)
+    check_fits(plan, with_free(plan.estimate.upper_bound_bytes))
+    assert "memory must hold this training, up to" in refusal(plan, plan.estimate.upper_bound_bytes - 1)
+    short = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, regions_short=True))
+    assert "the allocator's regions, which double in size, up to" in refusal(short, 0)
+
+
+def test_the_nearest_settings_that_fit_are_proposed(phantom_store, tmp_path, priced):
+    plan = planned(phantom_store, tmp_path, policy="speed", extent="full", batch=4, micro_batch=4)
+    message = refusal(plan, 1.01 * plan.estimate.upper_bound_bytes / 4)
+    assert "; what fits: --micro-batch 1: up to " in message
+    assert message.endswith("; or --force")
+    brain = planned(phantom_store, tmp_path, policy="speed", extent="brain", batch=4, micro_batch=4)
+    if brain.config.grid != plan.config.grid:
+        assert "--extent brain: up to" in refusal(plan, 1.01 * brain.estimate.upper_bound_bytes)
+
+
+def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_path, priced):
+    def continued(**settings):
+        plan = planned(phantom_store, tmp_path, policy="speed", **settings)
+        return dataclasses.replace(plan, saved=plan.config)
+
+    assert refusal(continued(), 8 * GIB).endswith(
+        "what fits: --policy lean: up to 6.00 GiB, 1.3 s a volume; or --force"
+    )
+    several = continued(batch=4, micro_batch=4)
+    assert "what fits: --policy lean --micro-batch 1: up to 6.00 GiB" in refusal(several, 8 * GIB)
+    assert "free some, continue on a host with more, or --force; what fits, as a run in another folder: " in refusal(
+        several, 5 * GIB
+    )
+    batch_norm = continued(batch=4, micro_batch=4, norm="batch")
+    assert "; what fits: --policy lean: up to 24.00 GiB" in refusal(batch_norm, 30 * GIB)
+    assert "as a run in another folder: --micro-batch 1: up to 12.00 GiB" in refusal(batch_norm, 12 * GIB)
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 7}', '{"schema": 1}'])
+def test_a_calibration_that_cannot_be_read_is_bad_input_unless_forced(phantom_store, tmp_path, monkeypatch, content):
+    own = tmp_path / "calibration.json"
+    own.write_text(content)
+    monkeypatch.setattr("cpu3d.plan.find_constants", lambda threads, host: find_constants(threads, host, own))
+    with pytest.raises(InputError, match=r"calibration .*calibration\.json must"):
+        planned(phantom_store, tmp_path)
+    plan = make_plan(phantom_store, tmp_path, HOST, {**SMALL, "engine": "itex"}, force=True)
+    assert "calibration.json must" in plan.reasons["memory"]
+
+
+def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_store, tmp_path):
+    plan, timed = (
+        planned(phantom_store, tmp_path, policy="speed", steps=0, **more) for more in ({}, {"budget_minutes": 4.0})
+    )
+    parameters = sum(op.trainable + op.frozen for op in layer_plan(plan.config.unet, plan.config.grid))
+    more = timed.estimate.upper_bound_bytes - plan.estimate.upper_bound_bytes
+    assert more == pytest.approx(12 * parameters, rel=0.05), "weights and Adam's two slots"
+
+
+# --- Runs whose steps see less than whole volumes ---
+
+PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, micro_batch=1)
+WHOLE = Volumes((240, 240, 155))
+
+
+def test_what_whole_volumes_take_is_counted_by_hand():
+    voxels, job = 240 * 240 * 155, job_of(PATCHES, threads=2, cases=8)
+    # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
+    assert WHOLE.bytes(job) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
+    # At half the resolution of two at a time: five volumes, two float32 copies and their half, what is rotated.
+    job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
+    shrinking = 2 * 4 * 4 * 1.5 + 13 * 4
+    assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + shrinking)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mode": "patch", "patch": [16, 16, 16]}, {"resolution": 0.5}, {"resolution": 0.75}]
+)
+def test_the_volumes_of_a_run_are_those_that_it_is_validated_on(phantom_store, tmp_path, settings):
+    config = planned(phantom_store, tmp_path, **settings).config
+    volumes = Volumes.of(config, phantom_store)
+    if not settings:
+        assert volumes is None
+        return
+    covered = (math.ceil(n / config.resolution) for n in config.grid)
+    assert volumes == Volumes(tuple(map(max, phantom_store.manifest.largest_box, covered)), config.resolution)
+    store = with_fold(phantom_store, "1/2")
+    store.manifest = dataclasses.replace(store.manifest, split=dict(store.manifest.split, val=()))
+    assert (Volumes.of(config, store) is None) == config.is_patch, "patches without a validation see no volume"
+
+
+def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refused_by(phantom_store, tmp_path):
+    settings = {"mode": "patch", "patch": [16, 16, 16]}
+    plan = planned(phantom_store, tmp_path, policy="speed", **settings)
+    beside = Volumes.of(plan.config, plan.store).bytes(plan.estimate.job)
+    alone = estimate(plan.estimate.job, plan.estimate.constants, plan.estimate.accuracy, HOST.memory_bytes)
+    assert plan.estimate.upper_bound_bytes == alone.upper_bound_bytes + beside
+    assert "what fits: nothing smaller does; or --force" in refusal(plan, beside // 2)
+
+
+def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
+    plan = planned(phantom_store, tmp_path, policy="lean", mode="patch", patch=[24, 32, 32])
+    beside = Volumes.of(plan.config, plan.store).bytes(plan.estimate.job)
+    message = refusal(plan, beside + 0.6 * (plan.estimate.upper_bound_bytes - beside))
+    (proposed,) = re.findall(r"--patch (\d+) (\d+) (\d+)", message)
+    assert 0.3 < math.prod(map(int, proposed)) / math.prod(plan.config.grid) <= 0.6
+
+
+# --- Patches ---
+
+PATCH = {"mode": "patch", "patch": [16, 16, 16]}
+
+
+def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
+    whole, patch = (decided(phantom_store, tmp_path, **SMALL, **more) for more in ({}, PATCH))
+    changed = {name for name, value in vars(whole).items() if value != getattr(patch, name)}
+    assert changed == {"mode", "grid", "patches_per_case"}
+    grid = grid_size(phantom_store, extent="brain", multiple=4)
+    assert patch.patches_per_case == round(math.prod(grid) / 16**3), "an epoch sees as much"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patch": [16, 16, 64]}, "--patch 16 16 64 must lie within the volumes of 24 36 32; give 16 16 32, or --mode"),
+        ({"patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
+        ({"patch": [4, 16, 16]}, "at least 8 8 8; give 8 16 16$"),
+        ({"patch": [10, 10, 90]}, r"must lie within .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
+        ({"patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
+        ({"gpu_memory": "16"}, "--gpu-memory must be a number with its unit, got '16'"),
+        ({"resolution": 0.5}, "resolution must be 1 with --mode patch"),
+        ({"device": "gpu:0"}, "device must be a GPU of this host, got gpu:0 with none found"),
+        ({"device": "tpu"}, "device must be"),
+    ],
+)
+def test_what_no_patch_run_can_be_is_refused(phantom_store, tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        decided(phantom_store, tmp_path, **SMALL, mode="patch", **settings)
+
+
+def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL, mode="patch")
+    assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)
+    assert usual_patch((240, 240, 160), 16) == (128, 128, 128)
+    assert usual_patch((512, 512, 128), 128) == (256, 256, 128)  # two voxels at the bottom of 8 levels
+
+
+@given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 8), patch=st.tuples(*[st.integers(1, 800)] * 3))
+def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, patch):
+    divisor = UNetConfig(depth=depth).divisor
+    grid = tuple(divisor * n for n in sides)
+    for shape in (*patch_shapes(grid, divisor), usual_patch(grid, divisor)):
+        check_patch(shape, grid, divisor, depth)  # what a card is given, thin volumes whole, is what may be asked for
+    try:
+        check_patch(patch, grid, divisor, depth)
+    except InputError as error:
+        (problem,) = error.problems
+        offered = problem.rpartition("; give ")[2].partition(",")[0]
+        check_patch(tuple(map(int, offered.split())), grid, divisor, depth)
+
+
+def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):
+    assert decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=28).patches_per_case == 7
+    with pytest.raises(InputError, match="batch must be at most the 28 patches of an epoch, got 29"):
+        decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29)
+    assert decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29, patches_per_case=8).batch == 29
+
+
+def test_a_patch_run_continues_without_its_options_repeated(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL, **PATCH)
+    save_config(config, tmp_path)
+    assert decided(phantom_store, tmp_path) == config
+    with pytest.raises(InputError, match="grid must stay as the run was started"):
+        decided(phantom_store, tmp_path, patch=[8, 16, 16])
+
+
+# --- Runs on a card ---
+
+CARD = Gpu(index=0, name="made up", memory_bytes=16 * GIB, free_bytes=GIB, compute_capability=(8, 0))
+ON_CARD = dataclasses.replace(PATCHES, device="gpu:0", batch=2, micro_batch=2, engine="auto")
+
+
+def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_store):
+    def advice(config, *, continued=False):
+        plan = Plan(config, phantom_store, config if continued else None)
+        with pytest.raises(DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16") as caught:
+            check_fits(plan, HOST, [CARD])
+        return str(caught.value).partition("16.00 GiB; ")[2]
+
+    assert advice(ON_CARD) == "choose a smaller --patch, a smaller --micro-batch, fewer --filters, or --force"
+    keeps = "free some of it, or take another --device, "
+    assert advice(ON_CARD, continued=True) == keeps + "a smaller --micro-batch, or --force"
+    batch_norm = dataclasses.replace(ON_CARD, unet=dataclasses.replace(RUN.unet, norm="batch"))
+    assert advice(batch_norm, continued=True) == keeps + "or --force", "its micro-batch has to stay"
+    check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
+
+
+def test_the_plan_of_a_run_on_a_card_says_what_was_predicted_of_it(phantom_store):
+    needed = gpu_bytes(job_of(dataclasses.replace(ON_CARD, engine="stock"), 1, 0))
+    predicted = Plan(ON_CARD, phantom_store).predicted
+    assert (predicted["card_bytes"], predicted["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
+    assert "not verified" in predicted["constants"]
+
+
+def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):
+    card = dataclasses.replace(CARD, free_bytes=2**34)
+    settings = {**SMALL, "mode": "patch", "dtype": "auto", "device": "gpu:0"}
+    config = decided(phantom_store, tmp_path, gpus=(card,), **settings)
+    assert (config.device, config.unet.dtype) == ("gpu:0", "bfloat16")
+    assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)  # a small volume fits a large card
+    older = dataclasses.replace(card, compute_capability=(7, 5))
+    assert decided(phantom_store, tmp_path, gpus=(older,), **settings).unet.dtype == "float32"
+    with pytest.raises(InputError, match="engine must be auto or stock on gpu:0, got itex"):
+        decided(phantom_store, tmp_path, gpus=(card,), **settings, engine="itex")
+
+
+def test_the_patch_of_a_card_is_the_largest_that_fits_it(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL, mode="patch", gpu_memory="1.02GiB")
+    grid = grid_size(phantom_store, extent="brain", multiple=4)
+    assert all(n <= most and n % 4 == 0 for n, most in zip(config.grid, grid))
+    assert gpu_bytes(Job(config.unet, config.grid, engine="stock")) <= 1.02 * 2**30
+
+
+def test_a_card_too_small_for_any_patch_is_refused_with_what_the_least_takes(phantom_store, tmp_path):
+    with pytest.raises(DoesNotFitError, match=r"^--gpu-memory must hold a patch of at least .* takes .*, got 102 MiB"):
+        decided(phantom_store, tmp_path, **SMALL, mode="patch", gpu_memory="0.1GiB")
+    full, silent = (dataclasses.replace(CARD, free_bytes=free) for free in (2**20, None))
+    settings = {**SMALL, "mode": "patch", "device": "gpu:0"}
+    with pytest.raises(DoesNotFitError, match=r"^gpu:0, with 1 MiB free, must hold a patch of at least 8 x 8 x 8,"):
+        decided(phantom_store, tmp_path, gpus=(full,), **settings)
+    with pytest.raises(InputError, match=r"the free memory of gpu:0 must be known, .* give --gpu-memory or --patch"):
+        decided(phantom_store, tmp_path, gpus=(silent,), **settings)
+
+
+@pytest.mark.parametrize("recipe", [None, "demo", "paper-flair", "gpu-patch"])
+def test_the_same_command_continues_on_the_device_that_was_picked(phantom_store, tmp_path, monkeypatch, recipe):
+    monkeypatch.setattr("cpu3d.host.gpu.cuda_is_installed", lambda: True)
+    cards = tuple(dataclasses.replace(CARD, index=index, free_bytes=2 ** (33 + index)) for index in range(2))
+    settings = {"recipe": recipe, "gpus": cards, "mode": "patch", "depth": 3}
+    config = decided(phantom_store, tmp_path, **settings)
+    # Of two cards the one with more memory free, but for the recipe that names one.
+    assert config.device == ("gpu:0" if recipe == "gpu-patch" else "gpu:1")
+    save_config(config, tmp_path)
+    assert decided(phantom_store, tmp_path, **settings) == config
+    moved = decided(phantom_store, tmp_path, **settings, device="cpu")
+    assert moved == dataclasses.replace(config, device="cpu")
+    save_config(moved, tmp_path)
+    assert decided(phantom_store, tmp_path, **settings) == moved

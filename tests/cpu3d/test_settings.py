@@ -1,0 +1,239 @@
+"""Settings: the command line, the checks, and a configuration that is saved, read back and compared without loss."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from cpu3d.errors import InputError
+from cpu3d.recipes import RECIPES
+from cpu3d.settings import (
+    RunConfig,
+    add_training_options,
+    as_options,
+    chosen_settings,
+    differences,
+    load_config,
+    save_config,
+    with_settings,
+)
+from models.config import UNetConfig
+
+CONFIG = RunConfig(
+    store="s",
+    channels=("FLAIR",),
+    label_names={0: "background", 4: "enhancing"},
+    region_codes={"WT": (1, 2, 4)},
+    grid=(16, 32, 16),
+    unet=UNetConfig(depth=3),
+)
+
+
+def test_a_config_comes_back_equal(tmp_path):
+    save_config(CONFIG, tmp_path)
+    assert load_config(tmp_path) == CONFIG
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_config_that_saves(name, tmp_path):
+    save_config(RECIPES[name](), tmp_path)
+    assert load_config(tmp_path) == RECIPES[name]()
+
+
+def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
+    other = dataclasses.replace(CONFIG, micro_batch=1, unet=dataclasses.replace(CONFIG.unet, policy="lean"))
+    assert differences(CONFIG, other) == []
+
+
+def test_of_another_mode_nothing_else_is_told():
+    (problem,) = differences(CONFIG, dataclasses.replace(CONFIG, mode="patch", grid=(8, 8, 8), patches_per_case=9))
+    assert problem.startswith("mode must stay as the run was started, got 'patch' for 'whole'; ")
+
+
+BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm="batch"))
+
+
+def test_with_batch_norm_a_run_keeps_its_micro_batch_and_its_policy_may_change():
+    other = dataclasses.replace(BATCH_NORM, unet=dataclasses.replace(BATCH_NORM.unet, policy="lean"))
+    assert differences(BATCH_NORM, other) == []
+    assert differences(BATCH_NORM, dataclasses.replace(other, micro_batch=4)) == []  # what the rule gives
+    (problem,) = differences(BATCH_NORM, dataclasses.replace(other, micro_batch=2))
+    assert problem.startswith("micro_batch must stay as the run was started, got 2 for 4; ")
+
+
+def test_of_another_batch_or_norm_it_is_not_the_micro_batch_that_is_refused():
+    (batch,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, batch=3))
+    assert batch.startswith("batch must stay as the run was started, got 3 for 4")
+    (norm,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, unet=CONFIG.unet))
+    assert norm.startswith("unet.norm must stay as the run was started, got 'instance' for 'batch'")
+
+
+@pytest.mark.parametrize(
+    ("norm", "micro_batch", "micro", "parts"),
+    [("instance", 0, 1, 6), ("none", 0, 1, 6), ("batch", 0, 6, 1), ("batch", 2, 2, 3), ("instance", 6, 6, 1)],
+)
+def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(norm, micro_batch, micro, parts):
+    config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
+    assert (config.micro, config.parts) == (micro, parts)
+
+
+@pytest.mark.parametrize("micro_batch", [-3, 5, 24])
+def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that_do(micro_batch):
+    rule = rf"micro_batch must divide the batch of 12, got {micro_batch}; give one of 1, 2, 3, 4, 6, 12$"
+    with pytest.raises(InputError, match=rule):
+        RunConfig(batch=12, micro_batch=micro_batch)
+
+
+def test_a_run_from_before_there_were_policies_and_micro_batches_goes_on_as_it_was(tmp_path):
+    content = {"schema": 1, **dataclasses.asdict(dataclasses.replace(CONFIG, batch=4))}
+    del content["micro_batch"], content["unet"]["policy"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = load_config(tmp_path)
+    assert (config.unet.policy, config.micro, config.parts) == ("speed", 4, 1)
+
+
+def test_differences_give_both_values_and_pass_what_may_change():
+    other = dataclasses.replace(CONFIG, epochs=7, batch=2, unet=UNetConfig(depth=4))
+    problems = differences(CONFIG, other)
+    assert len(problems) == 2
+    assert problems[0].startswith("unet.depth must stay as the run was started, got 4 for 3")
+    assert problems[1].startswith("batch must stay as the run was started, got 2 for 1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "must be JSON with a schema"),
+        ('{"schema": 9}', "must have schema 1, got 9"),
+        ('{"schema": 1, "nonsense": 2}', "must be complete"),
+        (
+            json.dumps({"schema": 1, **dataclasses.asdict(CONFIG), "unet": {"depth": 99}}),
+            "depth must be between 2 and 8",
+        ),
+    ],
+)
+def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"must hold a config\.json, found none"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("epochs", 0), ("batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")],
+)
+def test_a_bad_setting_is_refused_by_name(field, value):
+    with pytest.raises(InputError, match=f"{field} must be"):
+        RunConfig(**{field: value})
+
+
+SAVED = dataclasses.replace(
+    CONFIG, store_channels=("FLAIR", "T1w"), regions=("WT",), unet=UNetConfig(channels=1, outputs=1, depth=3)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("grid", [16, 16], "config.grid must be"),
+        ("grid", [16, 0, 16], "grid must be positive"),
+        ("seed", True, "config.seed must be int, got True"),
+        ("ema", float("nan"), "config.ema must be float, got nan"),
+        ("steps", 10**30, "config.steps must be int"),
+        ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
+        ("augment", {"flop": True}, "config.augment must have the fields of a AugmentConfig, got others in flop"),
+        ("label_names", {"x": "background"}, "config.label_names must be"),
+        ("regions", ["TC"], "regions must be some of WT, got"),
+        ("channels", [], "channels must be some of FLAIR, T1w, got"),
+    ],
+)
+def test_a_saved_config_with_a_value_of_another_kind_is_refused_by_name(tmp_path, name, value, told):
+    save_config(SAVED, tmp_path)
+    assert load_config(tmp_path) == SAVED
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(InputError, match=f"run config {path} must be complete, got {told}"):
+        load_config(tmp_path)
+
+
+# --- The command line ---
+
+
+def chosen(*words):
+    parser = argparse.ArgumentParser()
+    add_training_options(parser)
+    return chosen_settings(parser.parse_args(words))
+
+
+def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
+    words = (
+        "--channels FLAIR T1w --batch 2 --patch 16 16 32 --deterministic --filters 8 --residual --no-flip --scaling 0.1"
+    )
+    settings = chosen(*words.split())
+    assert settings == {
+        "channels": ("FLAIR", "T1w"),
+        "batch": 2,
+        "patch": (16, 16, 32),
+        "deterministic": True,
+        "filters": 8,
+        "residual": True,
+        "flip": False,
+        "scaling": 0.1,
+    }
+    config = with_settings(RunConfig(epochs=7), settings)
+    assert (config.channels, config.batch, config.epochs, config.unet.filters) == (("FLAIR", "T1w"), 2, 7, 8)
+    assert (config.unet.residual, config.augment.flip, config.augment.scaling) == (True, False, 0.1)
+    assert chosen(*as_options(settings)) == settings
+
+
+def test_what_is_left_open_stays_as_it_was():
+    config = with_settings(RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto"))
+    assert (config.device, config.unet) == ("gpu:0", UNetConfig())
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "after"),
+    [
+        ({"steps": 9}, "--epochs 3", {"steps": 0, "epochs": 3}),
+        ({"steps": 9}, "--budget-minutes 3", {"steps": 0, "budget_minutes": 3.0}),
+        ({"budget_minutes": 3.0}, "--steps 9", {"budget_minutes": 0.0, "steps": 9}),
+        ({"validations": 9}, "--validate-every 2", {"validations": 0, "validate_every": 2}),
+    ],
+)
+def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, after):
+    config = with_settings(RunConfig(**before), chosen(*words.split()))
+    assert {name: getattr(config, name) for name in after} == after
+
+
+@pytest.mark.parametrize(
+    "words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--patch 8 8 8 --gpu-memory 1GiB", "--batch x"]
+)
+def test_options_that_exclude_each_other_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        chosen(*words.split())
+    assert caught.value.code == 2
+
+
+def test_a_budget_of_minutes_goes_without_steps():
+    with pytest.raises(InputError, match="--budget-minutes must come without --steps"):
+        with_settings(RunConfig(), chosen("--steps", "3", "--budget-minutes", "1"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_help_lists_every_recipe(name):
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_training_options(parser)
+    assert f"\n  {name} " in parser.format_help()
+
+
+def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():
+    patch, whole = RECIPES["gpu-patch"](), RECIPES["brats-regions"]()
+    assert (patch.mode, patch.device, patch.batch, patch.unet.filters) == ("patch", "gpu:0", 2, 32)
+    for name in ("regions", "channels", "schedule", "learning_rate", "epochs", "extent", "augment", "optimizer"):
+        assert getattr(patch, name) == getattr(whole, name)

@@ -1,0 +1,381 @@
+"""The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cpu3d.data.records import array_path
+from cpu3d.data.store import open_store
+from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
+from cpu3d.plan import Plan
+from cpu3d.settings import RunConfig, save_config
+from cpu3d.training import fit as fit_module
+from cpu3d.training import validation as validation_module
+from cpu3d.training.checkpoint import checkpoints, newest, write_next
+from cpu3d.training.feeds import Parts
+from cpu3d.training.fit import Fit
+from cpu3d.training.learner import Outcome
+from cpu3d.training.run_log import append_event, forget_after, read_events
+from cpu3d.training.watchdog import noted_signals
+from memory_estimator.host import read_host
+from tests.cpu3d import runs
+from tests.cpu3d.distributed.threads import together
+from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights, decided
+
+
+def start(store, folder, **settings):
+    return runs.start(store, folder, learner=NumpyLearner, **settings)
+
+
+def steps_of(folder):
+    return [event for event in read_events(folder) if event["event"] == "step"]
+
+
+def validations_of(folder):
+    return [event for event in read_events(folder) if event["event"] == "validation"]
+
+
+def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_store, tmp_path):
+    start(phantom_store, tmp_path, epochs=6).run()
+    events = read_events(tmp_path)
+    assert len(steps_of(tmp_path)) == 24
+    assert len(validations_of(tmp_path)) == 6
+    assert (events[-1]["event"], events[-1]["reason"]) == ("end", "finished")
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "best.npz",
+        *(f"step-{step:08d}.npz" for step in (16, 20, 24)),
+    ]
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("done", "settings"), [(0, {}), (4, {}), (3, {"batch": 2, "validations": 2}), (5, {"batch": 2, "micro_batch": 1})]
+)
+def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
+    phantom_store, tmp_path, monkeypatch, done, settings
+):
+    assert_cut_and_continued_is_uninterrupted(
+        phantom_store, tmp_path, monkeypatch, steps=6, done=done, learner=NumpyLearner, **settings
+    )
+
+
+# --- The learning rate ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("polynomial", [1, 0.5**0.9, 0])],
+)
+def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
+    config = RunConfig(learning_rate=2.0, warmup_steps=4, schedule=schedule)
+    assert [config.rate_at(step, 24) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert [config.rate_at(step, 24) for step in (4, 14, 24)] == pytest.approx([2 * share for share in shares])
+
+
+def test_a_run_extended_to_more_steps_decays_over_its_new_length():
+    config = RunConfig(warmup_steps=0)
+    assert config.rate_at(10, 20) < config.rate_at(10, 40)
+
+
+# --- A budget of minutes ---
+
+
+def budgeted(store, folder, monkeypatch, step_s, **settings):
+    """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten times as long."""
+    fit, now, taken = start(store, folder, **settings), [0.0], []
+    step = fit.learner.step
+
+    def timed(*given):
+        now[0] += step_s * (1 if taken else 10)
+        taken.append(1)
+        return step(*given)
+
+    monkeypatch.setattr(fit.learner, "step", timed)
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    return fit
+
+
+def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trace(phantom_store, tmp_path, monkeypatch):
+    fit = budgeted(phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60)
+    assert fit.has_open_length
+    assert fit.fit_budget() == pytest.approx(10)
+    assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
+    fit.run()
+    start(phantom_store, tmp_path / "whole", steps=7).run()
+    assert_same_weights(tmp_path / "budget", tmp_path / "whole")
+    rates, expected = ([step["learning_rate"] for step in steps_of(tmp_path / name)] for name in ("budget", "whole"))
+    assert rates == expected
+
+
+@pytest.mark.parametrize(
+    ("minutes", "settings", "steps"),
+    [(1e6, {}, 12), (1e-6, {}, 4), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)],
+)
+def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation(
+    phantom_store, tmp_path, monkeypatch, minutes, settings, steps
+):
+    fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
+    fit.fit_budget()
+    assert fit.steps == steps
+
+
+def test_a_budget_is_cut_alike_on_all_workers_by_the_chief_s_time(phantom_store, tmp_path, monkeypatch):
+    config = decided(phantom_store, tmp_path, **{**runs.SMALL, "batch": 2, "budget_minutes": 7 / 60})
+    now = threading.local()
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: vars(now).setdefault("s", 0.0)))
+
+    def cut(exchange):
+        fit = Fit(Plan(config, phantom_store), tmp_path, exchange, here=(0, 1), learner=NumpyLearner(config))
+
+        def timed(parts, *given):
+            now.s += 1.0 + exchange.rank
+            return Outcome(np.zeros(2), np.zeros((2, 3)), np.zeros(2))
+
+        fit.learner.step = timed
+        fit.fit_budget()
+        return fit.steps
+
+    assert together(2, cut) == [4, 4]  # 7 s less 3 s of timing at 1 s a step; the other worker would have taken 2
+
+
+def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
+    def again(recipe=None, **settings):
+        config = decided(phantom_store, tmp_path, recipe=recipe, **settings)
+        return config.budget_minutes, config.steps
+
+    first = decided(phantom_store, tmp_path, recipe="demo", budget_minutes=4.0, depth=3)
+    save_config(dataclasses.replace(first, steps=7), tmp_path)
+    assert again() == again(budget_minutes=4.0) == again("demo", budget_minutes=4.0, depth=3) == (4.0, 7)
+    assert again(steps=9) == (0.0, 9)
+    assert again(epochs=8) == (0.0, 0)
+    assert again(budget_minutes=8.0) == (8.0, 0)
+
+
+# --- Validations ---
+
+
+def test_validations_are_as_many_as_asked_for_and_evenly_spread(phantom_store, tmp_path):
+    start(phantom_store, tmp_path, steps=10, validations=3).run()
+    assert [event["step"] for event in validations_of(tmp_path)] == [4, 7, 10]
+
+
+def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, epochs=20, patience=2)
+    monkeypatch.setattr(fit.learner, "logits", lambda image: np.ones((*image.shape[:4], 3), np.float32))
+    fit.run()
+    assert read_events(tmp_path)[-1]["reason"] == "early stop"
+    assert fit.step == 3 * fit.steps_per_epoch
+    assert fit.longer == "--patience"
+
+
+def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_for_it(
+    phantom_store, tmp_path, monkeypatch
+):
+    options = {"steps": 4, "save_minutes": 100}
+    start(phantom_store, tmp_path / "whole", **options).run()
+    fit = start(phantom_store, tmp_path / "cut", **options)
+    score = validation_module._score
+
+    def asked_to_stop(target, logits):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return score(target, logits)
+
+    monkeypatch.setattr(validation_module, "_score", asked_to_stop)
+    with pytest.raises(Interrupted, match="saved after step 4") as stopped:
+        fit.run()
+    assert stopped.value.exit_code == 143
+    monkeypatch.setattr(validation_module, "_score", score)
+    again = start(phantom_store, tmp_path / "cut", **options)
+    assert not again.is_over
+    again.run()
+    whole, cut = ([(e["step"], e["loss"]) for e in validations_of(tmp_path / run)] for run in ("whole", "cut"))
+    assert whole == cut
+    assert len(whole) == 1
+
+
+def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, steps=4, save_minutes=100)
+
+    def lost(*given):
+        raise WorkerLostError("worker 1 must answer worker 0")
+
+    monkeypatch.setattr(fit_module, "validate", lost)
+    with pytest.raises(WorkerLostError, match="worker 1 must answer worker 0; saved after step 4"):
+        fit.run()
+    assert newest(tmp_path).state["owes_validation"]
+
+
+def test_a_validation_that_is_owed_is_logged_once(tmp_path):
+    for event, step in (("step", 1), ("validation", 1), ("step", 2), ("validation", 2), ("step", 3)):
+        append_event(tmp_path, {"event": event, "step": step, **({"mean_dice": 0.5} if event == "validation" else {})})
+    forget_after(tmp_path, 2, owes_validation=True)
+    kept = [(event["event"], event["step"]) for event in read_events(tmp_path)]
+    assert kept == [("step", 1), ("validation", 1), ("step", 2)]
+
+
+# --- Stops ---
+
+
+def test_an_interrupt_within_a_step_ends_after_the_whole_step(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, batch=2)
+    step = fit.learner.step
+
+    def interrupted(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(*given)
+
+    monkeypatch.setattr(fit.learner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="saved after step 1"):
+        fit.run()
+    assert newest(tmp_path).state["step"] == 1
+    assert runs.weights(tmp_path)["updates"] == 1
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
+    with noted_signals() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM in stop
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_loss_that_is_not_finite_names_its_case_and_keeps_the_last_good_step(
+    phantom_store, tmp_path, monkeypatch, part
+):
+    fit = start(phantom_store, tmp_path, batch=2, save_minutes=0.0)
+    step = fit.learner.step
+
+    def second_is_nan(*given):
+        outcome = step(*given)
+        if fit.step == 1:
+            outcome.losses[part] = np.nan
+        return outcome
+
+    monkeypatch.setattr(fit.learner, "step", second_is_nan)
+    culprit = fit.feeds.case_ids(1)[part]
+    with pytest.raises(DivergedError, match=rf"must be finite, got nan at step 2 on {culprit}; .*still holds step 1"):
+        fit.run()
+
+
+def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, save_minutes=0.0)
+    step = fit.learner.step
+
+    def third_overflows(*given):
+        outcome = step(*given)
+        if fit.step == 2:
+            fit.learner._arrays["model/000"][0] = np.inf
+        return outcome
+
+    monkeypatch.setattr(fit.learner, "step", third_overflows)
+    with pytest.raises(DivergedError, match=r"weights must be finite, got others after step 3; .*still holds step 2"):
+        fit.run()
+    assert newest(tmp_path).state["step"] == 2
+
+
+def test_a_log_that_cannot_be_written_is_told_with_what_is_whole(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, save_minutes=0.0)
+
+    def full(run, event):
+        if event["step"] == 2:
+            raise OSError(28, "No space left on device")
+        append_event(run, event)
+
+    monkeypatch.setattr(fit_module, "append_event", full)
+    with pytest.raises(OSError, match=r"step 2 could not be logged in .*log\.jsonl: .*step-00000001\.npz is whole"):
+        fit.run()
+
+
+# --- Going on ---
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_whole_is_refused(
+    phantom_store, tmp_path
+):
+    start(phantom_store, tmp_path / "whole", epochs=1).run()
+    start(phantom_store, tmp_path / "cut", epochs=1, save_minutes=0.0, keep=2).run()
+    path = newest(tmp_path / "cut").path
+    path.write_bytes(path.read_bytes()[:-100])
+    again = start(phantom_store, tmp_path / "cut", epochs=1, keep=2)
+    assert again.step == 3
+    assert "step-00000004.npz must be whole" in again.warnings[0]
+    assert path.with_suffix(".damaged").exists()
+    again.run()
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+    for path in checkpoints(tmp_path / "cut"):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"step-00000004\.npz must be whole.*\n.*step-00000003\.npz must be whole"):
+        start(phantom_store, tmp_path / "cut", epochs=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
+def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
+    fit = start(phantom_store, tmp_path)
+    state = {"step": 2, "best": None, "stale_validations": 0, "trained_s": 1.0}
+    write_next(tmp_path, 2, fit.learner.arrays(), {**state, name: value}, keep=1)
+    with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
+        start(phantom_store, tmp_path)
+    write_next(tmp_path, 2, fit.learner.arrays(), state, keep=1)
+    assert start(phantom_store, tmp_path).step == 2
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):
+    append_event(tmp_path, {"event": "step", "step": 1})
+    start(phantom_store, tmp_path)
+    assert read_events(tmp_path) == []
+
+
+# --- Data ---
+
+
+def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(phantom_store, tmp_path):
+    for mode in ("mmap", "pread"):
+        fit = start(phantom_store, tmp_path / mode, epochs=1, read_mode=mode)
+        fit.log_start(read_host(), "test", {}, {})
+        fit.run()
+        events = {event["event"]: event for event in read_events(tmp_path / mode)}
+        assert events["start"]["read_mode"] == mode
+        assert events["end"]["zero_copy_ratio"] == (mode == "mmap")
+        assert events["end"]["bytes_read"] > 0
+    assert_same_weights(tmp_path / "mmap", tmp_path / "pread")
+    assert start(phantom_store, tmp_path / "mmap", epochs=2, read_mode="pread").step == 4
+
+
+def test_a_file_that_is_damaged_during_a_run_ends_it_with_its_name(phantom_store, tmp_path):
+    shutil.copytree(phantom_store.folder, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    fit = start(store, tmp_path / "run", read_mode="pread")
+    label = array_path(store.folder, store.cases("train")[0], "y")
+    label.write_bytes(label.read_bytes()[:-1])
+    with pytest.raises(InputError, match=f"store file {label} must be"):
+        fit.run()
+
+
+def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_path):
+    whole = start(phantom_store, tmp_path / "whole", batch=4, micro_batch=4).feeds.training(1, 2)
+    parts = start(phantom_store, tmp_path / "parts", batch=4, micro_batch=2).feeds.training(1, 2)
+    ((image, target),) = whole
+    images, targets = zip(*parts)
+    assert len(images) == 2
+    np.testing.assert_array_equal(np.concatenate(images), image)
+    np.testing.assert_array_equal(np.concatenate(targets), target)
+
+
+def test_the_seconds_spent_waiting_for_micro_batches_are_counted():
+    def given():
+        for number in range(3):
+            time.sleep(0.02)
+            yield number
+
+    parts, begin = Parts(given()), time.perf_counter()
+    assert list(parts) == [0, 1, 2]
+    assert 0.06 <= parts.waited_s < time.perf_counter() - begin

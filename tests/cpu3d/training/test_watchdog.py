@@ -1,0 +1,403 @@
+"""The guard around a training that is none: what is free, how long it is silent, what it notes, says and does."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cpu3d.errors import DivergedError, Interrupted, MemoryRunsOutError
+from cpu3d.training import watchdog
+from cpu3d.training.heartbeat import PHASES, WAITING_PHASES, read_heartbeats
+from cpu3d.training.watchdog import (
+    ADDRESSES,
+    CGROUP,
+    MACHINE,
+    Guard,
+    MemoryFloor,
+    Room,
+    Sample,
+    noted_signals,
+    take_sample,
+)
+
+MIB, GIB = 2**20, 2**30
+
+
+# --- What is free ---
+
+
+@pytest.fixture
+def host(tmp_path):
+    """16 GiB, 10 of them free, 2 of swap."""
+    memory = {"MemTotal": 16, "MemFree": 1, "MemAvailable": 10, "SwapTotal": 4, "SwapFree": 2}
+    write(tmp_path, "proc/meminfo", "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()))
+    return tmp_path
+
+
+def write(root, path, text):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text + "\n")
+
+
+def test_swap_counts_for_the_machine(host):
+    assert take_sample(host).rooms[MACHINE] == Room(12 * GIB, 16 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("group", "folder", "limit", "used", "stat"),
+    [
+        ("0::/job", "job", "memory.max", "memory.current", "active_file"),
+        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file"),
+    ],
+)
+def test_a_container_leaves_what_is_not_used_and_all_file_pages(host, group, folder, limit, used, stat):
+    write(host, "proc/self/cgroup", group)
+    write(host, f"sys/fs/cgroup/{folder}/{limit}", str(8 * GIB))
+    write(host, f"sys/fs/cgroup/{folder}/{used}", str(7 * GIB))
+    write(host, f"sys/fs/cgroup/{folder}/memory.stat", f"{stat} {4 * GIB}")
+    assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
+
+
+def test_where_a_container_slows_its_processes_down_nobody_is_killed_and_it_is_said(host):
+    write(host, "proc/self/cgroup", "0::/job")
+    write(host, "sys/fs/cgroup/job/memory.high", str(6 * GIB))
+    write(host, "sys/fs/cgroup/job/memory.current", str(8 * GIB))
+    write(host, "sys/fs/cgroup/job/memory.stat", f"active_file {2 * GIB}")
+    sample = take_sample(host)
+    assert sample.slow == Room(0, 6 * GIB)
+    assert CGROUP not in sample.rooms
+    assert "below 6.00 GiB, the memory.high" in MemoryFloor().warnings(sample)["slow"]
+
+
+def test_a_limit_of_addresses_leaves_what_is_not_mapped(host, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**50, -1))
+    assert 2**49 < take_sample(host).rooms[ADDRESSES].free_bytes < 2**50
+
+
+# --- Whether it lasts ---
+
+
+def judged(samples, **limits):
+    """What is done after the last of (own, free) in MiB of a machine of 16 GiB."""
+    floor = MemoryFloor(**limits)
+    for own, free in samples:
+        found = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "samples", "limits", "action"),
+    [
+        ("nothing happens", [(5000, 8000)] * 3, {}, ""),
+        ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, ""),
+        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, "stop"),
+        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, "stop"),
+        ("the next step fits", [(5000, 400), (1000, 4400)], {}, ""),
+        ("next to nothing, steadily", [(5000, 20)] * 2, {}, "stop"),
+        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, "end"),
+        # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 + 500.
+        ("let in by its plan and within it", [(1000, 5200), (6000, 200)],
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, ""),
+        ("others take more than half of what it leaves", [(1000, 5200), (6000, 90)],
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, "stop"),
+        ("two workers are let in by their plans", [(1000, 10_200), (6000, 200)],
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, ""),
+    ],
+)  # fmt: skip
+def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
+    assert judged(samples, **limits) == action
+
+
+def test_larger_hosts_keep_more_free():
+    floors = [Room(0, total).floor_bytes for total in (GIB, 24 * GIB, 250 * GIB, 1536 * GIB)]
+    assert floors == [64 * MIB, 64 * MIB, GIB // 2, GIB]
+
+
+def test_the_limit_of_addresses_stops_a_run_and_never_ends_it_at_once():
+    floor = MemoryFloor()
+    for free in (100, 20, 10):
+        action, why = floor.judge(Sample({MACHINE: Room(9 * GIB, 16 * GIB), ADDRESSES: Room(free * MIB, 8 * GIB)}))
+    assert action == "stop"
+    assert "ulimit -v" in why
+
+
+# --- What the guard does ---
+
+
+class Stage:
+    """A clock and a memory that only a test moves; what the guard says and how it ends."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.own, self.free = 0.0, GIB, 8 * GIB
+        self.said, self.ended = [], []
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own))
+
+    def live(self, guard, seconds):
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            guard.look()
+
+    def step(self, guard, step, seconds):
+        guard.phase("computing", step=step)
+        self.live(guard, seconds)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    return Stage(monkeypatch)
+
+
+@pytest.fixture
+def guard(stage, tmp_path):
+    """Not entered: without threads, so that the test is the one who looks."""
+    return Guard(tmp_path, say=stage.said.append, end=stage.ended.append, bound_bytes=2 * GIB, stall_minutes=1)
+
+
+def test_steps_are_timed_without_what_comes_between(guard, stage):
+    for step in range(4):
+        guard.phase("waiting for data", step=step)
+        stage.live(guard, 1)
+        guard.phase("computing")
+        stage.live(guard, 2 + step)
+        guard.phase("validating")
+        stage.live(guard, 50)
+    guard.phase("computing", step=4)
+    assert (guard.now.last_step_s, guard.now.longest_step_s) == (6.0, 6.0)
+    assert (guard.now.step, guard.now.phase) == (4, "computing")
+
+
+def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(guard, stage):
+    stage.free = 50 * MIB
+    stage.live(guard, 2)
+    assert guard.stop is None, "it starts"
+    stage.step(guard, 0, 2)
+    assert (guard.stop, len(stage.said)) == ("memory", 1)
+    assert "must keep 64 MiB free for the next step, got 50 MiB free of this machine" in guard.why
+    stage.free = 8 * GIB
+    stage.live(guard, 3)
+    assert guard.stop == "memory", "it is not taken back"
+    assert stage.ended == []
+
+
+def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(guard, stage, tmp_path):
+    stage.step(guard, 0, 5)
+    guard.saved(7)
+    stage.free = 10 * MIB
+    stage.live(guard, 0.5)
+    assert stage.ended == [5]
+    assert stage.said[0].startswith("error: memory must last to the end of a step, got 10 MiB free of this machine")
+    assert "the checkpoint of step 7 is good" in stage.said[0]
+    beat = read_heartbeats(tmp_path)[0]
+    assert (beat.exit_code, beat.phase) == (5, "computing")
+    assert beat.reason in stage.said[0]
+
+
+def test_what_exceeds_the_plan_is_said_once_also_of_a_plan_that_is_told_later(guard, stage):
+    stage.own = 3 * GIB
+    stage.live(guard, 5)
+    assert len(stage.said) == 1
+    assert "below the plan's upper bound of 2.00 GiB, got 1.00 GiB more" in stage.said[0]
+    guard.plan(step=3, steps=9, save_bytes=GIB)
+    assert (guard.now.step, guard.now.steps, guard.now.bound_bytes) == (3, 9, 2 * GIB)
+    assert guard.stop is None
+
+
+def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, capfd, tmp_path):
+    for step in range(3):
+        stage.step(guard, step, 2)
+    guard.phase("waiting for data")
+    stage.live(guard, 5)
+    guard.phase("waiting for data")
+    stage.live(guard, 60)
+    assert stage.ended == []
+    stage.live(guard, 1)
+    assert stage.ended == [6]
+    assert "test_watchdog.py" in capfd.readouterr().err, "the stacks"
+    beat = read_heartbeats(tmp_path)[0]
+    assert "got none for 60.5 s, waiting for data" in beat.stalled == beat.reason
+
+
+def test_the_first_step_may_take_longer_and_a_suspended_process_has_not_lived(guard, stage):
+    stage.step(guard, 0, 200)
+    for seconds in (3600, 3600, 10**6):
+        stage.now += seconds
+        guard.look()
+    assert stage.ended == []
+    guard.phase("computing", step=1)
+    assert guard.now.longest_step_s < 300, "ten times the longest step is what may pass"
+
+
+def test_signs_of_life_within_a_phase_are_enough(guard, stage):
+    stage.step(guard, 0, 1)
+    for _ in range(20):
+        guard.phase("validating", step=1)
+        stage.live(guard, 50)
+    assert stage.ended == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "allowed_s"),
+    [
+        ("computing", 60.0),
+        ("validating", 240.0),  # four times, for the first
+        ("waiting for data", 300.0),  # ten times the longest
+        ("exchanging", 450.0),  # half as much again as anything that another worker may be doing
+        ("waiting for the last checkpoint", 450.0),
+    ],
+)
+def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, phase, allowed_s):
+    stage.step(guard, 0, 2)
+    guard.phase("waiting for data", step=1)
+    stage.live(guard, 30)
+    guard.phase("computing")
+    assert guard.allowed_s(phase) == allowed_s
+
+
+def test_who_hangs_is_found_before_those_who_wait_for_him(guard, stage):
+    for step in (0, 1):
+        waits = [guard.allowed_s(phase) for phase in WAITING_PHASES]
+        assert min(waits) >= 1.5 * max(guard.allowed_s(phase) for phase in PHASES if phase not in WAITING_PHASES)
+        stage.step(guard, step, 8)
+
+
+def test_no_stall_is_found_where_none_is_asked_for(guard, stage):
+    guard.plan(stall_minutes=0)
+    stage.step(guard, 0, 10_000)
+    assert stage.ended == []
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "reason"),
+    [
+        (None, 0, "finished"),
+        (DivergedError("loss must be finite, got nan"), 4, "loss must be finite, got nan"),
+        (MemoryRunsOutError("memory must"), 5, "memory must"),
+        (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
+        (SystemExit(3), 3, "exit code 3"),
+        (SystemExit("no"), 1, "exit code 1"),
+        (SystemExit(), 0, "finished"),
+    ],
+)
+def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
+    def train():
+        with Guard(tmp_path, say=print, step=2, steps=9) as guard:
+            guard.phase("computing", step=3)
+            if error:
+                raise error
+
+    if error is None:
+        train()
+    else:
+        with pytest.raises(type(error)):
+            train()
+    beat = read_heartbeats(tmp_path)[0]
+    assert (beat.phase, beat.step, beat.steps, beat.pid) == ("ended", 3, 9, os.getpid())
+    assert (beat.reason, beat.exit_code) == (reason, exit_code)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("guard")]
+
+
+def test_the_end_that_was_noted_is_the_one_that_counts(tmp_path):
+    with Guard(tmp_path, say=print) as guard:
+        guard.note_end("early stop")
+    assert read_heartbeats(tmp_path)[0].reason == "early stop"
+
+
+def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
+    written, write_heartbeat = [], watchdog.write_heartbeat
+    monkeypatch.setattr(watchdog, "write_heartbeat", lambda *what: written.append(1) or write_heartbeat(*what))
+    with Guard(tmp_path, say=print, rank=1, workers=2) as guard:
+        for step in range(6):
+            guard.phase("computing", step=step)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            beat = read_heartbeats(tmp_path).get(1)
+            if beat and beat.step == 5:
+                break
+            time.sleep(0.02)
+        assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
+        assert beat.free_bytes > 0
+        assert len(written) < 1 + (time.monotonic() - end + 60) / 0.1 + 2
+
+
+def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path):
+    run, said = tmp_path / "none-such", []
+    with Guard(run, say=said.append) as guard:
+        guard.phase("computing")
+    assert len(said) == 1
+    assert said[0].startswith("warning: no heartbeat can be written, [Errno 2]")
+
+
+def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
+    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append)
+    stage.step(guard, 0, 5)
+    stage.free = 10 * MIB
+    stage.live(guard, 0.5)
+    assert stage.ended == [5]
+    assert read_heartbeats(tmp_path)[0].exit_code == 5
+
+
+def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
+    said = []
+    with Guard(tmp_path, say=said.append):
+        monkeypatch.setattr(watchdog, "take_sample", lambda: 1 / 0)
+        end = time.monotonic() + 60
+        while not said and time.monotonic() < end:
+            time.sleep(0.02)
+    assert "ZeroDivisionError" in said[0]
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
+    with noted_signals() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM in stop
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+EATER = """
+import sys, time
+from pathlib import Path
+from cpu3d.training.watchdog import Guard
+Path(sys.argv[1], "cgroup.procs").write_text("0")
+held = []
+with Guard(Path(sys.argv[2]), say=lambda line: print(line, flush=True), bound_bytes=60 * 2**20) as guard:
+    for step in range(10**6):
+        guard.phase("computing", step=step)
+        held.append(b"x" * 3 * 2**20)
+        time.sleep(0.02)
+        if guard.stop and sys.argv[3] == "listens":
+            raise SystemExit(5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("listens", "said"), [("listens", "memory must keep 64 MiB"), ("hangs", "error: memory must")])
+def test_memory_that_grows_in_a_container_ends_the_process_before_the_kernel_does(tmp_path, listens, said):
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    group = (old if old.is_dir() else new) / f"cpu3d-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(200 * MIB))
+    except OSError as error:
+        pytest.skip(f"needs to limit a cgroup: {error}")
+    try:
+        command = [sys.executable, "-c", EATER, str(group), str(tmp_path), listens]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3])
+    finally:
+        group.rmdir()
+    assert done.returncode == 5, (done.stdout, done.stderr)
+    assert "must stay below the plan's upper bound of 60 MiB" in done.stdout
+    assert said in done.stdout
+    assert read_heartbeats(tmp_path)[0].exit_code == 5

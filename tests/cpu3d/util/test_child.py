@@ -1,0 +1,82 @@
+"""Jobs in processes. They are expressions for `eval`: a spawned process can import that, wherever the tests lie."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from cpu3d.errors import InputError
+from cpu3d.util.child import KILLED, run_jobs, worker_count
+
+DIE = "__import__('os')._exit(9)"
+SLEEP = "__import__('time').sleep(60)"
+MAIN = "import sys; from cpu3d.util.child import run_jobs\nfor _ in run_jobs(eval, sys.argv[1:], 2): pass"
+
+
+def test_one_worker_is_this_process():
+    assert dict(run_jobs(eval, ["1 + 1", "__import__('os').getpid()"], 1)).popitem()[1] == os.getpid()
+
+
+def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(tmp_path):
+    marker = tmp_path / "tried"
+    once = f"__import__('os').path.exists({str(marker)!r}) or (open({str(marker)!r}, 'w').close(), {DIE})"
+    assert dict(run_jobs(eval, [once, "1 + 1"], 2)) == {once: True, "1 + 1": 2}
+    assert dict(run_jobs(eval, ["1 + 1", DIE, "3 + 3"], 2)) == {"1 + 1": 2, DIE: KILLED, "3 + 3": 6}
+
+
+def workers_left():
+    """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag behind shared joins."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_what_a_job_raises_is_raised_here_and_no_process_is_left():
+    with pytest.raises(ZeroDivisionError):
+        list(run_jobs(eval, ["1 / 0", SLEEP], 2))
+    assert workers_left() == []
+
+
+def test_closing_ends_the_processes_at_once_and_ctrl_c_is_blocked_in_them_alone():
+    blocked = "__import__('signal').pthread_sigmask(0, [])"
+    started = time.monotonic()
+    with contextlib.closing(run_jobs(eval, [blocked, SLEEP, SLEEP], 2)) as results:
+        assert signal.SIGINT in next(results)[1]
+    assert workers_left() == []
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert time.monotonic() - started < 55, "they would sleep for 60 s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_parent(tmp_path, number):
+    jobs = [f"(open('{tmp_path}/{name}', 'w').write(str(__import__('os').getpid())), {SLEEP})" for name in "ab"]
+    command = [sys.executable, "-c", MAIN, *jobs]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            while sum(path.stat().st_size > 0 for path in tmp_path.iterdir()) < 2:
+                assert process.poll() is None
+                time.sleep(0.05)
+            pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+            if number == signal.SIGINT:  # as a terminal sends it: to all of them
+                os.killpg(process.pid, number)
+                assert process.communicate(timeout=30)[1].count("Traceback") == 1
+            else:
+                process.send_signal(number)
+            until = time.monotonic() + 20
+            while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+                assert time.monotonic() < until, "they are left"
+                time.sleep(0.05)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_number_of_workers_is_checked():
+    assert worker_count(3) == 3
+    assert worker_count(None) == len(os.sched_getaffinity(0))
+    with pytest.raises(InputError, match="--workers must be at least 1, got 0"):
+        worker_count(0)
