@@ -414,9 +414,7 @@ def _read_decathlon(folder: Path) -> Dataset:
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = (
-            f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
-        )
+        rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
         raise InputError(f"{rule}, got {type(error).__name__}: {error}; mend it") from None
     labels = {0: "background", **dict(sorted(codes))}
     distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
