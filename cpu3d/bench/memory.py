@@ -15,7 +15,6 @@ dies of, as for want of memory, becomes a row.
 """
 
 import argparse
-import dataclasses
 import math
 import shlex
 import sys
@@ -39,24 +38,19 @@ from cpu3d.bench.harness import (
     with_range,
     write_bytes,
 )
-from cpu3d.bench.step import WARM_UP_STEPS, has_plain, measure, title_of
+from cpu3d.bench.step import StepOptions, add_step_options, has_plain, measure, step_request, title_of
 from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES
 from cpu3d.host.memory import Resident, resident
 from cpu3d.util.atomic import writable_folder
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.figure import PALETTE, new_figure, png
-from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine
 from memory_estimator.validation import job_from as measured_job
-from models.config import DTYPES, POLICIES, UNetConfig
+from models.config import POLICIES, UNetConfig
 
 MIB = 2**20
 
@@ -73,34 +67,28 @@ Moment = Tuple[str, float, float]
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
+class MemoryOptions(StepOptions):
     """What is measured, but for the job."""
 
-    steps: int = option(5, "steps timed", at_least=1, metavar="N")
-    warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
     policies: bool = option(False, "compare all policies, the plain Keras graph, peers")
     trace: Optional[Path] = option(None, "write the process's memory as an mprof trace", metavar="FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
-    for cls in (MemoryOptions, Turns, Output):
-        add_options(parser, cls)
+    add_step_options(parser, MemoryOptions, Turns, Output)
 
 
 def run(args: argparse.Namespace) -> int:
     options, turns, output = (read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
-    threads = getattr(args, "threads", None)
     if options.trace:
         writable_folder(options.trace.parent, "folder")
     _check(options, turns, output, getattr(args, "policy", None))
-    request = _request(args, options)
+    request = step_request(args, options)
     if options.policies:
-        result = compare_policies(request, turns.peer, turns.rounds, threads)
+        result = compare_policies(request, turns.peer, turns.rounds)
         output.publish("policies", result, [policies_table(result)], lambda: draw_policies(result))
         return 0
-    result, seen = measure_memory({**request, "matmul": ["after"]}, threads)
+    result, seen = measure_memory({**request, "matmul": ["after"]})
     moments = result.pop("moments")
     result["predicted"] = predicted = predict(result)
     result["errors"] = predicted and {
@@ -114,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tuple[Result, List[Resident]]:
+def measure_memory(request: Dict[str, Any]) -> Tuple[Result, List[Resident]]:
     """Run the steps of `request` in a new process, and look at it from outside, which costs it nothing.
 
     Returns the result with the keys of `bench step` and more, and what was seen of the process up to its last step.
@@ -124,7 +112,7 @@ def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tu
     """
     looks: List[Optional[Resident]] = []
     request = {**request, "watched": True}
-    result = in_fresh_process(measure, request, environ=_threads(threads), look=lambda pid: looks.append(resident(pid)))
+    result = in_fresh_process(measure, request, look=lambda pid: looks.append(resident(pid)))
     last = result["moments"][-1][2]
     seen = [one for one in looks if one and one.time_s <= last]
     result["anonymous_peak_bytes"] = max((one.anonymous_bytes for one in seen), default=None)
@@ -153,9 +141,7 @@ def predict(result: Result) -> Optional[Result]:
 # --- All policies ---
 
 
-def compare_policies(
-    request: Dict[str, Any], peers: Sequence[str], rounds: int, threads: Optional[int] = None
-) -> Result:
+def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int) -> Result:
     """Measure the step of `request` plain, under every policy and by peers, in turn; the content of a record.
 
     Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
@@ -167,8 +153,7 @@ def compare_policies(
     # Peers first: a command that is wrong is found out before ours took their time.
     ways: Dict[str, Any] = {command: lambda _, command=command: run_peer(command) for command in peers}
     for name, more in variants.items():
-        one = {**request, "matmul": [], **more}
-        ways[name] = lambda _, one=one: in_fresh_process(measure, one, environ=_threads(threads))
+        ways[name] = lambda _, one={**request, **more}: in_fresh_process(measure, one)
     found, failures = in_turn(ways, rounds, "memory")
     measured = [one for name in variants for one in found[name] if one]
     if not measured:
@@ -269,11 +254,6 @@ def mprof_trace(seen: Sequence[Resident], moments: Sequence[Moment], command: st
 # --- Private helpers ---
 
 
-def _threads(count: Optional[int]) -> Dict[str, str]:
-    """The environment of so many threads; for None the host's own number or the environment's holds."""
-    return {} if count is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(count))
-
-
 def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optional[str]) -> None:
     """Raise InputError for options that contradict each other, and for peers that cannot be run."""
     if options.policies:
@@ -285,37 +265,6 @@ def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optiona
     if problems:
         raise InputError(*problems)
     check_peers(turns.peer)
-
-
-def _request(args: argparse.Namespace, options: MemoryOptions) -> Dict[str, Any]:
-    """What `step.measure` is to do, 128^3 where no shape is given. Raises InputError for a job that cannot be."""
-    engine = getattr(args, "engine", "auto")
-    if engine not in KNOWN_ENGINES:
-        args.engine = "auto"  # a job has none that the estimator does not know
-    if getattr(args, "dtype", "auto") == "auto":
-        vars(args).pop("dtype", None)
-    try:
-        whole = source_job(args)
-        job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    return request_for(
-        job, engine=job.engine if whole and engine == "auto" else engine, steps=options.steps, warm_up=options.warm_up
-    )
-
-
-def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """What `step.measure` is to do to measure a job."""
-    return {
-        "shape": list(job.shape),
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "unet": dataclasses.asdict(job.unet),
-        "optimizer": job.optimizer,
-        "engine": job.engine,
-        "matmul": [],
-        **more,
-    }
 
 
 def _peaks(figures: Result, unit_bytes: int) -> List[str]:

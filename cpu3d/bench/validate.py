@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.bench.harness import ProcessFailedError, read_options, show
-from cpu3d.bench.memory import measure_memory, request_for
+from cpu3d.bench.memory import measure_memory
+from cpu3d.bench.step import request_for
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
@@ -103,7 +104,7 @@ def measured_record(job: Job, host: Host) -> Dict[str, Any]:
     """
     request = request_for(job, steps=STEPS)
     try:
-        result, _ = measure_memory(request, job.threads)
+        result, _ = measure_memory(request)
     except ProcessFailedError as error:
         environment = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
         return {**request, "error": str(error), "threads": environment, "host": host.summary()}

@@ -46,10 +46,10 @@ def test_peaks_trace_and_prediction_of_a_step(tmp_path, capsys):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What would have been measured, as (request, threads)."""
+    """What would have been measured."""
     found = []
 
-    def measure_memory(*request):
+    def measure_memory(request):
         found.append(request)
         raise InputError("nothing is measured")
 
@@ -67,10 +67,10 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     run = ["--run", str(tmp_path)]
     for arguments in (recipe, own, run, [*run, "--engine", "stock-no-onednn", "--dtype", "bfloat16"], []):
         assert main(["bench", "memory", *arguments]) == 2
-    (paper, threads), (second, _), (third, none), (fourth, _), (default, _) = asked
+    paper, second, third, fourth, default = asked
     assert (paper["shape"], paper["batch"], paper["optimizer"]) == ([240, 240, 144], 1, "adam")
     assert paper["unet"] == dataclasses.asdict(JOBS["paper-2020"].unet)
-    assert (paper["steps"], threads, none) == (3, 2, None)
+    assert (paper["steps"], paper["threads"], third["threads"]) == (3, 2, None)
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
     assert (third["shape"], third["optimizer"], third["engine"]) == ([32, 32, 32], "sgd", "stock")
     assert (fourth["engine"], fourth["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
@@ -130,7 +130,7 @@ def compare(monkeypatch):
                 raise answer
             return answer
 
-        def ours(work, request, environ):
+        def ours(work, request):
             plain = request.get("plain", False)
             assert request["micro_batch"] == (4 if plain else 1)  # the plain graph computes the whole batch
             seconds, units, process = take("plain Keras" if plain else request["unet"]["policy"])

@@ -1,6 +1,5 @@
 """The trainer's own step is measured, beside peers and engines; the plain Keras graph is the same network."""
 
-import argparse
 import itertools
 import json
 import sys
@@ -47,7 +46,6 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--filters", "-1"], "filters must be at least 1, got -1"),
         (["--peer", "no-such-program"], "peer must begin with an installed program, got 'no-such-program'"),
     ],
 )
@@ -55,17 +53,6 @@ def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsy
     monkeypatch.setattr(step, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
     assert main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_it_measures_what_is_asked_for_and_a_policy_is_never_picked(capsys):
-    parser = argparse.ArgumentParser()
-    step.add_arguments(parser)
-    request = step.step_request(parser.parse_args(["--batch", "4"]), dtype="float32", engine="stock")
-    assert (request["unet"]["policy"], request["batch"], request["micro_batch"]) == ("speed", 4, 1)
-    assert (request["engine"], request["unet"]["dtype"], request["shape"]) == ("stock", "float32", [128] * 3)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--policy", "auto"])
-    assert "invalid choice: 'auto'" in capsys.readouterr().err
 
 
 def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_path, capsys):

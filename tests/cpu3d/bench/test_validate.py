@@ -29,7 +29,7 @@ def measured(monkeypatch):
     """The campaign without its measurements; what was asked for, in order. Every third one fails."""
     asked = []
 
-    def fake(request, threads):
+    def fake(request):
         asked.append(request)
         if len(asked) % 3 == 0:
             raise ProcessFailedError("the measured step must end with a line of JSON, exited with -9 saying: nothing")
@@ -40,7 +40,7 @@ def measured(monkeypatch):
             "process_peak_bytes": 3 * GIB,
             "allocator_peak_bytes": 2 * GIB,
             "moments": [["step", 0, 1]],
-            "threads": {"TF_NUM_INTRAOP_THREADS": str(threads)},
+            "threads": {"TF_NUM_INTRAOP_THREADS": str(request["threads"])},
             "host": read_host().summary(),
         }
         return result, []
