@@ -62,6 +62,9 @@ Shape3 = Tuple[int, int, int]
 
 MIB = 2**20
 
+MARKER = "bench-data.json"
+"""Says that a folder is the benchmark's own, and so may be cleaned."""
+
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
 
@@ -126,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     scale = SMOKE if options.smoke else Scale()
     folder = work_folder(options.workdir)
     if options.clean:
-        shutil.rmtree(folder)
+        clean(folder)
         return 0
     facts = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
     facts.update(scale=dataclasses.asdict(scale), rounds=options.rounds, case="phantom")
@@ -226,12 +229,20 @@ def amount(value: float, unit: str) -> str:
 
 def work_folder(folder: Path) -> Path:
     """The folder, marked as the benchmark's own. Raises InputError where it holds other files."""
-    marker = folder / "bench-data.json"
-    if folder.is_dir() and any(folder.iterdir()) and not marker.is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
         raise InputError(f"--workdir {folder} must be empty or an earlier run's, got other files; choose another")
     writable_folder(folder, "--workdir")
-    write_json(marker, {"made by": "bench data"})
+    write_json(folder / MARKER, {"made by": "bench data"})
     return folder.resolve()
+
+
+def clean(folder: Path) -> None:
+    """Remove everything that was made, and the folder itself where nothing else is in it."""
+    for name in ("brains", "ct", "many"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / MARKER).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def brains(folder: Path, scale: Scale) -> Dict[str, str]:
@@ -282,10 +293,8 @@ def cts(folder: Path, scale: Scale) -> Dict[str, str]:
             write_json(folder / "dataset" / "dataset.json", {**content, "training": cases, "test": []})
             for name in ("npy", "b2nd"):
                 _store(folder / "dataset", folder / name, name)
-    return {
-        name: str(folder / path)
-        for name, path in zip(("npy", "b2nd", "nii", "gz"), ("npy", "b2nd", "dataset/imagesTr", "gz"))
-    }
+    paths = {"npy": "npy", "b2nd": "b2nd", "nii": "dataset/imagesTr", "gz": "gz"}
+    return {name: str(folder / path) for name, path in paths.items()}
 
 
 @contextlib.contextmanager

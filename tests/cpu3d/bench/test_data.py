@@ -103,6 +103,10 @@ def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path):
         work_folder(tmp_path)
     assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--clean"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    (work_folder(tmp_path / "work") / "notes.txt").write_text("mine")
+    (tmp_path / "work" / "ct").mkdir()
+    assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--clean"]) == 0
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["notes.txt"]
 
 
 def test_ways_take_turns_and_a_first_round_is_not_counted():
