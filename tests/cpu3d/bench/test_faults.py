@@ -21,7 +21,6 @@ from cpu3d.bench.faults import (
     VALIDATING,
     Aim,
     Tail,
-    attempt,
     drawn_aims,
     faults_table,
     left_of_run,
@@ -208,14 +207,6 @@ def test_stores_are_compared_file_by_file(tmp_path):
     assert left_of_store(tmp_path / "b") == ({"cases": 1}, [])
     (tmp_path / "b" / "manifest.json").write_text("{")
     assert left_of_store(tmp_path / "b")[1]
-
-
-def test_a_process_is_killed_when_it_is_time_and_only_then(tmp_path):
-    words = ["phantom", "--out", str(tmp_path / "raw"), "--cases", "1", "--shape", "24", "24", "24", "--workers", "1"]
-    killed = attempt(words, tmp_path / "log", wait=lambda begin, alive: alive())
-    assert (killed.exit_code, killed.killed, killed.problems) == (-9, True, [])
-    done = attempt(["--help"], tmp_path / "log", wait=lambda begin, alive: False)
-    assert (done.exit_code, done.killed) == (0, False)
 
 
 def test_options_and_a_folder_that_is_in_use_are_refused(tmp_path, capsys):

@@ -83,9 +83,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
-        (["--run", "nowhere"], "run nowhere must hold a config.json"),
         (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
-        (["--policies", "--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--policies", "--policy", "lean"], "policy must be left out with --policies"),
         (["--policies", "--peer", "no-such-program --x"], "peer must begin with an installed program"),
         (["--policies", "--peer", "echo hello"], "peer 'echo hello' must end with a line of JSON, exited with 0"),
@@ -96,11 +94,6 @@ def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, a
     assert main(["bench", "memory", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not asked
-
-
-def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(capsys):
-    assert memory.predict({"engine_name": "TensorFlow 2.15.1, no oneDNN"}) is None
-    assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
 
 
 # --- Policies, with made-up measurements ---
@@ -174,12 +167,6 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(compare):
     assert ["plain Keras", "-", "-", "-", "died", "-"] in table.rows
     assert "plain Keras: killed" in table.caption
     assert draw_policies(result).startswith(b"\x89PNG")
-
-
-def test_without_any_measurement_of_ours_there_is_no_result(compare):
-    died = {name: [ProcessFailedError("dead", 1, "")] for name in ("plain Keras", *POLICIES)}
-    with pytest.raises(ProcessFailedError):
-        compare({**died, "peer": [{"step_s": 1, "peer": "p"}]}, ["peer"])
 
 
 # --- A process over time ---

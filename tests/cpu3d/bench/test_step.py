@@ -10,7 +10,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import step
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import PlainLearner, build_plain, draw_engines, engines_table
+from cpu3d.bench.step import PlainLearner, draw_engines, engines_table
 from cpu3d.config import RunConfig
 from cpu3d.util.records import read_records
 from models.config import UNetConfig
@@ -43,7 +43,6 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--peer", "no-such-program"], "peer must begin with an installed program, got 'no-such-program'"),
@@ -77,26 +76,6 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
 
 
 # --- The plain Keras graph ---
-
-
-@pytest.mark.parametrize("more", [{}, {"network": "cicek2016"}], ids=str)
-def test_the_plain_graph_computes_what_the_network_computes_with_the_same_weights(more):
-    import tensorflow as tf
-
-    from models.unet3d import build_unet3d
-
-    config = UNetConfig(filters=4, depth=3, **more)
-    network, plain = build_unet3d(config, GRID, 2), build_plain(config, GRID, 2)
-    rng = np.random.default_rng(0)
-    weights = [
-        rng.uniform(0.1, 0.5, w.shape).astype("f4") * rng.choice([-1, 1], w.shape) for w in network.get_weights()
-    ]
-    network.set_weights(weights)
-    plain.set_weights(weights)
-    x = rng.normal(size=(2, *GRID, 4)).astype("f4")
-    for ours, theirs in zip(tf.nest.flatten(network(x, training=True)), tf.nest.flatten(plain(x, training=True))):
-        assert float(tf.math.reduce_std(ours)) > 0.1
-        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-3 * float(tf.math.reduce_std(ours)))
 
 
 def test_a_plain_step_does_what_the_trainer_s_step_does():

@@ -137,15 +137,6 @@ def test_none_or_a_damaged_record_is_refused_before_anything_is_measured(measure
     assert measured == []
 
 
-def test_threads_are_those_of_the_plan_whatever_the_environment_says(measured, tmp_path, monkeypatch):
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
-    record = tmp_path / "memory.jsonl"
-    for _ in range(2):
-        assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 0
-    assert len(measured) == 1
-    assert read_measured(record)[0].job.threads == read_host().usable_cores
-
-
 ACCURACY = Accuracy("r.jsonl", 3, Bound(0, 0), Bound(0, 0), Bound(0, 0), 0.045, 64 * 2**20)
 
 
@@ -166,22 +157,6 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     assert text.rindex("| 64x64x64") > text.index("## 96^3 voxels and less")
     assert "- 128x128x128 f16 d5 b3/1 c4 k3 float32 itex instance adam: exited with -9" in text
     assert "some CPU, 1 threads, 2026-11-20" in text
-
-
-def test_the_page_says_what_is_demanded_beside_what_was_found():
-    base = Measured(Job(), 1.5, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
-    over = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2))
-    text = " ".join(page([base, over], compare([base, over], lambda one: SAID), ACCURACY))
-    assert "| allocator peak, median error | 1.0 % | 0.0 % | met |" in text
-    assert "| process peak, worst error | 5.0 % | 25.0 % | **not met** |" in text
-    assert "| peaks above their upper bound | 0 | 1 | **not met** |" in text
-    assert "adds 4.5 % of the peak and 64 MiB" in text
-
-
-def test_a_page_of_nothing_has_no_numbers():
-    text = "\n".join(page([], [], ACCURACY))
-    assert "| all | 0 | - | - | - (-) | - |" in text
-    assert "nan" not in text
 
 
 def test_the_configurations_are_those_of_the_published_record_on_this_host_s_threads():
