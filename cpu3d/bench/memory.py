@@ -15,16 +15,19 @@ dies of, as for want of memory, becomes a row.
 """
 
 import argparse
+import dataclasses
+import functools
 import math
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.bench.harness import (
     HOST_FACTS,
     Output,
+    ProcessFailedError,
     Result,
     Turns,
     check_peers,
@@ -34,21 +37,44 @@ from cpu3d.bench.harness import (
     peer_options,
     read_options,
     run_peer,
+    show,
     summary,
     with_range,
     write_bytes,
 )
-from cpu3d.bench.step import StepOptions, add_step_options, has_plain, measure, step_request, title_of
+from cpu3d.bench.step import (
+    StepOptions,
+    add_step_options,
+    has_plain,
+    measure,
+    request_for,
+    step_request,
+    title_of,
+)
 from cpu3d.errors import InputError
+from cpu3d.host.apply import installed
 from cpu3d.host.memory import Resident, resident
+from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
+from cpu3d.util.progress import bar
+from cpu3d.util.records import append_record
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.figure import PALETTE, new_figure, png
-from memory_estimator.schema import option
+from memory_estimator.host import Host, read_host
+from memory_estimator.job import ENGINES, Job
+from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
-from memory_estimator.validation import has_known_engine
+from memory_estimator.validation import (
+    DISTURBED_SPREAD,
+    PUBLISHED,
+    Measured,
+    compare,
+    has_known_engine,
+    read_measured,
+    spreads,
+)
 from memory_estimator.validation import job_from as measured_job
 from models.config import POLICIES, UNetConfig
 
@@ -59,8 +85,13 @@ FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")
 
 PLAIN = "plain Keras"
 
+VALIDATION_STEPS = 3
+"""Timed, after two more: enough for a median."""
+
 BASELINE = "speed"
 """The policy that times are relative to."""
+
+T = TypeVar("T")
 
 Moment = Tuple[str, float, float]
 """A part of the work: (name, begin, end) in seconds of `time.time`."""
@@ -235,6 +266,107 @@ def draw_policies(record: Result) -> bytes:
     return png(figure)
 
 
+# --- Every configuration that the estimator is judged by ---
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """What `bench validate` measures."""
+
+    record: Path = option(help=".jsonl file, continued if there", metavar="FILE")
+    engine: Optional[str] = option(None, help="only this one (default: all installed)", choices=ENGINES)
+    first: Optional[int] = option(None, help="only the first N of the list", at_least=1, metavar="N")
+    again_disturbed: bool = option(
+        False, help=f"measure again whose steps lie further apart than {100 * DISTURBED_SPREAD:.0f} %% of their median"
+    )
+
+
+def add_validate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ValidateOptions)
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Measure the configurations that the estimator is judged by on this host, one fresh process each.
+
+        ./run.sh bench validate --record other-host.jsonl
+        ./run.sh bench validate --record other-host.jsonl --engine stock --first 3
+        ./run.sh bench validate --record records/memory.jsonl --again-disturbed
+
+    They are those of the published record, records/memory.jsonl: far apart in everything that memory and time depend
+    on, and each fits a host with 24 GB of memory. Some 600 training steps, in under an hour on two quiet cores with
+    AVX512_BF16. Cut off, it continues: what the record holds is not measured again, failures included (remove a line to
+    try again). The newest line of a configuration counts. One record file a host.
+    """
+    options = read_options(ValidateOptions, args)
+    writable_folder(options.record.parent, "folder")
+    host = read_host()
+    threads = thread_plan(host).intra_op
+    before = _read(options.record, host)
+    if options.engine and not installed(options.engine):
+        raise InputError(f"engine must be installed, got {options.engine}; run `./run.sh setup` or leave it out")
+    engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
+    wanted = [job for job in configurations(threads) if job.engine in engines][: options.first]
+    done = {one.job for one in before if not (options.again_disturbed and one.disturbed)}
+    todo = [job for job in wanted if job not in done]
+    constants = _valid(find_constants, threads)
+    with bar("validate", total=len(todo)) as advance:
+        for job in todo:
+            needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
+            if needed > free:
+                outcome = f"left out, needs {needed / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
+            else:
+                record = measured_record(job, host)
+                append_record(options.record, "memory", record)
+                outcome = record.get("error") or (
+                    f"{record['process_peak_bytes'] / GIB:.2f} GiB, {record['step_s']:.2f} s"
+                )
+            print(f"{describe(job)}: {outcome}", file=sys.stderr)
+            advance()
+    predict = functools.lru_cache(maxsize=None)(find_constants)
+    held_out = [one for one in _read(options.record, host) if one.held_out]
+    rows = compare(held_out, lambda one: estimate(one.job, predict(one.job.threads)))
+    cells = [
+        (name, f"{one.median:.1%}", f"{one.worst:+.1%}", f"{one.mean:+.1%}") for name, one in spreads(rows).items()
+    ]
+    title = f"{len(rows)} held-out configurations, predicted against measured"
+    # The page is made with the shipped constants alone, and may say otherwise where this host has its own.
+    show(Table(("", "median", "worst", "mean"), cells, title, f"constants: {constants.name}, {constants.origin}"))
+    return 0
+
+
+def measured_record(job: Job, host: Host) -> Dict[str, Any]:
+    """What the record keeps of one configuration: the measurement, or what the process died of.
+
+    Raises InputError where no process was started, which says nothing of the job.
+    """
+    request = request_for(job, steps=VALIDATION_STEPS)
+    try:
+        result, _ = measure_memory(request)
+    except ProcessFailedError as error:
+        environment = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
+        return {**request, "error": str(error), "threads": environment, "host": host.summary()}
+    return {name: value for name, value in result.items() if name not in ("moments", "rounds", "peers")}
+
+
+def configurations(threads: int) -> Tuple[Job, ...]:
+    """Every job of the published record, as on a host with so many threads."""
+    return tuple(dataclasses.replace(one.job, threads=threads) for one in _valid(read_measured, PUBLISHED))
+
+
+def describe(job: Job) -> str:
+    """A job in one line: "128x128x128 f16 d5 b1 c4 k3 bfloat16 itex instance adam", and what differs from the default.
+
+    f(ilters), d(epth), b(atch; 4/1 is computed one at a time), c(hannels), k outputs.
+    """
+    unet = job.unet
+    words: List[str] = ["x".join(map(str, job.shape)), f"f{unet.filters}", f"d{unet.depth}"]
+    words.append(f"b{job.batch}" if job.parts == 1 else f"b{job.batch}/{job.micro}")
+    words += [f"c{unet.channels}", f"k{unet.outputs}", unet.dtype, job.engine, unet.norm, job.optimizer]
+    words += ["cicek2016"] * (unet.network == "cicek2016") + ["residual"] * unet.residual
+    words += ["upsampling"] * (unet.up == "upsampling") + ["deep"] * unet.deep_supervision
+    return " ".join([*words, *([unet.policy] if unet.policy != "speed" else [])])
+
+
 # --- A process over time ---
 
 
@@ -291,3 +423,22 @@ def _table(result: Result) -> Table:
         rows.append([name, *shown, "" if error is None else f"{error:+.1%}"])
     title = f"Memory of a training step, {title_of(result)}"
     return Table(("", "measured", "predicted", "error"), rows, title=title, caption=result["engine_name"])
+
+
+def _read(path: Path, host: Host) -> Sequence[Measured]:
+    """What the record holds, nothing where there is none yet. Raises InputError where it is another host's."""
+    measured = _valid(read_measured, path) if path.exists() else ()
+    others = sorted({one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))})
+    if others:
+        raise InputError(
+            f"record {path} must be of this host, {host.cpu_model}, got {', '.join(others)}; give each host a file"
+        )
+    return measured
+
+
+def _valid(read: Callable[[Any], T], what: Any) -> T:
+    """`read(what)`, with InputError in place of ValueError."""
+    try:
+        return read(what)
+    except ValueError as error:
+        raise InputError(str(error)) from None

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import validate
+from cpu3d.bench import memory
 from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench.memory import configurations, describe
 from cpu3d.bench.tables import page
-from cpu3d.bench.validate import configurations, describe
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import Accuracy, Bound
 from memory_estimator.host import read_host
@@ -45,10 +45,10 @@ def measured(monkeypatch):
         }
         return result, []
 
-    monkeypatch.setattr(validate, "measure_memory", fake)
-    monkeypatch.setattr(validate, "estimate", lambda job, constants: SAID)
-    monkeypatch.setattr(validate, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
-    monkeypatch.setattr(validate, "installed", lambda engine: True)
+    monkeypatch.setattr(memory, "measure_memory", fake)
+    monkeypatch.setattr(memory, "estimate", lambda job, constants: SAID)
+    monkeypatch.setattr(memory, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(memory, "installed", lambda engine: True)
     return asked
 
 
@@ -57,10 +57,10 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(measured, tmp_path,
     assert main(["bench", "validate", "--record", str(record), "--first", "2"]) == 0
     assert len(measured) == 2
 
-    one_more = validate.measure_memory
-    monkeypatch.setattr(validate, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    one_more = memory.measure_memory
+    monkeypatch.setattr(memory, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["bench", "validate", "--record", str(record), "--first", "7"]) == 130
-    monkeypatch.setattr(validate, "measure_memory", one_more)
+    monkeypatch.setattr(memory, "measure_memory", one_more)
 
     assert main(["bench", "validate", "--record", str(record), "--first", "7"]) == 0
     assert len(measured) == 7
@@ -75,7 +75,7 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(measured, tmp_path,
 
 def test_what_does_not_fit_is_left_out_and_not_recorded(measured, tmp_path, monkeypatch, capsys):
     huge = SimpleNamespace(**{**vars(SAID), "upper_bound_bytes": 2**60})
-    monkeypatch.setattr(validate, "estimate", lambda job, constants: huge)
+    monkeypatch.setattr(memory, "estimate", lambda job, constants: huge)
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "2"]) == 0
     assert measured == []
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_left_out_and_not_recorded(measured, tmp_path, monk
 
 
 def test_an_engine_that_is_not_installed_is_left_out(measured, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(validate, "installed", lambda engine: engine == "stock")
+    monkeypatch.setattr(memory, "installed", lambda engine: engine == "stock")
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "4"]) == 0
     assert {request["engine"] for request in measured} == {"stock"}
@@ -96,7 +96,7 @@ def test_what_was_refused_before_a_process_started_is_no_failure_of_the_job(meas
     def refuse(*_):
         raise InputError("something must be otherwise, got this; do that")
 
-    monkeypatch.setattr(validate, "measure_memory", refuse)
+    monkeypatch.setattr(memory, "measure_memory", refuse)
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 2
     assert not record.exists()
