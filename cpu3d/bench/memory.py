@@ -24,24 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.bench.harness import (
-    HOST_FACTS,
-    Output,
-    ProcessFailedError,
-    Result,
-    Turns,
-    check_peers,
-    draw_bars,
-    in_fresh_process,
-    in_turn,
-    peer_options,
-    read_options,
-    run_peer,
-    show,
-    summary,
-    with_range,
-    write_bytes,
-)
+from cpu3d.bench import harness
+from cpu3d.bench.harness import HOST_FACTS, Output, ProcessFailedError, Result, Turns
 from cpu3d.bench.step import (
     StepOptions,
     add_step_options,
@@ -110,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, turns, output = (read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
+    options, turns, output = (harness.read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
     if options.trace:
         writable_folder(options.trace.parent, "folder")
     _check(options, turns, output, getattr(args, "policy", None))
@@ -129,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
         result["errors"]["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
     output.publish("memory", result, [_table(result)])
     if options.trace:
-        write_bytes(options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]])))
+        harness.write_bytes(
+            options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]]))
+        )
     return 0
 
 
@@ -143,7 +129,7 @@ def measure_memory(request: Dict[str, Any]) -> Tuple[Result, List[Resident]]:
     """
     looks: List[Optional[Resident]] = []
     request = {**request, "watched": True}
-    result = in_fresh_process(measure, request, look=lambda pid: looks.append(resident(pid)))
+    result = harness.in_fresh_process(measure, request, look=lambda pid: looks.append(resident(pid)))
     last = result["moments"][-1][2]
     seen = [one for one in looks if one and one.time_s <= last]
     result["anonymous_peak_bytes"] = max((one.anonymous_bytes for one in seen), default=None)
@@ -182,10 +168,10 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
         variants[PLAIN] = {"plain": True, "micro_batch": request["batch"]}
     variants.update({policy: {"unet": {**request["unet"], "policy": policy}} for policy in POLICIES})
     # Peers first: a command that is wrong is found out before ours took their time.
-    ways: Dict[str, Any] = {command: lambda _, command=command: run_peer(command) for command in peers}
+    ways: Dict[str, Any] = {command: lambda _, command=command: harness.run_peer(command) for command in peers}
     for name, more in variants.items():
-        ways[name] = lambda _, one={**request, **more}: in_fresh_process(measure, one)
-    found, failures = in_turn(ways, rounds, "memory")
+        ways[name] = lambda _, one={**request, **more}: harness.in_fresh_process(measure, one)
+    found, failures = harness.in_turn(ways, rounds, "memory")
     measured = [one for name in variants for one in found[name] if one]
     if not measured:
         raise failures[BASELINE]
@@ -194,11 +180,11 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     facts = {name: measured[0][name] for name in HOST_FACTS}
     rows = []
     for way in (*variants, *peers):
-        row = summary(found[way], found[BASELINE])
+        row = harness.summary(found[way], found[BASELINE])
         allocator, kind = row["allocator_peak_bytes"], "plain" if way == PLAIN else "policy"
         name, options = way, ""
         if way in peers:
-            kind, options = "peer", peer_options(way)
+            kind, options = "peer", harness.peer_options(way)
             name = next((one["peer"] for one in found[way] if one), options)
             name += f" {options}" * any(row["name"] == name for row in rows)
         rows.append({
@@ -229,7 +215,7 @@ def policies_table(record: Result) -> Table:
     if record["micro_batch"] < record["batch"]:
         batch += f" ({record['micro_batch']} at a time, plain Keras and peers all at once)"
     for row in record["rows"]:
-        figures = [*_peaks(row, unit), with_range(row, "step_s"), with_range(row, "ratio")]
+        figures = [*_peaks(row, unit), harness.with_range(row, "step_s"), harness.with_range(row, "ratio")]
         rows.append([row["name"], *(["-", "-", "-", "died", "-"] if row["error"] else figures)])
         if row["predicted"]:
             rows.append(["predicted", *_peaks(row["predicted"], unit), f"{row['predicted']['step_s']:.2f}", ""])
@@ -250,13 +236,13 @@ def draw_policies(record: Result) -> bytes:
     peaks = {name: [row[name] and row[name] / GIB for row in rows] for name in FIGURES[:2]}
     # A peer knows no allocator: that is no death.
     units = ["not known" if row["units"] is None else f"{row['units']:.1f} units" for row in rows]
-    draw_bars(
+    harness.draw_bars(
         allocator, [None if row["error"] else peak or 0 for row, peak in zip(rows, peaks[FIGURES[0]])],
         "allocator peak, GiB", names=[row["name"] for row in rows], texts=units,
     )  # fmt: skip
-    draw_bars(process, peaks[FIGURES[1]], "process peak, GiB", colours=PALETTE[5])
+    harness.draw_bars(process, peaks[FIGURES[1]], "process peak, GiB", colours=PALETTE[5])
     name = "ratio" if any(row["ratio"] for row in rows) else "step_s"
-    draw_bars(
+    harness.draw_bars(
         seconds, [None if row["error"] else row[name] for row in rows],
         "seconds a step" + f", relative to {BASELINE}" * (name == "ratio"),
         ends=[(row[f"{name}_min"] or 0, row[f"{name}_max"] or 0) for row in rows], colours=PALETTE[4],
@@ -297,7 +283,7 @@ def run_validate(args: argparse.Namespace) -> int:
     AVX512_BF16. Cut off, it continues: what the record holds is not measured again, failures included (remove a line to
     try again). The newest line of a configuration counts. One record file a host.
     """
-    options = read_options(ValidateOptions, args)
+    options = harness.read_options(ValidateOptions, args)
     writable_folder(options.record.parent, "folder")
     host = read_host()
     threads = thread_plan(host).intra_op
@@ -330,7 +316,9 @@ def run_validate(args: argparse.Namespace) -> int:
     ]
     title = f"{len(rows)} held-out configurations, predicted against measured"
     # The page is made with the shipped constants alone, and may say otherwise where this host has its own.
-    show(Table(("", "median", "worst", "mean"), cells, title, f"constants: {constants.name}, {constants.origin}"))
+    harness.show(
+        Table(("", "median", "worst", "mean"), cells, title, f"constants: {constants.name}, {constants.origin}")
+    )
     return 0
 
 
@@ -396,7 +384,7 @@ def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optiona
     problems = [f"{name} must {rule}" for name, value in given.items() if value]
     if problems:
         raise InputError(*problems)
-    check_peers(turns.peer)
+    harness.check_peers(turns.peer)
 
 
 def _peaks(figures: Result, unit_bytes: int) -> List[str]:

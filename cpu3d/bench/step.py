@@ -20,22 +20,8 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import (
-    Output,
-    Result,
-    Turns,
-    check_peers,
-    draw_bars,
-    in_fresh_process,
-    in_turn,
-    middle,
-    peer_options,
-    read_options,
-    run_peer,
-    summary,
-    times,
-    with_range,
-)
+from cpu3d.bench import harness
+from cpu3d.bench.harness import Output, Result, Turns
 from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
@@ -96,17 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output, turns = read_options(Output, args), read_options(Turns, args)
-    request = step_request(args, read_options(StepOptions, args), matmul=["before", "after"])
-    check_peers(turns.peer)
-    ways = {"": lambda _: in_fresh_process(measure, request)}
-    ways.update({command: lambda _, command=command: run_peer(command) for command in turns.peer})
-    found, _ = in_turn(ways, turns.rounds, "step", keep_going=False)
+    output, turns = harness.read_options(Output, args), harness.read_options(Turns, args)
+    request = step_request(args, harness.read_options(StepOptions, args), matmul=["before", "after"])
+    harness.check_peers(turns.peer)
+    ways = {"": lambda _: harness.in_fresh_process(measure, request)}
+    ways.update({command: lambda _, command=command: harness.run_peer(command) for command in turns.peer})
+    found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
-    result = {**middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
+    result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
     for command, results in found.items():
-        own = {"peer": results[0]["peer"], "options": peer_options(command)}
-        result["peers"].append({**summary(results, ours), **own})
+        own = {"peer": results[0]["peer"], "options": harness.peer_options(command)}
+        result["peers"].append({**harness.summary(results, ours), **own})
     output.publish("step", result, [_table(result)])
     return 0
 
@@ -147,7 +133,7 @@ def title_of(result: Result, batch: str = "") -> str:
     """What was measured, in one line."""
     unet = result["unet"]
     return (
-        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
+        f"{harness.times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
         f"{batch or 'batch ' + str(result['batch'])}, {unet['dtype']}, {unet['norm']} norm"
     )
 
@@ -156,13 +142,13 @@ def _table(result: Result) -> Table:
     peak = result["allocator_peak_bytes"]
     rows = [
         ("engine", result["engine_name"]),
-        ("step", f"{with_range(result, 'step_s')} s"),
+        ("step", f"{harness.with_range(result, 'step_s')} s"),
         ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
         ("allocator peak", "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB"),
         ("process peak", f"{result['process_peak_bytes'] / GIB:.2f} GiB"),
     ]
     for peer in result["peers"]:
-        words = f"{peer['step_s']:.2f} s, {with_range(peer, 'ratio')} times ours: {peer['options']}"
+        words = f"{peer['step_s']:.2f} s, {harness.with_range(peer, 'ratio')} times ours: {peer['options']}"
         rows.append((peer["peer"], words))
     return Table(("", ""), rows, title=f"Training step, {title_of(result)}", names=2)
 
@@ -182,15 +168,15 @@ def run_engines(args: argparse.Namespace) -> int:
     Engines: stock TensorFlow without oneDNN, stock with oneDNN, and with Intel's extension. A combination that the
     engine cannot do is shown as such.
     """
-    output, options = read_options(Output, args), read_options(EngineOptions, args)
+    output, options = harness.read_options(Output, args), harness.read_options(EngineOptions, args)
     if hasattr(args, "dtype") or hasattr(args, "engine"):
         raise InputError("engine and dtype must be left out, got one; --dtypes chooses among the dtypes")
     requests = {}
     for engine, dtype in itertools.product(ENGINE_NAMES, options.dtypes):
         args.dtype = dtype
         requests[engine, dtype] = step_request(args, options, engine=engine)
-    ways = {name: lambda _, one=one: in_fresh_process(measure, one) for name, one in requests.items()}
-    found, failures = in_turn(ways, 1, "engines")
+    ways = {name: lambda _, one=one: harness.in_fresh_process(measure, one) for name, one in requests.items()}
+    found, failures = harness.in_turn(ways, 1, "engines")
     rows = [
         found[name][0] or {**request, "step_s": None, "error": str(failures[name])}
         for name, request in requests.items()
@@ -212,7 +198,7 @@ def engines_table(result: Result) -> Table:
             speedup = "-" if row["speedup"] is None else f"{row['speedup']:.1f}"
             cells = [f"{row['step_s']:.2f}", speedup, f"{row['process_peak_bytes'] / GIB:.1f} GiB"]
         rows.append([ENGINE_NAMES[row["engine"]], row["unet"]["dtype"], *cells])
-    title = f"{times(result['shape'])}, the same network, each in a fresh process:"
+    title = f"{harness.times(result['shape'])}, the same network, each in a fresh process:"
     return Table(("engine", "dtype", "s a step", "speed-up", "process peak"), rows, title=title, names=2)
 
 
@@ -222,7 +208,7 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
     seconds = [row["step_s"] for row in done]
     figure = new_figure(7, 0.5 * len(done) + 1.2)
     axes = figure.add_subplot()
-    draw_bars(
+    harness.draw_bars(
         axes, seconds, "seconds a training step (logarithmic)",
         names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
         texts=[f"{row['step_s']:.2f} s" + f"  ({row['speedup']:.1f}x)" * bool(row["speedup"]) for row in done],
@@ -231,7 +217,7 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
     axes.set_xscale("log")
     axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
     unet = done[0]["unet"]
-    title = f"3D U-Net, {times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
+    title = f"3D U-Net, {harness.times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout(pad=0.6)
     return png(figure)

@@ -54,7 +54,7 @@ def asked(monkeypatch):
         raise InputError("nothing is measured")
 
     monkeypatch.setattr(memory, "measure_memory", measure_memory)
-    monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: pytest.fail("something was measured"))
+    monkeypatch.setattr(memory.harness, "in_fresh_process", lambda *_, **__: pytest.fail("something was measured"))
     return found
 
 
@@ -134,8 +134,8 @@ def compare(monkeypatch):
                 "process_peak_bytes": process * MIB,
             }
 
-        monkeypatch.setattr(memory, "in_fresh_process", ours)
-        monkeypatch.setattr(memory, "run_peer", take)
+        monkeypatch.setattr(memory.harness, "in_fresh_process", ours)
+        monkeypatch.setattr(memory.harness, "run_peer", take)
         monkeypatch.setattr(memory, "predict", lambda result: {**PREDICTED, "policy": result["unet"]["policy"]})
         return compare_policies(REQUEST, peers, rounds)
 

@@ -49,7 +49,7 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     ],
 )
 def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(step, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
+    monkeypatch.setattr(step.harness, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
     assert main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -62,7 +62,7 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
         seconds = {"stock-no-onednn": 20.0, "stock": 2.0, "itex": 1.0}[engine]
         return {**request, "step_s": seconds, "process_peak_bytes": 2**30, "host": {"cores": 2}}
 
-    monkeypatch.setattr(step, "in_fresh_process", measured)
+    monkeypatch.setattr(step.harness, "in_fresh_process", measured)
     picture = tmp_path / "new" / "p.png"
     assert main(["bench", "engines", "--json", "--picture", str(picture)]) == 0
     result = json.loads(capsys.readouterr().out)
