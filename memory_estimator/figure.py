@@ -23,9 +23,9 @@ class SizeLine:
     """Predicted memory over the voxels of one volume, with what was measured of it."""
 
     name: str
-    points: Tuple[Tuple[int, int], ...]
+    points: Sequence[Tuple[int, int]]
     """(voxels, bytes)."""
-    measured: Tuple[Tuple[int, int], ...] = ()
+    measured: Sequence[Tuple[int, int]] = ()
 
 
 def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
