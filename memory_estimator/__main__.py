@@ -265,15 +265,17 @@ def _print(asked: Estimate, content: Dict[str, Any], more: Sequence[Table], verd
     time, epoch = bound.error("step_s"), ("epoch", "-", "add --cases N")
     if asked.epoch_s is not None:
         epoch = ("epoch", format_seconds(asked.epoch_s), f"{time}; {job.cases} cases, validation not counted")
+    margin = f"{bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
+    margin += f"; exceeded by {bound.exceeded} of {bound.configurations}" if bound.is_measured else ""
     predicted = (
         ("allocator peak", format_bytes(asked.allocator_peak_bytes), bound.error("allocator_peak")),
         ("process peak", format_bytes(asked.process_peak_bytes), bound.error("process_peak")),
-        ("upper bound", format_bytes(asked.upper_bound_bytes), bound.margin),
+        ("upper bound", format_bytes(asked.upper_bound_bytes), margin),
         ("step", format_seconds(asked.step_s), time),
         ("volume", format_seconds(asked.volume_s), time),
         epoch,
     )
-    error = "error over the measured configurations: median, worst" if bound.is_measured else "error"
+    error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
     for table in (
         Table(("", "bytes", "how it is known"), bill, f"Held at the peak, while {asked.peak_op} runs", names=3),
         Table(("", "", error), predicted, "Predicted", names=3),
@@ -281,7 +283,6 @@ def _print(asked: Estimate, content: Dict[str, Any], more: Sequence[Table], verd
     ):
         console.print(table.rich())
     caveats = content["constants"]["caveats"]
-    console.print(f"errors: {bound.basis}")
     console.print(f"speed and baseline: {'; '.join((f'{of.origin}, {of.name}', *caveats))} ({of.record})")
     statistics = statistics_note(job.unet.norm, job.batch, job.micro)
     for note in filter(None, (STORE_NOTE if job.from_store else "", *content["notes"], statistics)):

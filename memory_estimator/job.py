@@ -171,15 +171,12 @@ BRAIN_BOX = (144, 192, 144)
 """The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
 136 voxels; the box of a store of one's own is in the first lines of `train`."""
 
-FULL_GRID = (240, 240, 160)
-"""The whole BraTS grid, 155 slices padded to a multiple of 16."""
-
 USUAL_PATCH = (128, 128, 128)
 """nnU-Net's patch for BraTS (Isensee et al. 2021), where nothing is said and no card sets a limit."""
 
 JOBS: Dict[str, Job] = {
     "demo": Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
-    "paper-flair": Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), FULL_GRID, cases=484),
+    "paper-flair": Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
     "paper-2020": Job(
         UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
         (240, 240, 144),
@@ -345,15 +342,10 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
 def notes_on_run(folder: Union[str, Path]) -> List[str]:
     """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
     _, content = _read_run(folder)
-    device, notes = content.get("device", "cpu"), []
-    if device != "cpu":
-        notes.append(
-            f"the run is on {device}, and this is what its steps would take on a CPU, of its host's memory; `train` "
-            "says what they take of a card's"
-        )
-    if content.get("mode") == "patch" or content.get("resolution", 1) != 1:
-        notes.append("the run validates on whole volumes of the store, which is not counted; `train` adds it")
-    return notes
+    device, whole = content.get("device", "cpu"), content.get("mode") != "patch" and content.get("resolution", 1) == 1
+    card = f"the run is on {device}: this is what its steps would take on a CPU; `train` says what they take of a card"
+    validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+    return [card] * (device != "cpu") + [validation] * (not whole)
 
 
 # --- Private helpers ---
