@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
 from memory_estimator.files import read_records, write_whole
-from memory_estimator.job import Job
+from memory_estimator.job import AUTO, Job
 from memory_estimator.schema import add_options, from_args, option
 from models.config import UNetConfig
 
@@ -205,7 +205,7 @@ def has_known_engine(record: Mapping[str, Any]) -> bool:
 def job_from(record: Mapping[str, Any]) -> Job:
     """The job that a record measured, on the engine that really ran."""
     engine = record["engine"]
-    if engine == "auto":
+    if engine in (None, AUTO):
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
     return Job(
         UNetConfig(**{"policy": record.get("policy", "speed"), **record["unet"]}),
