@@ -44,6 +44,9 @@ WORDS = {
 }
 """What exit codes say, and signals, as negative numbers."""
 
+IDLE = ("starting", "ended")
+"""Phases of workers that have nothing to save."""
+
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """How a worker ends that was told to."""
 
@@ -74,12 +77,12 @@ class Patience:
             return self.saving_s
         if code == LOST:
             return self.settle_s
-        steps_s = [beat.longest_step_s or 0.0 for beat in others if _has_work(beat)]
+        steps_s = [beat.longest_step_s or 0.0 for beat in others if beat.phase not in IDLE]
         return self.hears_s + max(steps_s) if steps_s else 0.0
 
     def before_kill_s(self, beats: Sequence[Heartbeat]) -> float:
         """From the request to end to SIGKILL, of the process with these heartbeats."""
-        step_s = [beat.phase in STEP_PHASES and beat.longest_step_s for beat in beats if _has_work(beat)]
+        step_s = [beat.phase in STEP_PHASES and beat.longest_step_s for beat in beats if beat.phase not in IDLE]
         return self.grace_s + max((2 * seconds if seconds else self.unknown_s for seconds in step_s), default=0.0)
 
 
@@ -274,8 +277,8 @@ def _watch(
             said = True
             say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
         others = [beat for worker in left for beat in observer.beats_of(worker)] if failed else []
-        waited_s = [(time.monotonic() - worker.ended_s, worker.code) for worker in failed]
-        if not left or any(seconds >= patience.before_stop_s(code, others) for seconds, code in waited_s):
+        waits = (time.monotonic() - one.ended_s >= patience.before_stop_s(one.code, others) for one in failed)
+        if not left or any(waits):
             return
         for worker in left:
             if observer.hangs(worker):
@@ -301,36 +304,27 @@ def _stop(running: Sequence[_Running], observer: _Observer, patience: Patience) 
 
 def _culprit(running: Sequence[_Running], signals: Sequence[int]) -> Optional[_Running]:
     """The first that failed by itself; else the first that lost another worker, which then is on another host."""
-    by_end = sorted(running, key=lambda worker: worker.ended_s or 0.0)
-    failed = [worker for worker in by_end if worker.failed(signals)]
+    failed = sorted((one for one in running if one.failed(signals)), key=lambda one: one.ended_s or 0.0)
     of_stopping = (*STOPPED, -signal.SIGKILL)
-    own = [w for w in failed if w.hangs or not (w.code == LOST or (w.stopped and w.code in of_stopping))]
-    lost = [w for w in failed if w.code == LOST]
-    return next(iter(own + lost + failed), None)
+    own = [one for one in failed if one.hangs or not (one.code == LOST or (one.stopped and one.code in of_stopping))]
+    return next(iter([*own, *(one for one in failed if one.code == LOST), *failed]), None)
 
 
 def _failure(failed: _Running, running: Sequence[_Running]) -> WorkerFailedError:
-    job, after_s = failed.job, (failed.ended_s or 0) - failed.began_s
-    words: List[str] = []
-    reader = threading.Thread(target=lambda: words.append(last_words(job.log, failed.begin)), daemon=True)
+    job, words = failed.job, ["(no word: its file system does not answer)"]
+    reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(LAST_LOOK_S)
     others = [f"{other.job.name} {other.ending}" for other in running if other is not failed]
     rest = f"\n  the others: {'; '.join(others)}" if others else ""
     if failed.code == LOST and not failed.hangs:
         rest += "\n  no worker here failed in another way: where there are other hosts, look into their logs"
-    problem = (
-        f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
-        f"{after_s:.0f} s; all of it is in {job.log}, which ends:\n  "
-        f"{words[0] if words else '(no word: its file system does not answer)'}{rest}"
-    )
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
-    return WorkerFailedError(problem, code)
-
-
-def _has_work(beat: Heartbeat) -> bool:
-    """Whether a worker has something to save."""
-    return beat.phase not in ("starting", "ended")
+    return WorkerFailedError(
+        f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
+        f"{(failed.ended_s or 0) - failed.began_s:.0f} s; all of it is in {job.log}, which ends:\n  {words[0]}{rest}",
+        code,
+    )
 
 
 def _passed_on(number: int) -> int:

@@ -109,7 +109,7 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
         # killed by someone
         (("import os; os.kill(os.getpid(), 9)", LOSES_ANOTHER.format(after_s=0.1)), "worker 0", 6),
         # both lost one that is not here
-        ((LOSES_ANOTHER.format(after_s=0.3), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
+        ((LOSES_ANOTHER.format(after_s=2), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
         # the others agree to end as well, and the chief takes longer to save
         (("import sys, time; time.sleep(0.5); sys.exit(5)", FAILS.format(after_s=0, code=5)), "worker 1", 5),
         # it ends with what others do not end with
