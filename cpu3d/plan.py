@@ -23,7 +23,6 @@ from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.recipes import RECIPES
 from cpu3d.settings import (
     AUTO,
     RATE_SCALES,
@@ -32,6 +31,7 @@ from cpu3d.settings import (
     config_from_json,
     differences,
     load_config,
+    recipe_config,
     with_settings,
 )
 from cpu3d.util.atomic import write_json
@@ -396,7 +396,7 @@ def _decided(
     workers: int,
 ) -> RunConfig:
     """Every setting but the memory policy of a new run."""
-    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
+    start = saved if saved is not None and recipe is None else recipe_config(recipe)
     if saved and "micro_batch" not in settings:
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:

@@ -145,7 +145,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """As `with_fold`, with the parts of several folds in "val"."""
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
-    entries = heads(manifest.cases)
+    entries = list(heads(manifest.cases))
     patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}

@@ -8,6 +8,7 @@ store/cases/<id>.json       the case's record; written after its arrays, so it m
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import weakref
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, Iterator, Mapping, Sequence, Tuple, Type, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -57,18 +58,22 @@ class CaseIndex(Sequence[CaseRecord]):
     def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
         # Of its own, because a cache of this object's methods would be a cycle: the file would wait for the collector.
         self._lines = _Lines(Path(path), tuple(case_ids), size_bytes)
-        self._parsed = functools.lru_cache(KEPT)(self._lines.record)
+        self._parsed = functools.lru_cache(KEPT)(self._lines.parsed)
+        self._places: Sequence[int] = range(len(case_ids))
+
+    def select(self, places: Sequence[int]) -> "CaseIndex":
+        """Some of the records, by place, without making them."""
+        selected = copy.copy(self)
+        selected._places = [self._places[place] for place in places]
+        return selected
 
     def __len__(self) -> int:
-        return len(self._lines.case_ids)
+        return len(self._places)
 
     def __getitem__(self, place: Union[int, slice]):
         if isinstance(place, slice):
-            return tuple(self[index] for index in range(len(self))[place])
-        return self._parsed(range(len(self))[place])
-
-    def __iter__(self) -> Iterator[CaseRecord]:
-        return (self[place] for place in range(len(self)))
+            return self.select(range(len(self))[place])
+        return self._parsed(self._places[place])
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
@@ -77,41 +82,22 @@ class CaseIndex(Sequence[CaseRecord]):
 
     def head(self, place: int) -> RecordHead:
         """The first things of a record, in a tenth of the time that the record takes."""
-        return self._lines.parsed(place, RecordHead)
+        return self._lines.parsed(self._places[place], RecordHead)
 
 
-class Selection(Sequence[CaseRecord]):
-    """Some of a sequence of records, by place, without making them."""
-
-    def __init__(self, cases: Sequence[CaseRecord], places: Sequence[int]):
-        self._cases, self._places = cases, tuple(places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, place: Union[int, slice]):
-        if isinstance(place, slice):
-            return Selection(self._cases, self._places[place])
-        return self._cases[self._places[place]]
-
-    __eq__, __hash__ = CaseIndex.__eq__, None
-
-    def head(self, place: int) -> RecordHead:
-        return _head(self._cases, self._places[place])
-
-
-def heads(cases: Sequence[CaseRecord]) -> List[RecordHead]:
+def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
     """That of every case, without the time and memory of whole records where they lie in a file."""
-    return [_head(cases, place) for place in range(len(cases))]
+    if isinstance(cases, CaseIndex):
+        return map(cases.head, range(len(cases)))
+    return (RecordHead(*(getattr(case, name) for name in RecordHead.__struct_fields__)) for case in cases)
 
 
 def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
     """The first record of every stem; those that share its arrays are not made."""
     seen = set()
-    for place in range(len(cases)):
-        stem = _head(cases, place).stem
-        if stem not in seen:
-            seen.add(stem)
+    for place, head in enumerate(heads(cases)):
+        if head.stem not in seen:
+            seen.add(head.stem)
             yield cases[place]
 
 
@@ -131,7 +117,7 @@ class Store:
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return Selection(self.manifest.cases, [self._places[case_id] for case_id in self.manifest.split[split]])
+        return self.manifest.cases.select([self._places[case_id] for case_id in self.manifest.split[split]])
 
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only.
@@ -143,19 +129,11 @@ class Store:
 
     def label(self, case_id: str) -> np.ndarray:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
-        record = self.case(case_id)
-        if not record.has_label:
-            raise InputError(f"case {case_id} must have a label, the store has none; choose a labelled case")
-        return self._whole(record, "y")
+        return self._whole(self.case(case_id), "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
-        problems: List[str] = []
-        seen = set()
-        for record in records:
-            if record.stem not in seen:
-                seen.add(record.stem)
-                problems += self._reader.problems(record)
+        problems = dict.fromkeys(problem for record in records for problem in self._reader.problems(record))
         if problems:
             raise InputError(*problems)
 
@@ -163,13 +141,11 @@ class Store:
         """Read every record. Raises InputError where a patient or an image is in two splits, or the split is not the
         one made."""
         manifest = self.manifest
-        entries = heads(manifest.cases)
+        entries = list(heads(manifest.cases))
         problems = split_problems(manifest.split, entries)
         if not problems and split_hash(manifest.split, entries) != manifest.split_hash:
-            problems = [
-                f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made, got another;"
-                " restore its manifest.json, or run `prepare` again"
-            ]
+            rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
+            problems = [f"{rule}, got another; restore its manifest.json, or run `prepare` again"]
         if problems:
             raise InputError(*problems)
 
@@ -210,26 +186,19 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
     try:
         content = read_json(path)
         schema = content["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"store manifest {path} must be JSON with a schema, got {error!r}; run `prepare` again"
-        ) from None
-    if schema != SCHEMA:
-        raise InputError(
-            f"store {folder} must have schema {SCHEMA}, got {schema}; run `prepare` again with this version"
-        )
-    if content != sealed(content):
-        raise InputError(
-            f"store manifest {path} must be as it was written, got an edited one; restore it or run `prepare` again"
-        )
-    try:
+        if schema != SCHEMA:
+            advice = "run `prepare` again with this version"
+            raise InputError(f"store {folder} must have schema {SCHEMA}, got {schema}; {advice}")
+        if content != sealed(content):
+            rule = f"store manifest {path} must be as it was written"
+            raise InputError(f"{rule}, got an edited one; restore it or run `prepare` again")
         file = content["records"]["file"]
         if not _RECORDS.fullmatch(file):
-            raise InputError(
-                f"records file of store {folder} must be named cases-*.jsonl, got {file!r}; restore {path}"
-            )
-    except (KeyError, TypeError) as error:
-        raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+            rule = f"records file of store {folder} must be named cases-*.jsonl"
+            raise InputError(f"{rule}, got {file!r}; restore {path}")
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"store manifest {path} must be JSON with a schema, and complete"
+        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
     return content
 
 
@@ -281,12 +250,8 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
         twice = sorted({case_id for case_id, following in zip(ids, ids[1:]) if case_id == following})
         if twice:
-            raise InputError(
-                *(
-                    f"case {case_id} of store {folder} must be in one split, got two; restore {path}"
-                    for case_id in twice
-                )
-            )
+            rule = f"of store {folder} must be in one split, got two; restore {path}"
+            raise InputError(*(f"case {case_id} {rule}" for case_id in twice))
         records = content["records"]
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -309,12 +274,18 @@ class _Lines:
         found = os.fstat(self.handle).st_size
         if found != size_bytes:
             raise InputError(f"{rule}, got {found}; run `prepare` again")
-        self.ends = _line_ends(self.handle)
+        ends, start = [np.zeros(0, np.int64)], 0
+        with open(self.handle, "rb", closefd=False) as file:
+            for piece in iter(lambda: file.read(1 << 20), b""):
+                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
+                start += len(piece)
+        self.ends = np.concatenate(ends)
+        """Of each line, one past its newline, in bytes from the start."""
         if len(self.ends) != len(case_ids):
             rule = f"store file {path} must hold {len(case_ids)} cases"
             raise InputError(f"{rule}, got {len(self.ends)}; run `prepare` again")
 
-    def parsed(self, place: int, kind: Type[T]) -> T:
+    def parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
         """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
         start = int(self.ends[place - 1]) if place else 0
         line = os.pread(self.handle, int(self.ends[place]) - start, start)
@@ -325,26 +296,5 @@ class _Lines:
             reason = f"case {record.case_id}"
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             reason = str(error)[:300]
-        raise InputError(
-            f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}, got {reason};"
-            " run `prepare` again"
-        )
-
-    def record(self, place: int) -> CaseRecord:
-        return self.parsed(place, CaseRecord)
-
-
-def _head(cases: Sequence[CaseRecord], place: int) -> RecordHead:
-    if isinstance(cases, (CaseIndex, Selection)):
-        return cases.head(place)
-    return RecordHead(*(getattr(cases[place], name) for name in RecordHead.__struct_fields__))
-
-
-def _line_ends(handle: int) -> np.ndarray:
-    """Where each line ends, one past its newline, in bytes from the start."""
-    ends, start = [], 0
-    with open(handle, "rb", closefd=False) as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
-            start += len(piece)
-    return np.concatenate(ends) if ends else np.zeros(0, np.int64)
+        rule = f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}"
+        raise InputError(f"{rule}, got {reason}; run `prepare` again")

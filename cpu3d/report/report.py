@@ -8,6 +8,7 @@ what is there, also while a training is under way or before anything was evaluat
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -24,19 +25,25 @@ from cpu3d.report.pictures import PALETTE, Line
 from cpu3d.report.run_files import RunFiles, gather
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.records import duration
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.units import GIB
 
 
+@dataclass(frozen=True)
+class Options:
+    """Command-line options of `report`."""
+
+    run: Path = option(help="run folder written by train", metavar="DIR")
+    out: Optional[Path] = option(None, "page to write (default: report.html in the run folder)", "FILE")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by train")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="page to write (default: report.html in the run folder)"
-    )
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
-    path = write_report(args.run, args.out)
-    print(f"written: {path}")
+    options = from_args(Options, args)
+    print(f"written: {write_report(options.run, options.out)}")
     return 0
 
 

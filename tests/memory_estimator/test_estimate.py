@@ -10,7 +10,7 @@ import tensorflow as tf
 from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import SHIPPED, Accuracy, Bound, estimate, live_at_peak, load_accuracy
-from memory_estimator.job import JOBS, Job
+from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import with_policy
 from memory_estimator.step.program import Moment, Tensor, Timeline
 from memory_estimator.step.timing import step_seconds
@@ -116,7 +116,7 @@ def test_a_step_is_its_micro_batches_and_one_update():
 
 
 def test_a_hundred_terabytes_are_counted_exactly():
-    paper = with_policy(JOBS["paper-2020"], "speed")
+    paper = with_policy(RECIPES["paper-2020"].job, "speed")
     job = dataclasses.replace(paper, shape=(1024, 1024, 1024), batch=64, micro_batch=64, threads=80)
     found = of(job)
     assert found.process_peak_bytes > 100 * 10**12
@@ -139,7 +139,7 @@ def test_the_json_is_plain_and_has_what_was_promised():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(with_policy(JOBS["brats-regions"], "speed"), threads=2)
+    job = dataclasses.replace(with_policy(RECIPES["brats-regions"].job, "speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
@@ -256,7 +256,7 @@ def test_a_damaged_digest_is_refused_by_its_file(damage, message, tmp_path):
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_paper_s_job_stands_in_the_docs(threads, row, changes, policy):
-    job = dataclasses.replace(JOBS["paper-2020"], threads=threads, **changes).with_unet(
+    job = dataclasses.replace(RECIPES["paper-2020"].job, threads=threads, **changes).with_unet(
         policy=policy, dtype="bfloat16" if "bfloat16" in row else "float32"
     )
     found = estimate(job, CONSTANTS)

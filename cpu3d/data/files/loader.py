@@ -79,11 +79,7 @@ def open_reading(
     split_bytes = {split: sum(size for _, size in found) for split, found in sizes.items()}
     total = sum(split_bytes.values())
     plan = choose_read_mode(
-        read_mode,
-        file_system=file_system(store.folder),
-        needed_bytes=total,
-        free_bytes=free_bytes,
-        patches=patches,
+        read_mode, file_system=file_system(store.folder), needed_bytes=total, free_bytes=free_bytes, patches=patches
     )
     if page_budget_bytes is not None:
         plan = dataclasses.replace(plan, page_budget_bytes=page_budget_bytes)

@@ -166,11 +166,7 @@ def _convert(options: Convert) -> int:
 def _append(options: Append) -> int:
     before = open_store(options.store).manifest
     done = append(
-        options.store,
-        options.dataset,
-        workers=options.workers,
-        skip_bad=options.skip_bad,
-        patients=options.patients,
+        options.store, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
     )
     print(f"Store {options.store}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
     if done.bad:

@@ -239,18 +239,24 @@ def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, ver
 
 def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str, Any]:
     """What source.json says: whose store it is and how its arrays are made."""
-    changed = {str(old): new for old, new in sorted(settings.label_map.items())}
-    return {**identity_of_data(content), **dataclasses.asdict(settings), "label_map": changed}
+    return {**identity_of_data(content), **identity_of_settings(settings)}
+
+
+def identity_of_settings(settings: Settings) -> Dict[str, Any]:
+    """The settings as JSON content."""
+    label_map = {str(old): new for old, new in sorted(settings.label_map.items())}
+    return {**dataclasses.asdict(settings), "label_map": label_map}
 
 
 def identity_of_data(content: Union[Dataset, Manifest]) -> Dict[str, Any]:
     """What makes two data sets the same as far as a store is concerned, as JSON content."""
+    labels = labels_in_use(content.layout, content.labels, ())
     return {
         "schema": SCHEMA,
         "name": content.name,
         "layout": content.layout,
         "channels": list(content.channels),
-        "labels": {str(code): name for code, name in labels_in_use(content.layout, content.labels, ()).items()},
+        "labels": {str(code): name for code, name in labels.items()},
     }
 
 

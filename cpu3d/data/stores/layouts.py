@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.errors import InputError
@@ -242,20 +242,19 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
     not among `channels`. Raises InputError when a file does not exist and when a channel is missing or double.
     """
     paths = [Path(path) for path in paths]
-    missing = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
-    if missing or not paths:
-        raise InputError(*missing or ["--image must name a case folder or files, got nothing"])
-    if len(paths) == 1 and paths[0].is_dir():
-        case_id = paths[0].resolve().name
-        return CaseFiles(case_id, case_id, _in_channel_order(_volumes(paths[0]), channels, paths[0]), None)
-    folders = [f"image {path} must be a file when several are given, got a folder" for path in paths if path.is_dir()]
-    if folders:
-        raise InputError(*folders)
+    problems = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
+    if not problems and len(paths) > 1:
+        folders = [path for path in paths if path.is_dir()]
+        problems = [f"image {path} must be a file when several are given, got a folder" for path in folders]
+    if problems or not paths:
+        raise InputError(*problems or ["--image must name a case folder or files, got nothing"])
     case_id, where = _stem(paths[0]), paths[0].parent
-    if len(paths) > 1 or len(channels) == 1:
+    if paths[0].is_dir():
+        case_id, paths = _name(paths[0]), _in_channel_order(_volumes(paths[0]), channels, paths[0])
+    elif len(paths) > 1 or len(channels) == 1:
         paths = [path for path in paths if _modality(path) != "seg"]
         if all(_modality(path) for path in paths) and all(_canonical(name) for name in channels):
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or where.resolve().name
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(where)
             paths = _in_channel_order(paths, channels, where)
         elif len(paths) != len(channels):
             rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
@@ -280,16 +279,13 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
             groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
         return list(groups.values())
     if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
-        raise InputError(
-            f"3D files must be of one case where not all are named after their modality, got {len(paths)} for"
-            f" {', '.join(channels)}; predict one case after another, or name the files"
-        )
+        rule = "3D files must be of one case where not all are named after their modality"
+        advice = "predict one case after another, or name the files"
+        raise InputError(f"{rule}, got {len(paths)} for {', '.join(channels)}; {advice}")
     if len(channels) == 1 and named:
         unnamed = ", ".join(path.name for path in paths if path not in named)
-        raise InputError(
-            f"3D files must all be named after their modality or none of them, got {unnamed} beside {named[0].name};"
-            " predict them apart"
-        )
+        rule = "3D files must all be named after their modality or none of them"
+        raise InputError(f"{rule}, got {unnamed} beside {named[0].name}; predict them apart")
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
@@ -407,8 +403,10 @@ def _read_decathlon(folder: Path) -> Dataset:
     path = folder / "dataset.json"
     try:
         content = read_json(path)
-        channels = _decathlon_channels(path, content)
-        labels = _decathlon_labels(path, content["labels"])
+        named = content["modality"] if "modality" in content else content["channel_names"]  # Decathlon, nnU-Net
+        channels = {int(index): str(name) for index, name in named.items()}
+        by_code = all(re.fullmatch(r"\d+", str(key)) for key in content["labels"])  # {"0": "background"} or the reverse
+        codes = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in content["labels"].items()]
         pairs = [(entry["image"], entry.get("label")) for entry in content["training"]]
         if not all(isinstance(image, str) and isinstance(label, (str, type(None))) for image, label in pairs):
             raise TypeError("an image or label that is no path")
@@ -416,58 +414,38 @@ def _read_decathlon(folder: Path) -> Dataset:
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f'{path} must be JSON with "modality" or "channel_names", "labels" and a "training" list of'
-            f" image and label, got {type(error).__name__}: {error}; mend it"
-        ) from None
+        rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
+        raise InputError(f"{rule}, got {type(error).__name__}: {error}; mend it") from None
+    labels = {0: "background", **dict(sorted(codes))}
+    distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
+    problems = []
+    if not channels or sorted(channels) != list(range(len(channels))):
+        problems.append(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; mend it")
+    if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
+        rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
+        problems.append(f"{rule}, got {content['labels']}; mend it")
     if not pairs:
-        raise InputError(f'{path} must list cases under "training", got none; give a folder with labelled cases')
-    _refuse_outsiders(path, [name for pair in pairs for name in pair if name is not None])
-    cases, problems = [], []
+        problems.append(f'{path} must list cases under "training", got none; give a folder with labelled cases')
+    for one in (name for pair in pairs for name in pair if name is not None):
+        # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
+        if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts:
+            rule = f"path {one!r} in {path} must stay inside its folder"
+            problems.append(f"{rule}; make it relative and move or link the file in")
+    if problems:
+        raise InputError(*problems)
+    cases, bad = [], []
     for image, label in pairs:
         case_id = _stem(Path(image))
         files = CaseFiles(case_id, case_id, (folder / image,), folder / label if label is not None else None)
         if files.label is None:
             reason = f"case {case_id} must have a label in {path}, got none; add it or leave the case out"
-            problems.append(Problem(case_id, reason))
+            bad.append(Problem(case_id, reason))
         for what, file in zip(("image", "label"), files.paths):
             if not file.is_file():
-                problems.append(Problem(case_id, f"{what} {file} must exist, found none; fetch it again"))
+                bad.append(Problem(case_id, f"{what} {file} must exist, found none; fetch it again"))
         cases.append(files)
-    return _dataset(folder, name, "decathlon", channels, labels, cases, problems)
-
-
-def _decathlon_channels(path: Path, content: Dict[str, Any]) -> Tuple[str, ...]:
-    """Channel names by index, from "modality" (Decathlon) or "channel_names" (nnU-Net)."""
-    named = content["modality"] if "modality" in content else content["channel_names"]
-    indexed = {int(index): str(name) for index, name in named.items()}
-    if not indexed or sorted(indexed) != list(range(len(indexed))):
-        raise InputError(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(indexed)}; mend it")
-    return tuple(indexed[index] for index in range(len(indexed)))
-
-
-def _decathlon_labels(path: Path, named: Dict[str, Any]) -> Dict[int, str]:
-    """Code -> name from either {"0": "background"} (Decathlon) or {"background": 0} (nnU-Net)."""
-    by_code = all(re.fullmatch(r"\d+", str(key)) for key in named)
-    pairs = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in named.items()]
-    labels = {0: "background", **dict(sorted(pairs))}
-    codes, names = [code for code, _ in pairs], list(labels.values())
-    if len(set(codes)) < len(codes) or len(set(names)) < len(names) or max(labels) > 255 or min(labels) < 0:
-        raise InputError(f"labels of {path} must be distinct names with distinct codes 0..255, got {named}; mend it")
-    if len(labels) < 2:
-        raise InputError(f"labels of {path} must name one beside the background, got {named}; mend it")
-    return labels
-
-
-def _refuse_outsiders(path: Path, names: Sequence[str]) -> None:
-    """A path that a list names must stay inside the data set's folder: a download must not reach beyond it.
-
-    A symbolic link in the folder may lead anywhere, here and in BraTS folders: its owner keeps volumes elsewhere.
-    """
-    rule = f"in {path} must stay inside its folder; make it relative and move or link the file in"
-    outsiders = [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
-    if outsiders:
-        raise InputError(*(f"path {name!r} {rule}" for name in outsiders))
+    ordered = tuple(channels[index] for index in range(len(channels)))
+    return _dataset(folder, name, "decathlon", ordered, labels, cases, bad)
 
 
 # --- Private helpers: all layouts ---
@@ -540,15 +518,14 @@ def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
 
 
 def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
-    ordered, problems = [], []
-    for name in channels:
-        found = [path for path in paths if _modality(path) == (_canonical(name) or name)]
-        if len(found) != 1:
-            names = ", ".join(path.name for path in found) or "none"
-            problems.append(
-                f"channel {name} of {where} must have one file named after it, found {names}; add or name files"
-            )
-        ordered += found
+    """The file of each channel, by their names; others are left out."""
+    found = {name: [path for path in paths if _modality(path) == (_canonical(name) or name)] for name in channels}
+    problems = [
+        f"channel {name} of {where} must have one file named after it, found"
+        f" {', '.join(path.name for path in those) or 'none'}; add or name files"
+        for name, those in found.items()
+        if len(those) != 1
+    ]
     if problems:
         raise InputError(*problems)
-    return tuple(ordered)
+    return tuple(those[0] for those in found.values())

@@ -49,9 +49,7 @@ class Options:
     shape: Shape3 = option((240, 240, 155), "voxels", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
-        "none",
-        "what far away decides whether a rim is called enhancing; in half of the cases it is",
-        choices=RULES,
+        "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=RULES
     )
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 

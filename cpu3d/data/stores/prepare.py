@@ -27,6 +27,7 @@ from cpu3d.data.stores.conversion import (
     finished_cases,
     identity,
     identity_of_data,
+    identity_of_settings,
     left_out,
     owner_of,
     same_sources,
@@ -244,36 +245,20 @@ def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[
 def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
     """Raise unless the folder is empty or holds a store of the same data set, version and settings."""
     old, owner = _old_manifest(store_dir), owner_of(store_dir)
-    begun = _flags(settings_of(store_dir)) if owner else {}
+    if owner:
+        owner = {**owner, **identity_of_settings(settings_of(store_dir))}
     if old is not None:
         owner.update(identity_of_data(old))
     elif not owner and not is_untouched(store_dir, "source.json"):
         raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
+    wanted = identity(dataset, settings)
     problems = [
-        f"store {store_dir} must belong to this data set and version: {key} {value!r}, got {owner.get(key)!r}"
-        for key, value in identity_of_data(dataset).items()
-        if owner and owner.get(key) != value
-    ]
-    problems += [
-        f"{flag} must be as store {store_dir} was begun: {begun[flag]}, got {asked}"
-        for flag, asked in _flags(settings).items()
-        if begun and asked != begun[flag]
+        f"{name} of what goes into store {store_dir} must be {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
+        for name in wanted
+        if owner and owner.get(name) != wanted[name]
     ]
     if problems:
         raise InputError(*problems, "choose another --store; nothing was touched")
-
-
-def _flags(settings: Settings) -> Dict[str, str]:
-    """The settings as they are typed."""
-    meaning = {"format": settings.format, "scores": settings.scores}
-    choices = [choice for choice, fields in FORMAT_CHOICES.items() if fields == meaning]
-    pairs = (f"{old}={new}" for old, new in sorted(settings.label_map.items()))
-    return {
-        "--format": choices[0] if choices else f"{settings.format} of float16",
-        "--crop": "given" if settings.crop else "left out",
-        "--zero-nan": "given" if settings.zero_nan else "left out",
-        "--label-map": " ".join(pairs) or "none",
-    }
 
 
 def _old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -296,34 +281,27 @@ def _refuse_other_content(
     recorded = {case.case_id: case for case in old.cases}
     new = sorted(set(found) - set(recorded) - {problem.case_id for problem in left_out(store_dir)})
     differences = [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+    known_as: Dict[str, Set[str]] = {}
     for case_id, record in sorted(recorded.items()):
         if case_id not in found:
             differences.append(f"case {case_id} is no longer whole in {dataset.folder}")
-        elif not same_sources(found[case_id], record, dataset.folder, verify):
+            continue
+        if not same_sources(found[case_id], record, dataset.folder, verify):
             differences.append(f"the source of case {case_id} has changed")
-    known_as: Dict[str, Set[str]] = {}
-    for files in dataset.cases:
-        if files.case_id in recorded:
-            known_as.setdefault(files.patient_id, set()).add(recorded[files.case_id].patient_id)
-    differences += [
-        f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good"
-        for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases})
-    ]
-    differences += [
-        f"patient {patient} counts as {len(those)} patients, {', '.join(sorted(those))}, which folds may part"
-        for patient, those in known_as.items()
-        if len(those) > 1
-    ]
+        known_as.setdefault(found[case_id].patient_id, set()).add(record.patient_id)
+    for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases}):
+        differences.append(f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good")
+    for patient, those in known_as.items():
+        if len(those) > 1:
+            names = ", ".join(sorted(those))
+            differences.append(f"patient {patient} counts as {len(those)} patients, {names}, which folds may part")
     patients = {case.case_id: case.patient_id for case in old.cases}
     if seed != old.split_seed or _split(patients, fractions, seed, ()) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     if differences:
         rule = f"store {store_dir} is finished and must keep its content"
-        raise InputError(
-            *(f"{rule}, but {difference}" for difference in differences),
-            "give another --store for the new content, or add new cases with `store append`; the finished store is"
-            " untouched",
-        )
+        advice = "give another --store for the new content, or add new cases with `store append`"
+        raise InputError(*(f"{rule}, but {one}" for one in differences), f"{advice}; the finished store is untouched")
 
 
 def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):

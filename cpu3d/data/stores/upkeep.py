@@ -8,7 +8,7 @@ import errno
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from cpu3d.data.stores.case import facts_of, float16_image
 from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings, convert_all, settings_of, sweep, write_arrays
 from cpu3d.data.stores.layouts import (
     CaseFiles,
-    Dataset,
     Problem,
     labels_in_use,
     patient_of,
@@ -78,7 +77,11 @@ def append(
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = settings_of(store_dir), open_store(store_dir).manifest  # raises unless finished and whole
     dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
-    _refuse(_other_kind(store_dir, old, dataset))
+    labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
+    for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
+        if getattr(old, what) != value:
+            rule = f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(old, what)}"
+            raise InputError(f"{rule}, got {value}; prepare a store of its own")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         sweep(store_dir)
@@ -88,13 +91,18 @@ def append(
         there = {case_id for ids in old.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
-        _refuse(_changed(store, known))
-        _refuse(_taken_names(store, new))
+        problems = _clashes(store, known, new)
+        table = read_patients(patients, ()) if patients is not None else {}
         if new and TABLE in old.patient_rules and patients is None:
             rule = f"--patients must name a table, as store {store_dir} knows its patients from one"
-            raise InputError(f"{rule}, got none; give one that says which of them the new cases are of")
-        if patients is not None:
-            _refuse(_other_patients(store_dir, old, read_patients(patients, ())))
+            problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
+        for case in old.cases if table else ():
+            own = _patient_of(case, old.layout)
+            if table.get(case.case_id, own) not in (case.patient_id, own):
+                rule = f"case {case.case_id} must be of the patient that store {store_dir} has, {own}"
+                problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
+        if problems:
+            raise InputError(*problems)
         out = conversion.left_out(store_dir)
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
         jobs = [
@@ -234,61 +242,29 @@ def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
 # --- Private helpers: new cases ---
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise InputError(*problems)
-
-
 def _patient_of(case: CaseRecord, layout: str) -> str:
     """As recorded, or by its name where the record is from before names were read in every layout."""
     return case.patient_id if case.patient_id != case.case_id else patient_of(case.case_id, layout)[0]
 
 
-def _other_patients(store_dir: Path, manifest: Manifest, table: Mapping[str, str]) -> Sequence[str]:
-    """Where a table gives a case of the store another patient: its split is by the old one."""
-    return [
-        f"case {case.case_id} must be of the patient that store {store_dir} has, {_patient_of(case, manifest.layout)},"
-        f" got {table[case.case_id]}; prepare a new store with this table"
-        for case in manifest.cases
-        if table.get(case.case_id, case.patient_id) not in (case.patient_id, _patient_of(case, manifest.layout))
-    ]
-
-
-def _other_kind(store_dir: Path, manifest: Manifest, dataset: Dataset) -> Sequence[str]:
-    """Where the data set's channels and labels mean something else than the store's do."""
-    labels = labels_in_use(dataset.layout, dataset.labels, manifest.labels)
-    found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
-    return [
-        f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(manifest, what)}, got {value};"
-        " prepare a store of its own"
-        for what, value in found.items()
-        if getattr(manifest, what) != value
-    ]
-
-
-def _changed(store: Store, known: Sequence[CaseFiles]) -> Sequence[str]:
-    """Where a case that the store has was made from other files, by content: their folder may be another."""
+def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles]) -> List[str]:
+    """Where a known case was made from other files, by content, as their folder may be another, and where a new case's
+    files would replace arrays that entries of other ids share."""
     problems = []
     for files in known:
         sources = store.case(files.case_id).sources
-        found = [(path.stat().st_size, path) for path in files.paths]
-        if [size for size, _ in found] != [source.size_bytes for source in sources] or any(
-            file_sha256(path) != source.sha256 for (_, path), source in zip(found, sources)
+        if [path.stat().st_size for path in files.paths] != [source.size_bytes for source in sources] or any(
+            file_sha256(path) != source.sha256 for path, source in zip(files.paths, sources)
         ):
             rule = f"case {files.case_id} must be the one that store {store.folder} has"
             problems.append(f"{rule}, got other files under the same id; give it another id, or prepare a new store")
-    return problems
-
-
-def _taken_names(store: Store, new: Sequence[CaseFiles]) -> Sequence[str]:
-    """Where a new case's files would replace arrays that entries of other ids share."""
     entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
-    return [
-        f"case {files.case_id} must have an id that names no arrays of store {store.folder}, got that of the arrays of"
-        f" case {entry_of[files.case_id]}; give it another id, or prepare a new store"
-        for files in new
-        if files.case_id in entry_of
-    ]
+    for files in new:
+        if files.case_id in entry_of:
+            rule = f"case {files.case_id} must have an id that names no arrays of store {store.folder}"
+            got = f"that of the arrays of case {entry_of[files.case_id]}"
+            problems.append(f"{rule}, got {got}; give it another id, or prepare a new store")
+    return problems
 
 
 # --- Private helpers: another format ---

@@ -5,7 +5,7 @@ import pytest
 
 from cpu3d.data import store as case_index
 from cpu3d.data.records import to_json
-from cpu3d.data.store import CaseIndex, Selection, distinct, heads
+from cpu3d.data.store import CaseIndex, distinct, heads
 from cpu3d.errors import InputError
 
 IDS = ("a", "b", "c", "d")
@@ -58,7 +58,7 @@ def test_of_records_that_share_their_arrays_the_first_is_parsed_and_no_other(tmp
         case_index, "case_from_json", lambda line: parsed.append(json.loads(line)["case_id"]) or real(line)
     )
     assert [record.case_id for record in distinct(index)] == parsed == ["0", "1", "3"]
-    assert [record.case_id for record in distinct(Selection(index, (5, 4, 3, 2)))] == ["5", "4", "2"]
+    assert [record.case_id for record in distinct(index.select((5, 4, 3, 2)))] == ["5", "4", "2"]
     assert list(distinct(records)) == [records[0], records[1], records[3]]
 
 
@@ -98,4 +98,4 @@ def test_a_damaged_line_is_told_when_it_is_asked_for_and_the_others_are_good(wri
     with pytest.raises(InputError, match=told):
         index[1]
     with pytest.raises(InputError, match=told):
-        heads(index)
+        list(heads(index))

@@ -49,10 +49,7 @@ def test_regions_of_equal_size_compete_by_probability_and_the_first_wins_a_tie()
 def test_a_network_that_only_knows_the_whole_tumour_writes_its_first_code_and_says_what_it_means():
     regions = {"WT": (1, 2, 3)}
     assert painted(regions, 0.9) == 1
-    assert code_meanings(regions, NAMES) == {
-        0: "background",
-        1: "WT (edema, non-enhancing tumor, enhancing tumour)",
-    }
+    assert code_meanings(regions, NAMES) == {0: "background", 1: "WT (edema, non-enhancing tumor, enhancing tumour)"}
 
 
 def test_a_region_that_smaller_ones_make_up_paints_nothing():

@@ -4,14 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.records import (
-    CENTRES,
-    case_from_json,
-    centres_of,
-    remake,
-    split_problems,
-    to_json,
-)
+from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, split_problems, to_json
 from cpu3d.data.region import Region, whole
 from cpu3d.errors import InputError
 

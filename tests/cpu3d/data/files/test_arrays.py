@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files.arrays import (
-    FORMATS,
-    decode_b2nd,
-    encode,
-    npy_header,
-    voxels_sha256,
-)
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, npy_header, voxels_sha256
 
 shapes = st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 4)) | st.tuples(*[st.integers(1, 40)] * 3)
 

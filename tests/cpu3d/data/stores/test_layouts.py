@@ -26,9 +26,7 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
 
 def test_decathlon_understands_names_with_codes_and_channel_names(tmp_path, decathlon):
     folder = decathlon(
-        tmp_path / "d",
-        labels={"background": 0, "left": "1", "right": 2},
-        modality={"1": "PET", "0": "CT"},
+        tmp_path / "d", labels={"background": 0, "left": "1", "right": 2}, modality={"1": "PET", "0": "CT"}
     )
     dataset = read_dataset(folder)
     assert dataset.labels == {0: "background", 1: "left", 2: "right"}
