@@ -204,7 +204,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run):
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
     text = printed(run)
     assert "run: unknown" in text
-    assert "must be JSON with a schema" in text
+    assert "worker-0.json must be" in text
     assert "step: 120 of 4,000" in text
 
 
