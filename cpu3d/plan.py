@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of, network_grid
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
 from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.recipes import RECIPES
 from cpu3d.settings import (
     AUTO,
     RATE_SCALES,
@@ -33,21 +31,18 @@ from cpu3d.settings import (
     config_from_json,
     differences,
     load_config,
+    recipe_config,
     with_settings,
 )
 from cpu3d.util.atomic import write_json
-from memory_estimator import gpu
-from memory_estimator.accuracy import Accuracy
+from memory_estimator import planner as gpu
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.closed_form.writer import DTYPE_BYTES
-from memory_estimator.engines import installed_engine
-from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Estimate, estimate
+from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Accuracy, Estimate, estimate
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, Job, statistics_note
+from memory_estimator.job import DTYPE_BYTES, ENGINES, USUAL_PATCH, Job, installed_engine, statistics_note
 from memory_estimator.planner import Price, fastest_that_fits, nearest
-from memory_estimator.recipes import USUAL_PATCH
-from memory_estimator.scaling.memory import of_one
-from memory_estimator.training_step import training_step
+from memory_estimator.scaling.model import of_one
+from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.layer_plan import training_flops
 
@@ -401,7 +396,7 @@ def _decided(
     workers: int,
 ) -> RunConfig:
     """Every setting but the memory policy of a new run."""
-    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
+    start = saved if saved is not None and recipe is None else recipe_config(recipe)
     if saved and "micro_batch" not in settings:
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:

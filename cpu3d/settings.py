@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
-from cpu3d.data.folds import parse_fold
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import OPTIMIZERS, check_micro_batch, micro_of
+from memory_estimator.job import DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from memory_estimator.schema import add_options, check, given, option, to_command_line
-from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from models.config import DTYPES, POLICIES, UNetConfig
 
 AUTO = "auto"
 """What an option says that `cpu3d.plan` decides."""
@@ -200,16 +200,9 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Architecture):
     """Fields of UNetConfig that a user may choose."""
 
-    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS, group="network")
-    filters: int = option(16, "feature maps of the first convolution", "F", group="network")
-    depth: int = option(5, "levels of resolution", "L", group="network")
-    norm: str = option("instance", choices=NORMS, group="network")
-    up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
-    residual: bool = option(False, "residual blocks", group="network")
-    deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
     dtype: str = option(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES), group="network")
     policy: str = option(
         AUTO,
@@ -223,6 +216,9 @@ class Network:
 class Shorthand:
     """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
 
+    recipe: Optional[str] = option(
+        None, f"settings to start from (default: {DEFAULT_RECIPE})", choices=sorted(RECIPES), group="data"
+    )
     patch: Optional[Tuple[int, int, int]] = option(
         None,
         "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
@@ -258,18 +254,22 @@ DECLARED = (RunConfig, Shorthand, Network, AugmentConfig)
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
-    from cpu3d.recipes import RECIPES, overview  # a recipe is a RunConfig
+    lines = [f"  {name:13}  {recipe.summary}" for name, recipe in RECIPES.items()]
+    parser.epilog = "\n".join(["recipes (their costs and scores are in memory_estimator/job.py):", *lines])
+    add_options(parser, *DECLARED, group="network")
 
-    parser.epilog = overview()
-    parser.add_argument("--recipe", choices=sorted(RECIPES), help="settings to start from (default: brats-regions)")
-    add_options(parser, *DECLARED)
+
+def recipe_config(name: Optional[str]) -> RunConfig:
+    """The settings of a recipe, by default of DEFAULT_RECIPE; dtype and grid follow from host and store."""
+    recipe = RECIPES[name or DEFAULT_RECIPE]
+    names = ("unet", "batch", "micro_batch", "optimizer")
+    return with_settings(RunConfig(**{one: getattr(recipe.job, one) for one in names}), recipe.settings)
 
 
 def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
-    """The settings that were given on the command line, by their fields' names in DECLARED."""
-    found: Dict[str, Any] = {}
-    for cls in DECLARED:
-        found.update(given(cls, args))
+    """The settings that were given on the command line, by their fields' names in DECLARED; the recipe is none."""
+    found = {name: value for cls in DECLARED for name, value in given(cls, args).items()}
+    found.pop("recipe", None)
     return found
 
 

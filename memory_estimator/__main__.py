@@ -17,36 +17,77 @@ Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a
 """
 
 import argparse
+import dataclasses
 import functools
 import json
+import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional
+from typing import Callable, List, Optional, Sequence, Tuple
 
-from memory_estimator import gpu, planner, report
-from memory_estimator.accuracy import load_accuracy
+from memory_estimator import planner
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
-from memory_estimator.engines import installed_engine
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
+from memory_estimator.figure import SizeLine, draw_sizes
 from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES, Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, policy_is_open, source_job
-from memory_estimator.saved_run import notes_on_run
-from memory_estimator.scaling import options as scaling_options
+from memory_estimator.job import (
+    ENGINES,
+    Job,
+    JobOptions,
+    installed_engine,
+    job_from,
+    notes_on_run,
+    policy_is_open,
+    source_job,
+    statistics_note,
+)
 from memory_estimator.scaling import report as scaling_report
-from memory_estimator.scaling.memory import price_of_one
-from memory_estimator.units import format_bytes, parse_bytes
+from memory_estimator.scaling.model import price_of_one
+from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Table, new_console
+from memory_estimator.units import format_bytes, format_seconds, parse_bytes
+from memory_estimator.validation import PUBLISHED, Measured, read_measured
 from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
 
+SIDES = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 240, 288, 352, 432, 512)
+"""Cubes that a line of --picture goes through, each rounded up to what the network can halve."""
+
+BATCHES, FILTERS = (1, 2, 4, 8, 16), (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Options(JobOptions):
+    """What is asked of a job, besides `ScalingOptions`."""
+
+    cases: int = option(0, help="training cases of an epoch (default: unknown)", metavar="N")
+    from_store: bool = option(
+        False,
+        help="count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)",
+    )
+    host_memory: str = option(
+        "", help="memory to fit into, such as 1.5TiB (default: free on this host)", metavar="SIZE"
+    )
+    calibration: str = option(
+        "",
+        help=f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} "
+        "(default: this host's own, else its kind's)",
+        metavar="FILE",
+    )
+    plan: bool = option(False, help="what fits that memory, and what would save what")
+    gpu_memory: str = option("", help="the largest patch that a GPU of this size trains", metavar="SIZE")
+    picture: Optional[Path] = option(None, help="draw memory over input size as a PNG", metavar="FILE")
+    json: bool = option(False, help="print one JSON object")
+
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate; returns one of the exit codes."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         code = _answer(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
@@ -64,6 +105,60 @@ def main(argv: Optional[List[str]] = None) -> int:
         return FAILED if isinstance(error, BrokenPipeError) else _failed(str(error), FAILED)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memory_estimator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, Options)
+    add_options(parser, scaling_report.ScalingOptions, group=scaling_report.GROUP)
+    return parser
+
+
+def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
+    """Whether it fits, in one sentence; `whose` says what `memory_bytes` is, such as "free on this host"."""
+    needed = estimate.upper_bound_bytes
+    if estimate.regions_short:
+        return (
+            "does not fit: TensorFlow's allocator takes memory in regions that double in size, here "
+            f"{format_bytes(needed)} in all; cut down to the host's memory they have no place for the largest tensors"
+        )
+    fits, left = needed <= memory_bytes, format_bytes(abs(memory_bytes - needed))
+    return (
+        f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(needed)}, "
+        f"{format_bytes(memory_bytes)} {whose}, {left} {'to spare' if fits else 'short'}"
+    )
+
+
+def size_lines(
+    job: Job, predict: Callable[[Job], int], measured: Sequence[Measured] = (), sides: Sequence[int] = SIDES
+) -> List[Tuple[str, List[SizeLine]]]:
+    """Memory over the size of a volume: lines by batch computed at once, and by filters. `predict` gives a job's peak.
+
+    `measured` are shown where they differ from a line's job in the grid, the parts of a batch or the threads alone.
+    """
+    divisor = job.unet.divisor
+    grids = sorted({(-(-side // divisor) * divisor,) * 3 for side in sides})
+
+    def line(name: str, of: Job) -> SizeLine:
+        alike = [one for one in measured if not one.failure and _settings(one.job) == _settings(of)]
+        return SizeLine(
+            name,
+            tuple((math.prod(grid), predict(dataclasses.replace(of, shape=grid))) for grid in grids),
+            tuple((math.prod(one.job.shape), one.process_peak_bytes) for one in alike),
+        )
+
+    parts = f", {job.micro} at a time" if job.parts > 1 else ""
+    by_batch = [line(f"batch {n}", dataclasses.replace(job, batch=n, micro_batch=n)) for n in BATCHES]
+    by_filters = [line(f"{n} filters", job.with_unet(filters=n)) for n in FILTERS]
+    return [
+        (f"by batch at once, {job.unet.filters} filters", by_batch),
+        (f"by filters, batch {job.batch}{parts}", by_filters),
+    ]
+
+
 # --- Private helpers ---
 
 
@@ -74,19 +169,21 @@ def _failed(why: str, code: int) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     """Work everything out before anything is printed: bad input then leaves half a table nowhere."""
+    options, scaling = from_args(Options, args), from_args(scaling_report.ScalingOptions, args)
+    scaling_report.check_options(args)
     host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
-    given_bytes = parse_bytes(args.host_memory) if args.host_memory else None
-    gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else None
-    is_scale = scaling_options.is_asked(args)
-    per_host = scaling_options.workers_per_host(args) if is_scale else 1
-    if not hasattr(args, "threads"):
-        args.threads = max(1, host().usable_cores // per_host)
+    given_bytes = parse_bytes(options.host_memory) if options.host_memory else None
+    gpu_bytes = parse_bytes(options.gpu_memory) if options.gpu_memory else None
+    if options.threads is None:
+        args.threads = max(1, host().usable_cores // scaling.workers_per_host)
     job = job_from(args, source_job(args))
-    constants = named_constants(args.calibration) if args.calibration else find_constants(job.threads, host())
+    named = options.calibration
+    constants = named_constants(named) if named else find_constants(job.threads, host())
     accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
-    if is_scale:
-        return _answer_for_hosts(args, job, price, constants, given_bytes and given_bytes // per_host)
+    if scaling.hosts is not None:
+        share = given_bytes and given_bytes // scaling.workers_per_host
+        return _answer_for_hosts(args, scaling, job, price, constants, share)
     memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
     picked = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else ""
@@ -94,77 +191,151 @@ def _answer(args: argparse.Namespace) -> int:
     job = asked.job
     fits = asked.upper_bound_bytes <= memory_bytes
     advice = planner.advice(asked, price, memory_bytes)
-    notes = notes_on_run(args.run) if args.run else []
-    caveats = asked.constants.for_threads(job.threads).caveats(None if args.calibration else host())
-    policies = POLICIES if args.plan else ()
-    plans = [planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in policies]
-    # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is yet.
-    engines = ENGINES if installed_engine() == "itex" else ("stock",)
-    savings = planner.savings(job, price, engines) if args.plan else []
-    patch = gpu.largest_patch(job, gpu_bytes) if gpu_bytes else None
-    if args.picture:
-        _draw(args.picture, job, price, memory_bytes)
-    if args.json:
+    notes = notes_on_run(options.run) if options.run else []
+    caveats = asked.constants.for_threads(job.threads).caveats(None if named else host())
+    plans, savings = [], []
+    if options.plan:
+        plans = [planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in POLICIES]
+        # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is.
+        savings = planner.savings(job, price, ENGINES if installed_engine() == "itex" else ("stock",))
+    patch = planner.largest_patch(job, gpu_bytes) if gpu_bytes else None
+    if options.picture:
+        measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
+        panels = size_lines(job, lambda one: price(one).process_peak_bytes, measured)
+        _write_picture(options.picture, draw_sizes(panels, title=job.describe(), host_bytes=memory_bytes))
+    if options.json:
         content = {**asked.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
         content["policy"] = {"name": job.policy, "picked": bool(choice), "reason": picked or "given"}
         content["constants"]["caveats"] = caveats
         content["notes"] = notes
-        if args.plan:
+        if options.plan:
             content["plan"] = [one.to_json() for one in plans]
-            content["savings"] = [option.to_json() for option in savings]
+            content["savings"] = [one.to_json() for one in savings]
         if gpu_bytes:
             content["gpu"] = patch and patch.to_json()
         print(json.dumps(content))
-    else:
-        report.print_estimate(
-            asked, memory_bytes=memory_bytes, whose=whose, advice=advice, caveats=caveats, picked=picked, notes=notes
-        )
-        if args.plan:
-            report.print_plan(plans, savings, asked, memory_bytes=memory_bytes)
-        if gpu_bytes:
-            report.print_patch(patch, memory_bytes=gpu_bytes)
+        return FITS if fits else DOES_NOT_FIT
+    console = new_console()
+    console.print(job.describe())
+    if picked:
+        console.print(f"policy {job.policy} picked: {picked}")
+    for table in _tables(asked):
+        console.print(table.rich())
+    of = asked.constants
+    console.print(f"errors: {asked.accuracy.basis}")
+    console.print(f"speed and baseline: {'; '.join((f'{of.origin}, {of.name}', *caveats))} ({of.record})")
+    statistics = statistics_note(job.unet.norm, job.batch, job.micro)
+    for note in (*([STORE_NOTE] if job.from_store else []), *notes, *([statistics] if statistics else [])):
+        console.print(f"note: {note}")
+    console.print(verdict(asked, memory_bytes, whose))
+    for line in advice:
+        console.print(f"  {line}")
+    for table in _plan_tables(plans, savings, asked, memory_bytes) if options.plan else ():
+        console.print(table.rich())
+    if gpu_bytes:
+        console.print(_patch_table(patch, gpu_bytes).rich())
     return FITS if fits else DOES_NOT_FIT
 
 
 def _answer_for_hosts(
     args: argparse.Namespace,
+    options: scaling_report.ScalingOptions,
     job: Job,
     price: planner.Price,
     constants: HostConstants,
     worker_memory_bytes: Optional[int],
 ) -> int:
-    """Time on several hosts. Memory is looked at where that of a host was given: this one's is nobody's business."""
-    price_of_worker = price_of_one(price, scaling_options.most_workers(args))
+    """Time on several hosts. Memory is looked at where that of a host was given: this one's says nothing of it."""
+    price_of_worker = price_of_one(price, options.most_workers)
     if worker_memory_bytes and policy_is_open(args):
         policy = planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy
         job = planner.with_policy(job, policy)
-    request = scaling_options.request_from(args, price(job), constants.of(job.engine, job.unet.dtype))
+    request = scaling_report.request_from(options, price(job), constants.of(job.engine, job.unet.dtype))
     worker = price_of_worker(job)
     fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
-    if args.picture:
-        from memory_estimator.scaling.picture import draw_scaling
-
-        _write_picture(args.picture, draw_scaling(request))
-    if args.json:
+    if hasattr(args, "picture"):
+        _write_picture(args.picture, scaling_report.draw_scaling(request))
+    if hasattr(args, "json"):
         content = {**scaling_report.to_json(request), "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}
         print(json.dumps(content))
     else:
         scaling_report.print_scaling(request)
         if worker_memory_bytes:
-            print(f"a worker {report.verdict(worker, worker_memory_bytes, 'its share of a host')}")
+            print(f"a worker {verdict(worker, worker_memory_bytes, 'its share of a host')}")
     return FITS if fits else DOES_NOT_FIT
 
 
-def _draw(path: Path, job: Job, price: planner.Price, memory_bytes: int) -> None:
-    """The paper's Fig. 1 for this job. Takes seconds, for matplotlib's sake."""
-    from memory_estimator.pictures import draw_sizes, size_panels
-    from memory_estimator.validation import PUBLISHED, read_measured
+def _tables(asked: Estimate) -> List[Table]:
+    """The bill, the predictions with their errors, and the largest tensors."""
+    bound, time = asked.accuracy, asked.accuracy.error("step_s")
+    epoch = ("epoch", "-", "add --cases N")
+    if asked.epoch_s is not None:
+        epoch = ("epoch", format_seconds(asked.epoch_s), f"{time}; {asked.job.cases} cases, validation not counted")
+    predicted = (
+        ("allocator peak", format_bytes(asked.allocator_peak_bytes), bound.error("allocator_peak")),
+        ("process peak", format_bytes(asked.process_peak_bytes), bound.error("process_peak")),
+        ("upper bound", format_bytes(asked.upper_bound_bytes), bound.margin),
+        ("step", format_seconds(asked.step_s), time),
+        ("volume", format_seconds(asked.volume_s), time),
+        epoch,
+    )
+    error = "error over the measured configurations: median, worst" if bound.is_measured else "error"
+    bill = [(line.name, format_bytes(line.bytes), line.source) for line in asked.components]
+    largest = [(tensor.name, format_bytes(tensor.bytes), tensor.group) for tensor in asked.largest]
+    return [
+        Table(("", "bytes", "how it is known"), bill, f"Held at the peak, while {asked.peak_op} runs", names=3),
+        Table(("", "", error), predicted, "Predicted", names=3),
+        Table(("", "bytes", "counted under"), largest, "The largest tensors at the peak", names=3),
+    ]
 
-    measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
-    panels = size_panels(job, lambda one: price(one).process_peak_bytes, measured)
-    unet = job.unet
-    title = f"Memory of a training step: {unet.network}, {unet.depth} levels, {unet.dtype}, {job.engine}, {job.policy}"
-    _write_picture(path, draw_sizes(panels, title=title, host_bytes=memory_bytes))
+
+def _plan_tables(
+    plans: Sequence[planner.Plan], savings: Sequence[planner.Option], asked: Estimate, memory_bytes: int
+) -> List[Table]:
+    """What fits a memory under each policy, and what would save what."""
+    fitting = []
+    for one in plans:
+        for name, found, value in (
+            ("batch at once", one.batch, lambda job: str(job.batch)),
+            ("filters", one.filters, lambda job: str(job.unet.filters)),
+            ("extent", one.extent, lambda job: " x ".join(map(str, job.shape))),
+        ):
+            taken = found and (format_bytes(found.upper_bound_bytes), format_seconds(found.volume_s))
+            fitting.append((one.policy, name, *((value(found.job), *taken) if found else ("none", "", ""))))
+    rows = []
+    for label, taken in (
+        (f"as asked for, policy {asked.job.policy}", asked),
+        *((s.change, s.estimate) for s in savings),
+    ):
+        saved = asked.process_peak_bytes - taken.process_peak_bytes
+        peak, time = format_bytes(taken.process_peak_bytes), format_seconds(taken.volume_s)
+        rows.append((label, peak, format_bytes(saved) if saved else "", time))
+    return [
+        Table(
+            ("policy", "", "largest", "upper bound", "a volume"),
+            fitting,
+            f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for",
+            "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients",
+            names=2,
+        ),
+        Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself"),
+    ]
+
+
+def _patch_table(patch: Optional[planner.Patch], memory_bytes: int) -> Table:
+    """The largest patch that a GPU trains, and what that assumes."""
+    row = ("none", "", "", "")
+    if patch:
+        shape, share = " x ".join(map(str, patch.job.shape)), f"{patch.share_of_volume:.0%} of a volume"
+        row = (shape, f"{patch.job.micro}", format_bytes(patch.bytes), share)
+    title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
+    return Table(("patch", "at a time", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
+
+
+def _settings(job: Job) -> Job:
+    """All but the shape, the number of micro-batches, the threads, the data and the seed."""
+    unet = dataclasses.replace(job.unet, seed=0)
+    return Job(unet, (unet.divisor,) * 3, job.micro, job.micro, job.optimizer, job.engine)
 
 
 def _write_picture(path: Path, content: bytes) -> None:
@@ -172,38 +343,6 @@ def _write_picture(path: Path, content: bytes) -> None:
         write_whole(path, content)
     except OSError as error:
         raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m memory_estimator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_source_options(parser)
-    add_job_options(parser, may_pick=True)
-    parser.add_argument("--cases", type=int, default=argparse.SUPPRESS, metavar="N", help="training cases of an epoch")
-    parser.add_argument(
-        "--from-store",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)",
-    )
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory to fit into, such as 1.5TiB (default: free on this host)"
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help=f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} "
-        "(default: this host's own, else its kind's)",
-    )
-    parser.add_argument("--plan", action="store_true", help="what fits that memory, and what would save what")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="the largest patch that a GPU of this size trains")
-    scaling_options.add_scaling_options(parser)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over input size as a PNG")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
-from memory_estimator.files import read_json
+from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
-from memory_estimator.program import Program
+from memory_estimator.step.program import Program
 
 SCHEMA = 1
 
@@ -20,11 +20,9 @@ OWN = Path(__file__).resolve().parents[1] / "calibration.json"
 
 SHIPPED = Path(__file__).with_name("hosts")
 
-BY_ISA = (("amx_bf16", "xeon_amx.json"), ("avx512_bf16", "epyc_avx512_bf16.json"), ("", "xeon_avx512.json"))
-"""An instruction set and the shipped constants of hosts that have it; the first that fits counts, the last fits all."""
-
 NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
-"""What shipped constants are called on the command line: for planning a host that is not this one."""
+"""What shipped constants are called on the command line: for planning a host that is not this one. The first whose
+instruction set a host has is its own; the last fits all."""
 
 GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
@@ -43,7 +41,7 @@ STAND_INS = {
 dear its traffic is. Assumed; of narrow norms, that oneDNN's plain kernel takes as long a value in float32 as it was
 measured to take in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
 
-Costs = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
+Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
 
 
@@ -57,7 +55,7 @@ class HostConstants:
     """The model's name in /proc/cpuinfo; "" for a class of hosts."""
     origin: str
     """ "measured" or "assumed": the weaker of what `origins` says of speed and baseline."""
-    origins: Mapping[str, str]
+    origins: Dict[str, str]
     """Field -> "measured: how" or "assumed: why", for every field of figures."""
     record: str
     """What the figures rest on, for printing."""
@@ -68,9 +66,9 @@ class HostConstants:
     """Last-level cache."""
     saturating_threads: int
     """From this many threads on, more do not move memory any faster."""
-    baseline_bytes: Mapping[str, int]
+    baseline_bytes: Dict[str, int]
     """Engine -> resident memory of the process besides its tensors, in front of its first operation."""
-    op_bytes: Mapping[str, int]
+    op_bytes: Dict[str, int]
     """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
     costs: Costs
     measured_threads: int = 0
@@ -162,15 +160,16 @@ def load_constants(path: Union[str, Path]) -> HostConstants:
     """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
     path = Path(path)
     content = _read(path)
-    if "like" in content:
-        content = _derived(_read(path.with_name(str(content["like"]))), content)
     try:
-        constants = HostConstants(**{name: content[name] for name in _FIELDS})
-        problem = _problem(constants)
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = repr(error)
-    if problem:
-        raise ValueError(f"calibration {path} must be complete, got {problem}; run `calibrate` again, or delete it")
+        if "like" in content:
+            content = _derived(_read(path.with_name(str(content["like"]))), content)
+        found = {name: content[name] for name in _FIELDS if name in content}
+        constants = typed(found, HostConstants, "calibration")
+        _check(constants)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"calibration {path} must be complete, got {error}; run `calibrate` again, or delete it"
+        ) from None
     return constants
 
 
@@ -195,7 +194,8 @@ def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -
 
 def shipped_constants(isa: Sequence[str]) -> HostConstants:
     """The shipped constants for hosts of these instruction sets (`Host.isa`)."""
-    return load_constants(SHIPPED / next(name for flag, name in BY_ISA if not flag or flag in isa))
+    kind = "amx" if "amx_bf16" in isa else "avx512_bf16" if "avx512_bf16" in isa else "avx512"
+    return load_constants(SHIPPED / NAMED[kind])
 
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
@@ -222,48 +222,33 @@ def _read(path: Path) -> Dict[str, Any]:
     return content
 
 
-def _problem(constants: HostConstants) -> str:
-    """What is wrong with the figures; "" where nothing is."""
+def _check(constants: HostConstants) -> None:
+    """Raise ValueError for figures that cannot be."""
     for name in ("threads", "cache_bytes", "saturating_threads"):
-        value = getattr(constants, name)
-        if not _is_whole(value) or value < 1:
-            return f"{name} {value!r}"
-    for name in ("name", "cpu", "origin", "record", "date"):
-        if not isinstance(getattr(constants, name), str):
-            return f"{name} {getattr(constants, name)!r}"
+        if getattr(constants, name) < 1:
+            raise ValueError(f"{name} {getattr(constants, name)}")
     for name in ("baseline_bytes", "op_bytes"):
         for engine, value in getattr(constants, name).items():
-            if not _is_whole(value) or value < 0:
-                return f"{name} of {engine} {value!r}"
+            if value < 0:
+                raise ValueError(f"{name} of {engine} {value}")
+    if not any(constants.costs.values()):
+        raise ValueError("no costs")
     for engine, by_dtype in constants.costs.items():
         if engine not in constants.baseline_bytes or engine not in constants.op_bytes:
-            return f"no baseline_bytes or op_bytes of {engine}"
+            raise ValueError(f"no baseline_bytes or op_bytes of {engine}")
         for dtype, groups in by_dtype.items():
-            problem = _problem_of_costs(groups)
-            if problem:
-                return f"{engine} {dtype} {problem}"
-    return "" if any(constants.costs.values()) else "no costs"
-
-
-def _problem_of_costs(groups: Mapping[str, Mapping[str, float]]) -> str:
-    """The same of one engine's and dtype's costs."""
-    for group, costs in groups.items():
-        for feature, cost in costs.items():
-            if not isinstance(cost, (int, float)) or isinstance(cost, bool) or not 0 <= cost < 1:
-                return f"{group} {feature} {cost!r}"
-    missing = [group for group in GROUPS if group not in groups]
-    if missing:
-        return f"without {', '.join(missing)}"
-    # Looked up by these names whatever the network; other features of a group may be left out and then cost nothing.
-    for group, features in (("join", ("traffic", "cached")), ("every_op", ("seconds",))):
-        lacking = [feature for feature in features if feature not in groups[group]]
-        if lacking:
-            return f"{group} without {', '.join(lacking)}"
-    return ""
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+            for group, costs in groups.items():
+                for feature, cost in costs.items():
+                    if not 0 <= cost < 1:
+                        raise ValueError(f"{engine} {dtype} {group} {feature} {cost}")
+            # Features that every program looks up; others of a group may be left out and then cost nothing.
+            needed = {**dict.fromkeys(GROUPS, ()), "join": ("traffic", "cached"), "every_op": ("seconds",)}
+            missing = [group for group in needed if group not in groups]
+            missing += [
+                f"{of} {name}" for of, names in needed.items() for name in names if name not in groups.get(of, ())
+            ]
+            if missing:
+                raise ValueError(f"{engine} {dtype} without {', '.join(missing)}")
 
 
 def _known(costs: Costs) -> str:

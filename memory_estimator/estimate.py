@@ -1,24 +1,30 @@
-"""One job's memory and time: the closed form, the allocator and the host's constants put together."""
+"""One job's memory and time: the step on paper, the allocator and the host's constants put together.
+
+With it go the bill, which says what every byte of the process's peak is, and how far predictions have been off.
+"""
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from memory_estimator.accuracy import Accuracy, load_accuracy
-from memory_estimator.allocator import SMALL_BYTES, fits_regions, use
 from memory_estimator.calibration import HostConstants
-from memory_estimator.closed_form.writer import DTYPE_BYTES
-from memory_estimator.components import NEXT_BATCH, Component, bill, resident_bytes
-from memory_estimator.job import Job
-from memory_estimator.liveness import Timeline, rounded, timeline
-from memory_estimator.program import Program, Tensor
-from memory_estimator.region import region_bytes
-from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import training_step, validation_pass
+from memory_estimator.files import read_json, typed
+from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
+from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step, validation_pass
+from memory_estimator.units import format_bytes
+
+ACCURACY_SCHEMA = 1
+
+SHIPPED = Path(__file__).with_name("accuracy.json")
 
 STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
-"""To be said with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In
-one run, which was not recorded, the allocator's peak was 4 % and the process's 7 % above the prediction, and below the
+"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In one
+run, which was not recorded, the allocator's peak was 4 % and the process's 7 % above the prediction, and below the
 upper bound."""
 
 AROUND_SHARE = 0.1
@@ -26,6 +32,129 @@ AROUND_SHARE = 0.1
 
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
+
+NEXT_BATCH = "input pipeline, next batch"
+"""The group of what a store holds ready."""
+
+RULES: Dict[str, str] = {
+    "weights": "exact: float32",
+    "weights, bfloat16 copies": "exact: copies that the convolutions read",
+    "weights, parts": "exact: copies that convolutions of one of two joined maps read",
+    "weights, reordered": "exact: copies that the convolutions read",
+    "optimizer slots": "exact: float32 copies of the trainable weights",
+    "averaged weights": "exact: a float32 copy of the trainable weights",
+    "gradients": "exact: float32, one a trainable weight that has it by then",
+    "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a step",
+    "activations": "derived: the maps that a gradient still reads",
+    "transients": "derived: the maps on their way down the backward pass",
+    "scratch": "derived: oneDNN's buffers for this operation",
+    "input": "exact: images in the compute dtype, targets in one byte",
+    NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
+}
+"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be told apart
+by level, as in "activations, level 0"."""
+
+NAMED_SINGLY = ("transients", "scratch")
+"""Groups that live during few operations alone: the bill says which tensors they are."""
+
+
+# --- How far predictions have been off ---
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Errors as shares of what was measured, without their signs."""
+
+    median: float
+    worst: float
+
+    def __str__(self) -> str:
+        return f"± {self.median:.1%}, worst {self.worst:.1%}"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What held over the measured configurations."""
+
+    record: str
+    """The file that the errors were computed from."""
+    configurations: int
+    """How many measured steps are in it that no constant was fitted to; 0 where nothing was measured, and the figures
+    below are then nobody's errors."""
+    allocator_peak: Bound
+    process_peak: Bound
+    step_s: Bound
+    margin_share: float
+    """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
+    margin_bytes: int
+    exceeded: Optional[int] = None
+    """How many of the configurations took more than their upper bound; None where nobody counted."""
+    mean_slack: Optional[float] = None
+    """How far the upper bounds lay above the measured peaks on average, as a share of these."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.configurations > 0
+
+    def upper_bound(self, process_peak_bytes: int) -> int:
+        """What has to be free for a predicted peak: the peak and the margin."""
+        return math.ceil(process_peak_bytes * (1 + self.margin_share)) + self.margin_bytes
+
+    def error(self, name: str) -> str:
+        """A figure's error for printing, such as "± 0.4%, worst 2.1%"; `name` is that of a field."""
+        return str(getattr(self, name)) if self.is_measured else "error not measured"
+
+    @property
+    def basis(self) -> str:
+        """What the errors rest on, for printing."""
+        if not self.is_measured:
+            return "not measured"
+        return f"{self.record}, {self.configurations} configurations larger than any that constants were fitted to"
+
+    @property
+    def margin(self) -> str:
+        """What the upper bound is and how it has held, for printing."""
+        rule = f"{self.margin_share:.1%} and {format_bytes(self.margin_bytes)} above the process peak"
+        if not self.is_measured:
+            return f"{rule}; chosen, not measured"
+        if self.exceeded is None:
+            return rule
+        return f"{rule}; exceeded by {self.exceeded or 'none'} of {self.configurations}"
+
+    def to_json(self) -> Dict[str, Any]:
+        """The content of accuracy.json."""
+        content = dataclasses.asdict(self)
+        margin = {"share": content.pop("margin_share"), "bytes": content.pop("margin_bytes")}
+        return {"schema": ACCURACY_SCHEMA, **content, "margin": margin}
+
+
+def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
+    """Read the shipped digest of the validation record. Raises ValueError for a damaged file or another schema."""
+    try:
+        content = read_json(path)
+        schema, margin = content.pop("schema"), content.pop("margin")
+        if schema != ACCURACY_SCHEMA:
+            raise ValueError(f"schema {schema}")
+        return typed({**content, "margin_share": margin["share"], "margin_bytes": margin["bytes"]}, Accuracy)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"accuracy {path} must be complete JSON of schema {ACCURACY_SCHEMA}, got {error!r}; restore it, or "
+            "write it anew from the record"
+        ) from None
+
+
+# --- The estimate ---
+
+
+@dataclass(frozen=True)
+class Component:
+    """One line of the memory bill: what a process holds when the step is at its peak, grouped by cause."""
+
+    name: str
+    """Such as "optimizer slots"."""
+    bytes: int
+    source: str
+    """How it is known: "exact", "derived: " and the rule, or "measured: " and where."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +181,7 @@ class Estimate:
 
     @property
     def volume_s(self) -> float:
+        """Seconds a volume."""
         return self.step_s / self.job.batch
 
     @property
@@ -71,15 +201,10 @@ class Estimate:
 
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
-        bound = self.accuracy
-        time = dataclasses.asdict(bound.step_s)
+        bound, time = self.accuracy, dataclasses.asdict(self.accuracy.step_s)
+        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
         return {
-            "allocator_peak_bytes": self.allocator_peak_bytes,
-            "process_peak_bytes": self.process_peak_bytes,
-            "upper_bound_bytes": self.upper_bound_bytes,
-            "step_s": self.step_s,
-            "volume_s": self.volume_s,
-            "epoch_s": self.epoch_s,
+            **{name: getattr(self, name) for name in names},
             "components": [dataclasses.asdict(line) for line in self.components],
             "peak_op": self.peak_op,
             "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
@@ -88,10 +213,7 @@ class Estimate:
                 "allocator_peak_bytes": dataclasses.asdict(bound.allocator_peak),
                 "process_peak_bytes": dataclasses.asdict(bound.process_peak),
                 "upper_bound_bytes": {
-                    "margin_share": bound.margin_share,
-                    "margin_bytes": bound.margin_bytes,
-                    "exceeded": bound.exceeded,
-                    "mean_slack": bound.mean_slack,
+                    name: getattr(bound, name) for name in ("margin_share", "margin_bytes", "exceeded", "mean_slack")
                 },
                 **dict.fromkeys(("step_s", "volume_s", "epoch_s"), time),
                 "record": bound.record,
@@ -103,7 +225,7 @@ class Estimate:
                 "caveats": self.constants.for_threads(self.job.threads).caveats(),
                 "record": self.constants.record,
             },
-            "job": {**dataclasses.asdict(self.job), "policy": self.job.policy, "micro_batch": self.job.micro},
+            "job": self.job.to_json(),
         }
 
 
@@ -118,7 +240,8 @@ def estimate(
     Checkpoints are written and read variable by variable, which takes no more than the next step's gradients.
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
-    program = _with_store(_on_host(training_step(job), job, host_bytes), job)
+    region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
+    program = _with_store(dataclasses.replace(training_step(job), region_bytes=region), job)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
@@ -126,30 +249,45 @@ def estimate(
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
-    upper_bound = accuracy.upper_bound(validated) + _preparation_bytes(job) + _around_bytes(job, process_peak)
+    upper_bound = accuracy.upper_bound(validated) + _preparation_bytes(job)
+    # What a run has beside its steps and validations and nobody has modelled: mapped pages of the store, its log.
+    upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
+    around = (
+        Component("scratch outside the allocator", hidden, "derived: oneDNN's buffers, at their largest"),
+        Component(
+            "allocator overhead",
+            allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors)),
+            "derived: TensorFlow's allocator replayed",
+        ),
+        Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
+    )
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
         step_s=_step_s(program, constants, job),
-        components=tuple(
-            bill(
-                line,
-                overhead_bytes=allocator.resident_bytes + small - sum(map(resident_bytes, line.peak_tensors)),
-                hidden_bytes=hidden,
-                baseline_bytes=baseline,
-                baseline=f"{constants.origin}: {constants.name}",
-            )
-        ),
+        components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,
         constants=constants,
         regions_short=regions_short,
     )
+
+
+def live_at_peak(line: Timeline) -> List[Component]:
+    """The tensors live at the peak, by group. Raises ValueError for a tensor of no group in RULES."""
+    groups: Dict[str, List[Tensor]] = {}
+    for tensor in line.peak_tensors:
+        groups.setdefault(tensor.group, []).append(tensor)
+    order = list(RULES)
+    return [
+        Component(group, sum(map(_resident_bytes, groups[group])), _source(group, groups[group]))
+        for group in sorted(groups, key=lambda group: (order.index(_rule(group)), group))
+    ]
 
 
 # --- Private helpers ---
@@ -162,11 +300,6 @@ def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
     return job.parts * sum(times.op_s[:part]) + sum(times.op_s[part:])
 
 
-def _on_host(program: Program, job: Job, host_bytes: Optional[int]) -> Program:
-    """With the region that the trainer takes on a host of so much memory."""
-    return dataclasses.replace(program, region_bytes=region_bytes(job.unet, job.shape, job.micro, host_bytes))
-
-
 def _with_store(program: Program, job: Job) -> Program:
     """A store's pipeline holds the micro-batch that comes next ready while one is computed. Its run is validated."""
     if not job.from_store:
@@ -174,11 +307,6 @@ def _with_store(program: Program, job: Job) -> Program:
     image = Tensor("next_image", job.voxels * job.unet.channels * DTYPE_BYTES[job.unet.dtype], NEXT_BATCH)
     target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
     return dataclasses.replace(program, resident=(*program.resident, image, target), after=validation_pass(job))
-
-
-def _around_bytes(job: Job, process_peak: int) -> int:
-    """What a run has beside its steps and validations and nobody has modelled: mapped pages of the store, its log."""
-    return int(AROUND_SHARE * process_peak) if job.from_store else 0
 
 
 def _preparation_bytes(job: Job) -> int:
@@ -194,3 +322,25 @@ def _preparation_bytes(job: Job) -> int:
     value_bytes = RESAMPLED_BYTES if job.resampled else 2 * DTYPE_BYTES[job.unet.dtype]
     ready = job.voxels * (job.unet.channels * DTYPE_BYTES[job.unet.dtype] + job.unet.outputs) if job.micro > 1 else 0
     return values * value_bytes + volume * (4 + job.unet.outputs) + ready
+
+
+def _resident_bytes(tensor: Tensor) -> int:
+    """What of a tensor lies in memory: all of it, but for scratch that is written in part."""
+    return sum(last - first for first, last in tensor.touched) if tensor.touched else rounded(tensor.bytes)
+
+
+def _rule(group: str) -> str:
+    """The key of RULES. Raises ValueError for a group that is not declared: it would stand unexplained on the bill."""
+    rule = group.partition(", level ")[0]
+    if rule not in RULES:
+        raise ValueError(f"group must be one of {', '.join(RULES)}, got {group!r}; declare it in RULES")
+    return rule
+
+
+def _source(group: str, tensors: Sequence[Tensor]) -> str:
+    """The group's rule; for what lives during few operations alone, the tensors as well."""
+    rule = RULES[_rule(group)]
+    if group not in NAMED_SINGLY:
+        return rule
+    names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
+    return f"{rule}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

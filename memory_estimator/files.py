@@ -11,7 +11,12 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+RECORD_SCHEMA = 1
+"""Of benchmark records, as `cpu3d.util.records` writes them."""
 
 
 class NotRegularError(OSError, ValueError):
@@ -56,6 +61,28 @@ def parse_json(text: Union[str, bytes]) -> Any:
         raise ValueError(str(error)) from None  # its repr holds all of the text
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
+
+
+def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]]) -> List[T]:
+    """What `use` makes of each record of a kind in a file of JSON lines, None left out.
+
+    Raises ValueError for a missing file, and for a line that is damaged, of another schema or refused by `use`.
+    """
+    path, found = Path(path), []
+    if not path.is_file():
+        raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = parse_json(line)
+            if record["schema"] != RECORD_SCHEMA:
+                raise ValueError(f"schema {record['schema']}")
+            found.append(use(record) if record["kind"] == kind else None)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+            raise ValueError(
+                f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got {error!r}; "
+                "remove the line, or measure again"
+            ) from None
+    return [one for one in found if one is not None]
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:

@@ -1,14 +1,33 @@
-"""What is to be estimated: one training step's network, grid, batch, optimizer and engine, as a frozen record."""
+"""What is to be estimated: one training step's network, grid, batch, optimizer and engine.
 
+A job comes from the command line, from a recipe by its name, or from the folder of a run.
+"""
+
+import argparse
 import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass, field
-from typing import Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
-from models.config import UNetConfig
+from memory_estimator.files import read_json, typed
+from memory_estimator.schema import add_options, given, option
+from memory_estimator.units import count_of
+from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("itex", "stock")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+AUTO = "auto"
+"""Of an option that is to be worked out."""
+
+SOURCES = ("recipe", "run")
+"""Options that a whole job can be taken from."""
+
+RUN_SCHEMA = 1
+"""Version of the run folder's layout that is understood; `cpu3d.settings` writes it."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,31 @@ class Job:
         """Of a micro-batch, so of all that is computed at a time."""
         return self.micro * math.prod(self.shape)
 
+    def with_unet(self, **changes: Any) -> "Job":
+        """The same job with another network. Raises ValueError out of range."""
+        return dataclasses.replace(self, unet=dataclasses.replace(self.unet, **changes))
+
+    def describe(self) -> str:
+        """The job in one line."""
+        unet = self.unet
+        extras = [
+            name for name, has in (("residual", unet.residual), ("deep supervision", unet.deep_supervision)) if has
+        ]
+        return ", ".join(
+            (
+                f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
+                f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
+                *extras,
+                f"batch {self.batch}{f', {self.micro} at a time' if self.parts > 1 else ''}",
+                f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
+                count_of(self.threads, "thread"),
+            )
+        )
+
+    def to_json(self) -> Dict[str, Any]:
+        """As JSON content, with the policy and the micro-batch that the rules give."""
+        return {**dataclasses.asdict(self), "policy": self.policy, "micro_batch": self.micro}
+
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
     """Volumes computed at a time: `micro_batch`, and by rule where that is 0.
@@ -109,3 +153,323 @@ def divisors(number: int) -> Tuple[int, ...]:
     """From 1 to `number`: the micro-batches that a batch can be computed in."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return (*small, *(number // n for n in reversed(small) if n * n != number))
+
+
+def itex_is_installed() -> bool:
+    """Whether TensorFlow would load Intel's extension. Imports neither."""
+    return importlib.util.find_spec("intel_extension_for_tensorflow") is not None
+
+
+def installed_engine() -> str:
+    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
+    return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
+
+
+# --- Recipes ---
+
+BRAIN_BOX = (144, 192, 144)
+"""The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
+136 voxels; the box of a store of one's own is in the first lines of `train`."""
+
+FULL_GRID = (240, 240, 160)
+"""The whole BraTS grid, 155 slices padded to a multiple of 16."""
+
+USUAL_PATCH = (128, 128, 128)
+"""nnU-Net's patch for BraTS (Isensee et al. 2021), where nothing is said and no card sets a limit."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` says what it takes."""
+
+    summary: str
+    """A line for the end of a help page."""
+    job: Job
+    """On the grid of a typical store: `train` takes a store's own, or the patch that the card trains, and the dtype
+    from the host unless one is asked for."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Others of the trainer's settings, which no memory hangs on, by name."""
+
+
+_PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs": 25}
+
+# "Predicted" is the estimator's answer with 387 training cases, those of the Decathlon's 484 that a split of 8 1 1
+# leaves, for 2 cores of an AMD EPYC (Zen 5, AVX512_BF16): `--calibration avx512_bf16 --threads 2`. Validation comes on
+# top. No score on real data was verified here.
+RECIPES: Dict[str, Recipe] = {
+    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). `demo` cuts them to 4 minutes, and
+    # never below the first validation: 24 steps. Dice WT 0.92, TC 0.94, ET 0.78 on two untouched phantoms, which says
+    # nothing of real tumours; of 24 steps WT 0.91, of 16 0.86.
+    "demo": Recipe(
+        "A run short enough to watch, on the demo's phantoms.",
+        Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
+        {"epochs": 8, "validate_every": 3, "learning_rate": 3e-3, "warmup_steps": 5, "gain": 0.05, "offset": 0.05},
+    ),
+    # Predicted 6.3 GiB, 5.3 s a volume in bfloat16, 34 minutes an epoch, 14 h in all. The paper (Ojika et al. 2020)
+    # reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's 484 cases.
+    "paper-flair": Recipe(
+        "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, the full grid.",
+        Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), FULL_GRID, cases=484),
+        _PAPER,
+    ),
+    # As published, on a grid cropped to 144 slices (`train` sees the store's whole one), but computed one volume at a
+    # time where the paper took 16 at once: a fraction of the memory, and batch norm's statistics are of one volume;
+    # with --micro-batch 16 they are of the batch, in hundreds of GiB. Predicted 23 GiB under balanced, 17 GiB under
+    # lean, 110 s a volume in float32, 12 h an epoch; in bfloat16 under lean one step was measured: 10.6 GiB, 91 s a
+    # volume. The paper's memory was close to 1 TB, its time 30 s a volume on 80 cores.
+    "paper-2020": Recipe(
+        "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
+        Job(
+            UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
+            (240, 240, 144),
+            batch=16,
+            micro_batch=1,
+            cases=484,
+        ),
+        _PAPER,
+    ),
+    # Predicted 3.4 GiB, 2.4 s a volume in bfloat16, 15 minutes an epoch, 26 h in all. For context: nnU-Net, on patches,
+    # has a mean Dice of 91.2 over the five folds of BraTS 2021 (MIC-DKFZ/nnUNet, documentation/resenc_presets.md).
+    "brats-regions": Recipe(
+        "The three regions from all four modalities, whole brains; the default.",
+        Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
+    ),
+    # Assumed 3.5 GiB of the card at 128 x 128 x 128, for the two patches are computed one after the other; its time is
+    # not predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
+    "gpu-patch": Recipe(
+        "What GPU users do: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
+        Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
+        {"mode": "patch", "device": "gpu:0"},
+    ),
+}
+
+DEFAULT_RECIPE = "brats-regions"
+
+
+# --- The command line of a job: for the estimator, and for what measures its predictions ---
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The network between its input and its output, as the estimator and the trainer take it from a command line."""
+
+    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS)
+    filters: int = option(16, "feature maps of the first convolution", "F")
+    depth: int = option(5, "levels of resolution", "L")
+    norm: str = option("instance", choices=NORMS)
+    up: str = option("transposed", "how the decoder doubles the grid", choices=UPS)
+    residual: bool = option(False, "residual blocks")
+    deep_supervision: bool = option(False, "a loss at every decoder level")
+
+
+@dataclass(frozen=True)
+class NetworkOptions(Architecture):
+    """Every setting of the network that memory and time depend on, the batch and the input shape aside."""
+
+    channels: int = option(4, "image channels", "C")
+    classes: int = option(3, "output regions", "K")
+
+
+@dataclass(frozen=True)
+class JobOptions(NetworkOptions):
+    """What makes a `Job`: where it comes from, the network, and how it is trained."""
+
+    recipe: Optional[str] = option(
+        None, help="a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
+    )
+    run: Optional[Path] = option(
+        None, help="the job of a run folder that `train` has written", one_of="source", metavar="DIR"
+    )
+    shape: Optional[Tuple[int, int, int]] = option(None, help="voxels", metavar=("X", "Y", "Z"))
+    batch: int = option(1, help="volumes a step", metavar="B")
+    micro_batch: int = option(
+        0,
+        help="volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with "
+        "batch norm the whole batch, whose statistics are of what is computed together)",
+        metavar="M",
+    )
+    dtype: str = option("bfloat16", help="compute dtype", choices=DTYPES)
+    optimizer: str = option("adam", choices=OPTIMIZERS)
+    policy: str = option(
+        AUTO,
+        help="memory policy (default: auto, the fastest that fits; with --run the run's own)",
+        choices=(AUTO, *POLICIES),
+    )
+    engine: str = option(
+        AUTO, help="default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
+    )
+    threads: Optional[int] = option(None, help="default: this host's physical cores", metavar="N")
+
+
+def add_network_options(parser: argparse.ArgumentParser) -> None:
+    """Add `NetworkOptions`. Options that are not given leave no attribute: they come from a recipe or run instead."""
+    add_options(parser, NetworkOptions)
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add --recipe and --run."""
+    add_options(parser, JobOptions, only=SOURCES)
+
+
+def add_job_options(
+    parser: argparse.ArgumentParser, engines: Sequence[str] = ENGINES, dtypes: Sequence[str] = DTYPES
+) -> None:
+    """Add the other `JobOptions` for what measures: with more engines and dtypes, but a policy that is not picked."""
+    rest = [one.name for one in dataclasses.fields(JobOptions) if one.name not in SOURCES]
+    allowed = {"engine": (AUTO, *engines), "dtype": dtypes, "policy": POLICIES}
+    add_options(parser, JobOptions, only=rest, choices=allowed)
+
+
+def source_job(args: argparse.Namespace) -> Optional[Job]:
+    """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
+    if hasattr(args, "recipe"):
+        return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine())
+    if hasattr(args, "run"):
+        engine = getattr(args, "engine", AUTO)
+        return job_of_run(args.run, installed_engine(), None if engine == AUTO else engine)
+    return None
+
+
+def network_from(
+    args: argparse.Namespace, dtype: Optional[str] = None, base: Optional[UNetConfig] = None
+) -> UNetConfig:
+    """`base`, by default UNetConfig's defaults, with the options that were given. Raises ValueError out of range."""
+    found = given(NetworkOptions, args)
+    if "classes" in found:
+        found["outputs"] = found.pop("classes")
+    found.update(_given(args, "dtype", "policy"))
+    if dtype is not None:
+        found["dtype"] = dtype
+    return dataclasses.replace(base or UNetConfig(), **found)
+
+
+def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
+    """The job of the options of `add_job_options`; what was not given is as in `base`.
+
+    A policy that is left open is `base`'s for the time being. Raises ValueError for settings out of range.
+    """
+    if base is None and not hasattr(args, "shape"):
+        raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+    base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+    found = _given(args, "batch", "micro_batch", "optimizer", "engine", "threads", "cases", "from_store")
+    if hasattr(args, "shape"):
+        found["shape"] = tuple(args.shape)
+    job = dataclasses.replace(base, unet=network_from(args, base=base.unet), **found)
+    if 0 < job.cases < job.batch:
+        raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
+    return job
+
+
+def policy_is_open(args: argparse.Namespace) -> bool:
+    """Whether the policy is to be picked: where none was given, but for a run, which has its own."""
+    return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
+
+
+# --- The job of a run that `train` has written, from its config.json ---
+
+
+def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Optional[str] = None) -> Job:
+    """What training the run in `folder` asks of a host.
+
+    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases, or of
+    patches, is what follows from the run's store, where this is still there, else unknown.
+    Raises ValueError for a folder without config.json, a damaged one, or one of another version.
+    """
+    path, content = _read_run(folder)
+    engine = engine or (auto_engine if content["engine"] == AUTO else content["engine"])
+    cases = _training_cases(Path(content["store"]), content.get("fold", ""))
+    try:
+        if engine not in ENGINES:
+            raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; add --engine to choose one")
+        return Job(
+            unet=content["unet"],
+            shape=content["grid"],
+            batch=content["batch"],
+            # A run from before there was a choice computes its batch at once.
+            micro_batch=content.get("micro_batch", content["batch"]),
+            optimizer=content["optimizer"],
+            engine=engine,
+            averaged=content["ema"] > 0,
+            from_store=True,
+            resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
+            cases=cases * content.get("patches_per_case", 1),
+        )
+    except ValueError as error:
+        raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
+
+
+def notes_on_run(folder: Union[str, Path]) -> List[str]:
+    """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
+    _, content = _read_run(folder)
+    device, notes = content.get("device", "cpu"), []
+    if device != "cpu":
+        notes.append(
+            f"the run is on {device}, and this is what its steps would take on a CPU, of its host's memory; `train` "
+            "says what they take of a card's"
+        )
+    if content.get("mode") == "patch" or content.get("resolution", 1) != 1:
+        notes.append("the run validates on whole volumes of the store, which is not counted; `train` adds it")
+    return notes
+
+
+# --- Private helpers ---
+
+
+class _NeededOfRun(TypedDict):
+    unet: UNetConfig
+    grid: Tuple[int, int, int]
+    batch: int
+    optimizer: str
+    engine: str
+    ema: float
+    store: str
+
+
+class _Run(_NeededOfRun, total=False):
+    """Those fields of config.json that an estimate needs."""
+
+    micro_batch: int
+    fold: str
+    patches_per_case: int
+    augment: Dict[str, Any]
+
+
+def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
+    """config.json of a run, and its content."""
+    path = Path(folder) / "config.json"
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise ValueError(
+            f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"
+        ) from None
+    except ValueError:
+        raise ValueError(f"run config {path} must be JSON, got something else; restore it") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != RUN_SCHEMA:
+        raise ValueError(f"run config {path} must have schema {RUN_SCHEMA}, got {schema}; use the version that made it")
+    try:
+        return path, typed(content, _Run, "config")
+    except ValueError as error:
+        raise ValueError(f"run config {path} must be complete, got {error}; restore it") from None
+
+
+def _training_cases(store: Path, fold: str) -> int:
+    """0 where the store is gone or cannot be read: the run's memory does not hang on it.
+
+    A fold holds out one of its parts of the training and validation cases; counted as if each case had its own patient.
+    """
+    try:
+        split = read_json(store / "manifest.json")["split"]
+        if not fold:
+            return len(split["train"])
+        part, parts = map(int, fold.split("/"))
+        cases = len(split["train"]) + len(split["val"])
+        return cases - len(range(part - 1, cases, parts))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def _given(args: argparse.Namespace, *names: str) -> Dict[str, Any]:
+    """Of these options, those that were given and are not left open."""
+    return {name: getattr(args, name) for name in names if getattr(args, name, AUTO) != AUTO}

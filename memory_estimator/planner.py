@@ -1,4 +1,4 @@
-"""What fits: the fastest policy, the largest micro-batch, filters and extent, and what would save what. Pure searches.
+"""What fits: the fastest policy, the largest micro-batch, filters and extent, what would save what, a GPU's patch.
 
 Memory grows with each of them, but for the allocator's rounding, so a few guesses find the largest. `price` is asked
 for estimates: `estimate` with a host's constants in it, or a table in a test.
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import ENGINES, Job, divisors
-from memory_estimator.recipes import BRAIN_BOX
+from memory_estimator.job import BRAIN_BOX, ENGINES, Job, divisors
+from memory_estimator.step.program import StepOp, Tensor, timeline
+from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds
 from models.config import POLICIES
 from models.layer_plan import Shape3
@@ -26,6 +27,20 @@ where a vector of 16 bfloat16 channels is not filled, the norm is slower still. 
 
 LARGEST = 2**20
 """No search goes on past this number: the memory would then be without end."""
+
+CONTEXT_BYTES = 2**30
+"""Of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels."""
+
+WORKSPACE_BYTES = 4 * 2**30
+"""The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
+
+BOTTOM = 2
+"""Least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero."""
+
+ASSUMPTIONS = (
+    "assumed, not verified on a GPU: policy speed, the same step and order as on the CPU without oneDNN's scratch, for "
+    "cuDNN a workspace as large as what the convolution reads and writes (4 GiB at most), 1 GiB for context and handles"
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
 
 def with_policy(job: Job, policy: str) -> Job:
     """Raises ValueError for what is no policy."""
-    return _with_unet(job, policy=policy)
+    return job.with_unet(policy=policy)
 
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
@@ -159,7 +174,7 @@ def batches(job: Job) -> Chain:
 
 def widths(job: Job) -> Chain:
     """Multiples of 8 filters."""
-    return lambda number: _with_unet(job, filters=STEP_OF_FILTERS * number)
+    return lambda number: job.with_unet(filters=STEP_OF_FILTERS * number)
 
 
 def extents(job: Job) -> Chain:
@@ -223,6 +238,94 @@ def nearest(
     return []
 
 
+# --- What a GPU could train of the same network: patches, since a whole volume does not fit ---
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The largest patch that fits."""
+
+    job: Job
+    """With the patch for its shape."""
+    bytes: int
+    share_of_volume: float
+    """Voxels of the patch over those of the volume, 0 to 1."""
+
+    @property
+    def holds_volume(self) -> bool:
+        """Whether the card trains a whole volume, so that no patches are needed."""
+        return self.share_of_volume == 1
+
+    def to_json(self) -> Dict[str, Any]:
+        return {
+            "patch": list(self.job.shape),
+            "batch": self.job.batch,
+            "peak_bytes": self.bytes,
+            "share_of_volume": self.share_of_volume,
+            "holds_volume": self.holds_volume,
+            "assumptions": ASSUMPTIONS,
+        }
+
+
+def largest_patch(job: Job, memory_bytes: int) -> Optional[Patch]:
+    """The largest of `patch_shapes` of the volumes of `job` that a GPU trains; None where not even the smallest fits.
+
+    As many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm.
+    """
+    shapes = patch_shapes(job.shape, job.unet.divisor)
+    found = largest_number(lambda number: gpu_bytes(_with_shape(job, shapes[number - 1])), memory_bytes, len(shapes))
+    if not found:
+        return None
+    patch = _with_shape(job, shapes[found - 1])
+    return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape))
+
+
+def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits.
+
+    `name` is what the error calls the memory.
+    """
+    found = largest_patch(job, memory_bytes)
+    if found:
+        return found.job.shape
+    least = _with_shape(job, least_patch(job.shape, job.unet.divisor))
+    at_once = f", {job.micro} at a time," if job.micro > 1 else ","
+    lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
+    raise ValueError(
+        f"{name} must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
+        f"{format_bytes(gpu_bytes(least))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
+    )
+
+
+def least_patch(volume: Shape3, divisor: int) -> Shape3:
+    """The smallest patch of a `volume` that a network learns from: BOTTOM voxels along each axis at the deepest level,
+    or as many as the volume has."""
+    return tuple(min(BOTTOM * divisor, side) for side in volume)
+
+
+def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
+    """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
+
+    Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
+    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are.
+    """
+    shape = list(least_patch(volume, divisor))
+    shapes = [tuple(shape)]
+    while shapes[-1] != tuple(volume):
+        axis = min((axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis])
+        shape[axis] += divisor
+        shapes.append(tuple(shape))
+    return tuple(shapes)
+
+
+def gpu_bytes(job: Job) -> int:
+    """Memory of a card that one training step takes under policy speed, by ASSUMPTIONS."""
+    unet = dataclasses.replace(job.unet, policy="speed")  # the others are measured on CPUs alone
+    program = training_step(dataclasses.replace(job, unet=unet, engine="stock", threads=1))
+    ops = tuple(dataclasses.replace(op, scratch=_workspace(op), hidden_bytes=0) for op in program.ops)
+    return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
+
+
 # --- Private helpers ---
 
 
@@ -240,10 +343,6 @@ def _figures(found: Estimate) -> Dict[str, Any]:
     }
 
 
-def _with_unet(job: Job, **changes) -> Job:
-    return dataclasses.replace(job, unet=dataclasses.replace(job.unet, **changes))
-
-
 def _changes(job: Job, engines: Sequence[str]) -> List[Tuple[str, Job]]:
     """Single changes that may save something, as (options, job)."""
     unet = job.unet
@@ -252,13 +351,13 @@ def _changes(job: Job, engines: Sequence[str]) -> List[Tuple[str, Job]]:
     for micro in sorted({*smaller[:1], *smaller[-1:]}):
         found.append((f"--micro-batch {micro}", dataclasses.replace(job, micro_batch=micro)))
     if unet.dtype == "float32":
-        found.append(("--dtype bfloat16", _with_unet(job, dtype="bfloat16")))
+        found.append(("--dtype bfloat16", job.with_unet(dtype="bfloat16")))
     if job.parts > 1:  # no sums of gradients are kept then
         found.append((f"--batch {job.micro}", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
     if unet.filters > 1:
-        found.append((f"--filters {unet.filters // 2}", _with_unet(job, filters=unet.filters // 2)))
+        found.append((f"--filters {unet.filters // 2}", job.with_unet(filters=unet.filters // 2)))
     if unet.depth > 2:
-        found.append((f"--depth {unet.depth - 1}", _with_unet(job, depth=unet.depth - 1)))
+        found.append((f"--depth {unet.depth - 1}", job.with_unet(depth=unet.depth - 1)))
     box = _brain_box(job)
     if box:
         found.append((_shape_option(box), dataclasses.replace(job, shape=box)))
@@ -283,6 +382,14 @@ def _shape_option(shape: Shape3) -> str:
 # is nothing to change.
 
 
+def _mildest(chain: Chain, count: int, change: Callable[[Job], str], price: Price, budget: int) -> Optional[Option]:
+    """Of the first `count` jobs of a chain the largest that fits, else the first; `change` names it."""
+    if not count:
+        return None
+    found = largest(chain, price, budget, count) or price(chain(1))
+    return Option(change(found.job), found)
+
+
 def _leaner_policy(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
     asked = price(job)
     others = (price(with_policy(job, policy)) for policy in POLICIES if policy != job.policy)
@@ -294,27 +401,21 @@ def _leaner_policy(job: Job, price: Price, budget_bytes: int) -> Optional[Option
 
 def _smaller_micro_batch(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
     numbers = [number for number in divisors(job.batch) if number < job.micro]
-    if not numbers:
-        return None
     chain: Chain = lambda number: dataclasses.replace(job, micro_batch=numbers[number - 1])  # noqa: E731
-    found = largest(chain, price, budget_bytes, len(numbers)) or price(chain(1))
-    return Option(f"--micro-batch {found.job.micro}", found)
+    return _mildest(chain, len(numbers), lambda one: f"--micro-batch {one.micro}", price, budget_bytes)
 
 
 def _lighter_dtype(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
     if job.unet.dtype == "bfloat16":
         return None
-    return Option("--dtype bfloat16", price(_with_unet(job, dtype="bfloat16")))
+    return Option("--dtype bfloat16", price(job.with_unet(dtype="bfloat16")))
 
 
 def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
     """Multiples of 8, below them 4, 2 and 1."""
     numbers = [n for n in (1, 2, 4, *range(STEP_OF_FILTERS, job.unet.filters, STEP_OF_FILTERS)) if n < job.unet.filters]
-    if not numbers:
-        return None
-    chain: Chain = lambda number: _with_unet(job, filters=numbers[number - 1])  # noqa: E731
-    found = largest(chain, price, budget_bytes, len(numbers)) or price(chain(1))
-    return Option(f"--filters {found.job.unet.filters}", found)
+    chain: Chain = lambda number: job.with_unet(filters=numbers[number - 1])  # noqa: E731
+    return _mildest(chain, len(numbers), lambda one: f"--filters {one.unet.filters}", price, budget_bytes)
 
 
 def _smaller_grid(grids: Optional[Sequence[Tuple[str, Shape3]]]):
@@ -323,10 +424,17 @@ def _smaller_grid(grids: Optional[Sequence[Tuple[str, Shape3]]]):
         return next((option for option in priced if option.estimate.job.shape != job.shape), None)
 
     def of_any_size(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-        chain, steps = extents(job), max(job.shape) // job.unet.divisor
-        if steps == 1:
-            return None
-        found = largest(chain, price, budget_bytes, steps - 1) or price(chain(1))
-        return Option(_shape_option(found.job.shape), found)
+        count = max(job.shape) // job.unet.divisor - 1
+        return _mildest(extents(job), count, lambda one: _shape_option(one.shape), price, budget_bytes)
 
     return of_any_size if grids is None else among
+
+
+def _with_shape(job: Job, shape: Shape3) -> Job:
+    return dataclasses.replace(job, shape=shape)
+
+
+def _workspace(op: StepOp) -> Tuple[Tensor, ...]:
+    if "conv" not in op.kind:
+        return ()
+    return (Tensor(f"{op.name}/workspace", min(op.traffic_bytes, WORKSPACE_BYTES), "scratch"),)

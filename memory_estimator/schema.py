@@ -47,6 +47,8 @@ class Option:
     """Positional, and takes all words that follow, options of others too."""
     repeat: bool = False
     """Given again for each element of a tuple."""
+    empty: bool = False
+    """May stand without a value: an empty tuple."""
     name: str = ""
     """Of the option, without dashes, where it is not the field's."""
 
@@ -59,11 +61,17 @@ def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = No
 
 
 def add_options(
-    parser: argparse.ArgumentParser, *classes: type, only: Optional[Sequence[str]] = None, required: bool = True
+    parser: argparse.ArgumentParser,
+    *classes: type,
+    only: Optional[Sequence[str]] = None,
+    required: bool = True,
+    choices: Optional[Mapping[str, Sequence[Any]]] = None,
+    group: str = "",
 ) -> None:
     """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
 
-    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe.
+    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe. `choices` are of
+    named fields, in place of their own; `group` is the heading of options that have none.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
@@ -71,9 +79,10 @@ def add_options(
     for hint, field, spec in fields:
         if only is not None and field.name not in only:
             continue
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
-        target = groups[spec.group]
+        heading = spec.group or group
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        target = groups[heading]
         if spec.one_of:
             if spec.one_of not in exclusive:
                 exclusive[spec.one_of] = target.add_mutually_exclusive_group()
@@ -101,9 +110,9 @@ def add_options(
                 **more,
             )
             continue
-        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
+        more.update(type=inner, metavar=spec.metavar, choices=(choices or {}).get(field.name, spec.choices))
         if count is not None:
-            more["nargs"] = count
+            more["nargs"] = "*" if spec.empty else count
         if spec.repeat:
             more["action"] = "append"
             if count == "+":

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, List, Sequence
 
 if TYPE_CHECKING:
+    import rich.console
     import rich.table
+
+WIDTH = 120
+"""Columns where the output is no terminal, as in a log."""
 
 
 class Bold(str):
@@ -98,6 +102,14 @@ class Table:
             + (f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else "")
             + f"<tbody>\n{body}</tbody></table></div>"
         )
+
+
+def new_console() -> "rich.console.Console":
+    """For printing text as it is and tables: as wide as the terminal, or as WIDTH."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
 
 
 # --- Private helpers ---

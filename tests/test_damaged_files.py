@@ -33,14 +33,14 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.compare import run as compare_run
-from cpu3d.config import load_config, save_config
-from cpu3d.data.extent import case_region
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.region import case_region
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
 from cpu3d.host.topology import read_topology, to_json
+from cpu3d.inference.export.command import Case, NotReadableError, verify
 from cpu3d.inference.export.contract import Contract
-from cpu3d.inference.export.verify import Case, NotReadableError, verify
+from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import load_checkpoint
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate

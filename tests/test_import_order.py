@@ -30,7 +30,7 @@ def imported(path):
     """Dotted names of what a module imports, at its top or within a function."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            # `from cpu3d import memory_plan` names a module, `from cpu3d.config import RunConfig` does not.
+            # `from cpu3d import memory_plan` names a module, `from cpu3d.settings import RunConfig` does not.
             yield from (f"{node.module}.{one.name}" if node.module == "cpu3d" else node.module for one in node.names)
         elif isinstance(node, ast.Import):
             yield from (one.name for one in node.names)

@@ -11,11 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("models", "memory_estimator", "cpu3d")
 
 NEED_TENSORFLOW = {
-    "cpu3d.data.failures",
+    "cpu3d.data.pipeline",
     "cpu3d.data.finish",
-    "cpu3d.data.python_op",
     "cpu3d.data.source",
-    "cpu3d.inference.export.saved_model",
+    "cpu3d.inference.export.network",
     "cpu3d.training.feeds",
     "cpu3d.training.fit",
     "cpu3d.inference.predictor",

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from cpu3d.bench.tables import VALIDATION, page, validation
-from memory_estimator.accuracy import SHIPPED, load_accuracy
-from memory_estimator.digest import digest, to_json
-from memory_estimator.validation import targets
+from memory_estimator.estimate import SHIPPED, load_accuracy
+from memory_estimator.validation import digest, targets
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = f"records/{VALIDATION}"
-REMAKE_ACCURACY = f"run python -m memory_estimator.digest {RECORD} --out memory_estimator/accuracy.json"
+REMAKE_ACCURACY = f"run python -m memory_estimator.validation {RECORD} --out memory_estimator/accuracy.json"
 REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
 
 NOT_MET = {
@@ -44,7 +43,7 @@ def test_the_page_is_up_to_date(validated):
 
 
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
-    assert json.loads(SHIPPED.read_text(encoding="utf-8")) == to_json(digest(validated[1], RECORD)), REMAKE_ACCURACY
+    assert json.loads(SHIPPED.read_text(encoding="utf-8")) == digest(validated[1], RECORD).to_json(), REMAKE_ACCURACY
 
 
 def test_what_is_demanded_is_met_but_for_what_is_listed_here(found):

@@ -27,13 +27,12 @@ import psutil
 
 from cpu3d.bench.harness import Result, in_fresh_process, read_options, show
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
-from cpu3d.config import RunConfig
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from cpu3d.util.records import versions
-from memory_estimator.allocator import use
 from memory_estimator.calibration import (
     GROUPS,
     OWN,
@@ -47,11 +46,12 @@ from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
-from memory_estimator.program import Program, StepOp
 from memory_estimator.schema import add_options, option
+from memory_estimator.step.allocator import use
+from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
+from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table
-from memory_estimator.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
-from memory_estimator.training_step import training_step
 from models.config import UNetConfig
 
 SHAPE = (96, 96, 96)

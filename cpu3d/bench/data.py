@@ -28,22 +28,18 @@ import numpy as np
 
 from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, read_options, show, write_bytes
 from cpu3d.data.augment import AugmentConfig, sample_params
-from cpu3d.data.case_index import KEPT
-from cpu3d.data.extent import case_region
-from cpu3d.data.files import page_cache
+from cpu3d.data.files import pages
 from cpu3d.data.files.arrays import decode_b2nd, encode
-from cpu3d.data.files.file_map import map_file
-from cpu3d.data.files.read_mode import file_system
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
-from cpu3d.data.patches import PatchSampling, patch_at
-from cpu3d.data.phantom import write_phantom
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import Geometry
-from cpu3d.data.region import crop
-from cpu3d.data.store import open_store
-from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
+from cpu3d.data.region import case_region, crop
+from cpu3d.data.sampling import PatchSampling, patch_at
+from cpu3d.data.store import KEPT, open_store
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
@@ -387,8 +383,8 @@ def set_pages(paths: Sequence[Path], state: str) -> float:
             os.fdatasync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             size_bytes = os.fstat(file.fileno()).st_size
-            pages = page_cache.resident(map_file(file.fileno(), size_bytes))
-            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(pages.sum()) * mmap.PAGESIZE
+            there = pages.resident(pages.map_file(file.fileno(), size_bytes))
+            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(there.sum()) * mmap.PAGESIZE
     return min(1.0, kept_bytes / total_bytes) if total_bytes else 0.0
 
 

@@ -31,8 +31,8 @@ import numpy as np
 import psutil
 
 from cpu3d.bench.harness import Result, read_options, show
-from cpu3d.data.phantom import write_phantom
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.errors import InputError
 from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
 from cpu3d.training.checkpoint import newest as newest_checkpoint

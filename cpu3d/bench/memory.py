@@ -49,8 +49,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job
-from memory_estimator.options import add_job_options, add_source_options, job_from, source_job
+from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes

@@ -22,7 +22,6 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, read_options, run_together, times
 from cpu3d.bench.step import StepOptions, made_up, step_request
-from cpu3d.config import RunConfig
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
 from cpu3d.errors import InputError
@@ -30,8 +29,9 @@ from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
-from memory_estimator.options import add_network_options
+from memory_estimator.job import add_network_options
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.schema import add_options, option

@@ -34,15 +34,14 @@ from cpu3d.bench.harness import (
     times,
     with_range,
 )
-from cpu3d.config import RunConfig
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
-from memory_estimator.job import OPTIMIZERS
-from memory_estimator.options import add_network_options, network_from
+from memory_estimator.job import OPTIMIZERS, add_network_options, network_from
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB

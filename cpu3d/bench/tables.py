@@ -6,7 +6,7 @@
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that; its upper bounds follow from accuracy.json, which `python -m
-memory_estimator.digest` makes of the same record: run that first.
+memory_estimator.validation` makes of the same record: run that first.
 """
 
 import argparse
@@ -24,13 +24,11 @@ from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
 from cpu3d.bench.validate import describe
-from cpu3d.compare.report import comparisons_markdown, summary_markdown
-from cpu3d.compare.resolutions import studies_markdown
+from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
-from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import Accuracy, estimate, load_accuracy
 from memory_estimator.scaling.costs import read_scaling
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
@@ -246,8 +244,7 @@ def _estimator(path: Path) -> List[str]:
 
 
 def _compare(path: Path) -> List[str]:
-    records = read_records(path, "compare")
-    return [*summary_markdown(records), "", *comparisons_markdown(records)]
+    return comparisons_markdown(read_records(path, "compare"))
 
 
 def _windows(record: Dict[str, Any]) -> List[str]:
@@ -267,7 +264,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "compare": ("Whole volumes against patches", _compare),
     "resolutions": (
         "Resolution, effective batch and learning rate",
-        lambda path: studies_markdown(read_records(path, "resolutions")),
+        lambda path: comparisons_markdown(read_records(path, "resolutions")),
     ),
     "windows": (
         "One pass against a sliding window",

@@ -23,20 +23,18 @@ import numpy as np
 
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, in_fresh_process, in_turn, read_options, summary, with_range
 from cpu3d.bench.harness import times as by_times
-from cpu3d.config import RunConfig, load_config
-from cpu3d.data.extent import grid_size
 from cpu3d.data.labels import label_from_regions, region_mask
-from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.records import SPLITS
-from cpu3d.data.region import Region, Shape3, crop, whole
+from cpu3d.data.region import Region, Shape3, crop, grid_size, whole
+from cpu3d.data.sampling import OVERLAP, patch_grid
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference.options import Inference
-from cpu3d.inference.predictors import store_of_run, trained_predictor
-from cpu3d.patch_plan import usual_patch
+from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
+from cpu3d.plan import usual_patch
+from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.records import versions
 from memory_estimator.schema import add_options, option
@@ -236,7 +234,7 @@ def border_distance(shape: Shape3, tiles: Sequence[Region]) -> np.ndarray:
     """Voxels between each voxel of a volume and the nearest border of a tile: int16 (X, Y, Z), 0 right at a border.
 
     A border is a plane between two voxels, where a tile begins or ends inside the volume; the volume's own outer faces
-    are none. Tiles are those of a grid, `cpu3d.data.patches.patch_grid`, so that each plane cuts the whole volume; they
+    are none. Tiles are those of a grid, `sampling.patch_grid`, so that each plane cuts the whole volume; they
     may reach outside of it. Without any plane, as under a single tile, all are as far away as the longest side.
     """
     along = []

@@ -18,60 +18,66 @@ named, and the exit code is 1. Folders of --runs are only read: scores that they
 """
 
 import argparse
-import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
 from cpu3d.compare.plan import (
     Budget,
+    Course,
     Grouped,
     Json,
     Kept,
-    Resolved,
-    asked_for,
+    arms,
     budget_of,
     common_settings,
     courses,
     grouped,
     load_same,
+    merged,
     parse_variant,
+    planned_run,
     planned_runs,
     resolve_variants,
-    timed_options,
     usual_variants,
-    with_minutes,
+    with_search,
 )
-from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.resolutions import SEARCH_SHARE, run_study
+from cpu3d.compare.report import STUDY, plan_table, publish
 from cpu3d.compare.run import (
     Evaluation,
+    PlannedRun,
+    RunDivergedError,
+    by_dice,
     carry_out,
     evaluate_folder,
-    forget_timing,
     is_evaluated,
-    read_run,
-    step_seconds,
+    search_rate,
+    searched_dice,
 )
-from cpu3d.compare.statistics import compare
-from cpu3d.config import load_config
+from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
-from cpu3d.inference.predictors import store_of_run
+from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.training_options import add_training_options, chosen_settings
+from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, with_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, check, given, option
 
+SEARCH_FACTORS = (0.5, 1.0, 2.0)
+
+SEARCH_SHARE = 0.25
+
 VALIDATIONS = 4
 """Of every run, where no number is asked for."""
 
-STUDY = "resolution study"
+GROUP = "resolution study"
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,9 @@ class Options:
     minutes: Optional[float] = option(None, help="budget of every run: wall time of its steps", metavar="M")
     seeds: Tuple[int, ...] = option((0, 1, 2), metavar="S", at_least=0)
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
-    tolerance: float = option(TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM")
+    tolerance: float = option(
+        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
+    )
     title: Optional[str] = option(None, help="of the page and the record (default: the data's name)", metavar="TEXT")
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
     json: bool = option(False, help="print compare.json instead of tables")
@@ -106,21 +114,21 @@ class Options:
         (),
         help="train at these shares of the store's resolution, instead of variants, such as 0.5 0.75 1",
         metavar="R",
-        group=STUDY,
+        group=GROUP,
         above=0,
         at_most=1,
     )
     batches: Tuple[int, ...] = option(
-        (), help="effective batches, the second axis (default: the recipe's)", metavar="N", group=STUDY, at_least=1
+        (), help="effective batches, the second axis (default: the recipe's)", metavar="N", group=GROUP, at_least=1
     )
     learning_rates: Tuple[float, ...] = option(
-        (), help="rates to search, for all; one alone is no search", metavar="R", group=STUDY, above=0, one_of="rates"
+        (), help="rates to search, for all; one alone is no search", metavar="R", group=GROUP, above=0, one_of="rates"
     )
     search_factors: Tuple[float, ...] = option(
         (),
         help="search these multiples of --learning-rate, scaled to the batch (default: 0.5 1 2)",
         metavar="F",
-        group=STUDY,
+        group=GROUP,
         above=0,
         one_of="rates",
     )
@@ -128,7 +136,7 @@ class Options:
         None,
         help=f"part of a full run's steps that a run of the search takes (default: {SEARCH_SHARE:g})",
         metavar="S",
-        group=STUDY,
+        group=GROUP,
         above=0,
         at_most=1,
     )
@@ -154,9 +162,7 @@ def run(args: argparse.Namespace) -> int:
     if options.runs:
         return _compare_folders(options)
     common, recipe = common_settings(args)
-    if options.resolutions:
-        return run_study(options, common, recipe, settings.get("epochs"))
-    return _compare_variants(options, common, recipe, settings.get("epochs"))
+    return _train_and_compare(options, common, recipe, settings.get("epochs"))
 
 
 # --- Private helpers ---
@@ -180,80 +186,150 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
         f"--variant must have names of their own, got {name} twice; rename one"
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
-    for_training = ["--" + name.replace("_", "-") for name in settings if name != "validations"]
-    for_training += ["--recipe"] if args.recipe else []
-    asked = [name for name in ("variant", "voxels", "minutes", "resolutions") if getattr(options, name)]
-    if options.runs and (for_training or asked):
-        words = ", ".join([*for_training, *(f"--{name}" for name in asked)])
-        problems.append(f"--runs must come without {words}, which are for training; leave them out")
-    if options.resolutions:
-        wrong = [f"--{name}" for name in ("resolution", "batch") if name in settings]
-        wrong += ["--mode patch"] if settings.get("mode", "whole") != "whole" else []
-        wrong += [f"--{name}" for name in ("variant", "voxels", "minutes") if getattr(options, name)]
-        problems += [
-            f"{one} must come without --resolutions, which trains whole volumes at --batches for --epochs; leave it out"
-            for one in wrong
+    chosen = [name for name in ("variant", "voxels", "minutes") if getattr(options, name)]
+    if options.runs:
+        wrong = [
+            *(name for name in settings if name != "validations"),
+            *(["recipe"] if hasattr(args, "recipe") else []),
+            *chosen,
         ]
+        wrong += ["resolutions"] if options.resolutions else []
+        rule = "must come without --runs, where nothing is trained"
+    elif options.resolutions:
+        wrong = [*(name for name in ("resolution", "batch") if name in settings), *chosen]
+        wrong += ["mode patch"] if settings.get("mode", "whole") != "whole" else []
+        rule = "must come without --resolutions, which trains whole volumes at --batches for --epochs"
     else:
-        problems += [
-            f"--{name.replace('_', '-')} must come with --resolutions, which are what is studied; leave it out"
-            for name in ("batches", "learning_rates", "search_factors", "search_share")
-            if getattr(options, name)
-        ]
+        study = ("batches", "learning_rates", "search_factors", "search_share")
+        wrong, rule = [name for name in study if getattr(options, name)], "must come with --resolutions"
+    problems += [f"--{name.replace('_', '-')} {rule}; leave it out" for name in wrong]
     if problems:
         raise InputError(*problems)
     return options
 
 
-def _compare_variants(options: Options, common: Dict[str, Any], recipe: Optional[str], epochs: Optional[float]) -> int:
+def _train_and_compare(options: Options, common: Dict[str, Any], recipe: Optional[str], epochs: Optional[float]) -> int:
     store, evaluation = options.checked_store(), Evaluation(options.split, options.tolerance)
-    variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
-    variants = variants or usual_variants(common, recipe, store)
-    found = resolve_variants(variants, store)
-    budget = budget_of(epochs, options.voxels, options.minutes, found[0].config.epochs)
-    asked = asked_for(variants, budget, options.validations, evaluation, store.manifest.split_hash)
-    words, baseline = budget.words(variants[0].name), variants[0].name
+    plan = _study if options.resolutions else _variants
+    asked, courses_now, budget = plan(options, store, evaluation, common, recipe, epochs)
+
+    def taken_up() -> Kept:
+        """What the folder holds with what is added, or a new plan. Results are of all seeds and variants or none."""
+        before = load_same(asked, options.out)
+        seeds = list(dict.fromkeys((*(before.seeds if before else ()), *options.seeds)))
+        now = before.plan if before else courses_now
+        if options.resolutions:
+            more_rates = bool(options.learning_rates or options.search_factors)
+            now = merged(before.plan if before else (), courses_now, more_rates)
+        same = before and before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
+        changing = {"search_seed": seeds[0]} if options.resolutions else {}
+        kept = Kept({**asked, **changing}, seeds, list(now), before.results if same else None)
+        Console(stderr=True).print(plan_table(kept.plan, kept.seeds, words).rich())
+        _warn(options.split)
+        return kept
+
+    words = budget.words(courses_now[0]["name"])
     if options.dry_run:
-        _say_plan(_kept(options, asked, found, budget), words, options.split)
+        taken_up()
         return 0
     out, source = writable_folder(options.out, "folder of --out").resolve(), store.folder.resolve()
+    failed, search = [], {}
     with locked(out, "comparison"):
-        kept = _kept(options, asked, found, budget)
+        kept = taken_up()
         kept.save(out)
-        _say_plan(kept, words, options.split)
-        if any(course["steps"] is None for course in kept.plan):
-            step_s = step_seconds(timed_options(kept.plan), source, out, force=options.force)
-            plan = with_minutes(kept.plan, budget.amount, step_s, options.validations)
-            kept = dataclasses.replace(kept, plan=plan)
-            kept.save(out)
-            _say_plan(kept, words, options.split)
-        forget_timing(out)  # after the steps that follow from it are kept
-        runs = planned_runs(kept.plan, kept.seeds, out)
-        failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
+        if options.resolutions:
+            runs = []
+            for arm in kept.plan:
+                of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
+                runs += of_arm
+        else:
+            runs = planned_runs(kept, out)
+            failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
         lost = {(one.variant, one.seed) for one in failed}
         results = [
             read_run(run.variant, run.seed, run.folder, options.split, store=store)
             for run in runs
             if (run.variant, run.seed) not in lost
         ]
-        comparison = compare(results, baseline=baseline, failed=failed)
-        publish(comparison, kept, store, evaluation, out, budget=f"{words} each", options=options)
+        comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
+        publish(comparison, kept, store, evaluation, out, budget=f"{words} each", options=options, search=search)
     return 1 if failed else 0
 
 
-def _kept(options: Options, asked: Json, found: Sequence[Resolved], budget: Budget) -> Kept:
-    """What the folder holds with the seeds that are added, or a new plan. Results are of all seeds or none."""
-    kept = load_same(asked, options.out)
-    if not kept:
-        return Kept(asked, list(options.seeds), courses(found, budget, options.validations))
-    added = [seed for seed in options.seeds if seed not in kept.seeds]
-    return dataclasses.replace(kept, seeds=[*kept.seeds, *added], results=None) if added else kept
+def _variants(
+    options: Options, store: Store, evaluation: Evaluation, common: Json, recipe: Optional[str], epochs: Optional[float]
+) -> Tuple[Json, List[Course], Budget]:
+    """What tells this comparison from others, its plan and its budget. There can always be more seeds."""
+    variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
+    variants = variants or usual_variants(common, recipe, store)
+    found = resolve_variants(variants, store)
+    budget = budget_of(epochs, options.voxels, options.minutes, found[0].config.epochs)
+    asked = {
+        "split_hash": store.manifest.split_hash,
+        "budget": vars(budget),
+        "validations": options.validations,
+        "evaluation": vars(evaluation),
+        "baseline": variants[0].name,
+        "variants": {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants},
+    }
+    return asked, courses(found, budget, options.validations), budget
 
 
-def _say_plan(kept: Kept, budget: str, split: str) -> None:
-    messages = Console(stderr=True)
-    messages.print(plan_table(kept.plan, kept.seeds, budget).rich())
-    _warn(split)
+def _study(
+    options: Options, store: Store, evaluation: Evaluation, common: Json, recipe: Optional[str], epochs: Optional[float]
+) -> Tuple[Json, List[Course], Budget]:
+    """As `_variants`, of a resolution study. There can always be more seeds, resolutions, batches and rates."""
+    if not store.cases("val"):
+        raise InputError(
+            f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
+        )
+    try:
+        base = with_settings(recipe_config(recipe), common)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    found = resolve_variants(arms(options.resolutions, options.batches or [base.batch], common, recipe), store)
+    budget, share = Budget("passes", epochs or base.epochs), options.search_share or SEARCH_SHARE
+    factors = options.search_factors or SEARCH_FACTORS
+    plan = with_search(courses(found, budget, options.validations), found, base, share, options.learning_rates, factors)
+    asked = {
+        "study": STUDY,
+        "split_hash": store.manifest.split_hash,
+        "recipe": recipe,
+        "settings": common,
+        "epochs": budget.amount,
+        "validations": options.validations,
+        "evaluation": vars(evaluation),
+        "search_share": share,
+        "search_seed": options.seeds[0],
+    }
+    return asked, plan, budget
+
+
+def _arm_runs(
+    arm: Course, seeds: Sequence[int], store: Path, out: Path, evaluation: Evaluation, *, force: bool
+) -> Tuple[List[PlannedRun], Json]:
+    """Search an arm's learning rate, and train and score it with the best for every seed: the runs, and the search.
+
+    A rate that diverges in full length, with any seed, makes place for the next best of the search. Raises
+    RunDivergedError where there is no other.
+    """
+
+    def dice_of(rate: float) -> Optional[float]:
+        return searched_dice(planned_run(arm, seeds[0], out, rate=rate, search=True), store, out, force=force)
+
+    trials, diverged = search_rate(arm["rates"], arm["goes_beyond"], dice_of), []
+    rates = [trial.rate for trial in by_dice(trials)] if trials else list(arm["rates"])
+    while True:
+        runs = [planned_run(arm, seed, out, rate=rates[0]) for seed in seeds]
+        try:
+            carry_out(runs, store, out, evaluation, force=force)
+            break
+        except RunDivergedError:
+            if len(rates) < 2:
+                raise
+            diverged.append(rates.pop(0))
+    search = {"rate": rates[0], "start_rate": arm["start_rate"], "steps": arm["search_steps"]}
+    return runs, {**search, "trials": list(map(vars, trials)), "diverged": diverged}
 
 
 def _warn(split: str) -> None:

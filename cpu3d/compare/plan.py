@@ -1,69 +1,75 @@
 """What a comparison does, as it is kept in OUT/compare.json: variants, one budget for all, and what each comes to here.
 
 A second call is held to what was asked: the same goes on, more seeds are added, and anything else is refused. Steps,
-dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. Run folders that
-are there already become variants by `grouped`: runs that differ in their seed alone are one.
+dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms of a
+resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others may be
+added. Run folders that are there already become variants by `grouped`: runs that differ in their seed alone are one.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d import memory_plan
-from cpu3d.compare.run import TIMED_STEPS, Evaluation, PlannedRun, end_of, step_voxels
-from cpu3d.compare.statistics import unpaired
-from cpu3d.config import RunConfig, load_config
-from cpu3d.data.folds import with_fold
+from cpu3d.compare.run import PlannedRun, end_of, rounded, step_voxels
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus
-from cpu3d.patch_plan import BOTTOM
-from cpu3d.recipes import RECIPES
+from cpu3d.plan import make_plan
 from cpu3d.report.page import flat
-from cpu3d.resolve import resolve
+from cpu3d.settings import (
+    SIZES_OF_PATCH,
+    RunConfig,
+    add_training_options,
+    as_options,
+    chosen_settings,
+    load_config,
+    recipe_config,
+)
 from cpu3d.training.run_log import FINISHED, read_events
-from cpu3d.training.schedule import steps_within
-from cpu3d.training_options import SIZES_OF_PATCH, add_training_options, as_options, chosen_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
+from memory_estimator.planner import BOTTOM
 
 SCHEMA = 1
 """Version of compare.json."""
 
 FILE = "compare.json"
 
-BUDGETS = ("epochs", "voxels", "minutes")
 
 WARMUP_SHARE = 10
 """The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
 
+LEAST_STEP_S = 1e-3
+"""No step is faster: a budget of minutes is given the epochs that such steps would fill, and ends long before."""
+
+SEARCH_VALIDATIONS = 3
+"""Of a run of a search. All of an arm have equally many, so none has more chances at a lucky one."""
+
+SCALING = {"adam": 0.5, "sgd": 1.0}
+"""Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
+Malladi et al. 2022), linearly for SGD (Krizhevsky 2014, Goyal et al. 2017). Both are rules for large batches, and say
+nothing about resolution."""
+
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
 """Settings that a run on whole volumes does not have: given for all variants, they are for those on patches."""
 
-NOT_COMMON = {
-    "seed": "give --seeds to compare",
-    "steps": "give compare a budget: --epochs, --voxels or --minutes",
-    "budget_minutes": "give compare a budget: --epochs, --voxels or --minutes",
-    "validate_every": "give --validations to compare",
-    "patience": "a run that stops early spends less than the others",
-}
-"""Settings that the comparison decides for every run, and what to do instead."""
+BUDGETS = ("epochs", "voxels", "minutes")
 
-NOT_OWN = {
-    **NOT_COMMON,
-    "epochs": "give compare a budget: --epochs, --voxels or --minutes",
-    **dict.fromkeys(("validations", "fold", "regions"), "give it to compare, for all variants"),
-}
+DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
+"""Settings that compare decides for every run."""
+
+FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 """Settings that no variant may have for itself: with them it would answer another question."""
 
 SHARED = ("split_hash", "fold", "regions")
@@ -92,33 +98,31 @@ class Budget:
     """What every run may spend."""
 
     kind: str
-    """ "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the steps."""
+    """ "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the steps; "passes" over
+    the training cases, of whatever size."""
     amount: float
 
-    def __post_init__(self):
-        if not (math.isfinite(self.amount) and self.amount > 0):
-            raise InputError(f"--{self.kind} must be positive, got {self.amount:g}; it is the budget of every run")
-
     def words(self, baseline: str) -> str:
-        """What every run may spend, as in "each for the voxels of 25 epochs of whole"."""
-        if self.kind == "voxels":
-            return f"{self.amount / 1e6:,.4g} million voxels"
-        amount = f"{self.amount:,g} {self.kind if self.amount != 1 else self.kind[:-1]}"
-        return f"the voxels of {amount} of {baseline}" if self.kind == "epochs" else f"{amount} of steps"
+        """Such as "the voxels of 25 epochs of whole"."""
+        amount = f"{self.amount:,g}"
+        return {
+            "epochs": f"the voxels of {amount} epochs of {baseline}",
+            "voxels": f"{self.amount / 1e6:,.4g} million voxels",
+            "minutes": f"{amount} minutes of steps",
+            "passes": f"{amount} epochs",
+        }[self.kind]
 
 
 def budget_of(epochs: Optional[float], voxels: Optional[float], minutes: Optional[float], usual_epochs: int) -> Budget:
-    """The budget asked for, by default the recipe's epochs. Raises InputError where there is more than one."""
+    """The budget asked for, by default the recipe's epochs. Raises InputError for several."""
     given = {kind: amount for kind, amount in zip(BUDGETS, (epochs, voxels, minutes)) if amount is not None}
     if len(given) > 1:
         options = " and ".join(f"--{kind}" for kind in given)
         raise InputError(f"the budget must be one of --epochs, --voxels and --minutes, got {options}; choose one")
+    for kind, amount in given.items():
+        if not (math.isfinite(amount) and amount > 0):
+            raise InputError(f"--{kind} must be positive, got {amount:g}; it is the budget of every run")
     return Budget(*next(iter(given.items()), ("epochs", usual_epochs)))
-
-
-def warmup_within(warmup_steps: int, steps: int) -> int:
-    """The warm-up's steps in a run of so many: no more than the share that a warm-up may have."""
-    return min(warmup_steps, steps // WARMUP_SHARE)
 
 
 # --- Variants ---
@@ -147,20 +151,6 @@ class Resolved:
     predicted: Optional[Estimate]
     """Time and memory of a step; None on a card, or where nothing is known of the engine."""
 
-    @property
-    def options(self) -> List[str]:
-        """Of `train`."""
-        recipe = ["--recipe", self.variant.recipe] if self.variant.recipe else []
-        return [*recipe, *as_options(self.variant.settings)]
-
-    @property
-    def step_s(self) -> Optional[float]:
-        return self.predicted.step_s if self.predicted else None
-
-    @property
-    def peak_bytes(self) -> Optional[int]:
-        return self.predicted.process_peak_bytes if self.predicted else None
-
 
 def common_settings(args: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[str]]:
     """The settings that compare itself was given for all variants, and the recipe. Its budget and validations are none.
@@ -168,8 +158,8 @@ def common_settings(args: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[
     Raises InputError for those that are not for the user to choose here.
     """
     settings = {name: value for name, value in chosen_settings(args).items() if name not in ("epochs", "validations")}
-    _refuse("compare", settings, NOT_COMMON)
-    return settings, args.recipe
+    _refuse("compare", settings, DECIDED)
+    return settings, getattr(args, "recipe", None)
 
 
 def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optional[str]) -> Variant:
@@ -184,18 +174,16 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
     parser = _Parser(name)
     add_training_options(parser)
     try:
-        words = shlex.split(options)
+        args = parser.parse_args(shlex.split(options))
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    args = parser.parse_args(words)
-    own = chosen_settings(args)
-    _refuse(f"variant {name}", own, NOT_OWN)
+    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
+    _refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
-        common = {key: value for key, value in common.items() if key not in SIZES_OF_PATCH}
-    recipe = args.recipe or recipe
-    usual = RECIPES[recipe or "brats-regions"]().mode
+        common = _without(common, SIZES_OF_PATCH)
+    usual = recipe_config(recipe).mode
     if own.get("mode", common.get("mode", usual)) == "whole":
-        common = {key: value for key, value in common.items() if key not in OF_PATCHES}
+        common = _without(common, OF_PATCHES)
     return Variant(name, {**common, **own}, recipe)
 
 
@@ -206,8 +194,7 @@ def usual_variants(common: Dict[str, Any], recipe: Optional[str], store: Store) 
     """
     if "mode" in common:
         raise InputError(f"--mode must be left to the variants, got {common['mode']}; compare has one of each")
-    shared = {key: value for key, value in common.items() if key not in OF_PATCHES}
-    whole = Variant("whole", {**shared, "mode": "whole"}, recipe)
+    whole = Variant("whole", {**_without(common, OF_PATCHES), "mode": "whole"}, recipe)
     if set(common) & set(SIZES_OF_PATCH):
         return [whole, Variant("patch", {**common, "mode": "patch"}, recipe)]
     config = resolve_variants([whole], store)[0].config
@@ -220,24 +207,28 @@ def half(grid: Shape3, divisor: int) -> Shape3:
     return tuple(min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in grid)
 
 
+def arms(
+    resolutions: Sequence[float], batches: Sequence[int], common: Dict[str, Any], recipe: Optional[str]
+) -> List[Variant]:
+    """A variant for every resolution at every batch."""
+    found = []
+    for resolution, batch in sorted(itertools.product(set(resolutions), set(batches))):
+        own = {"mode": "whole", "resolution": resolution, "batch": batch}
+        found.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}, recipe))
+    return found
+
+
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved]:
     """Every variant on this store and host. Raises InputError with the problems of all of them, each by name."""
     host, gpus, found, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
-            config = resolve(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus)
-            view, is_open = with_fold(store, config.fold), variant.settings.get("policy", "auto") == "auto"
-            cases, volumes, predicted = len(view.cases("train")), memory_plan.volumes_of(config, view), None
-            if config.device != "cpu":
-                config = memory_plan.under(config, "speed") if is_open else config
-            else:
-                if is_open:
-                    config, _ = memory_plan.pick_policy(config, host, cases * config.patches_per_case, volumes)
-                predicted = memory_plan.foresee(config, host, cases * config.patches_per_case, volumes)
+            plan = make_plan(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus=gpus)
+            config, cases, predicted = plan.config, len(plan.store.cases("train")), plan.estimate
         except InputError as error:
             problems += [f"variant {variant.name}: {problem}" for problem in error.problems]
             continue
-        settings = {key: value for key, value in variant.settings.items() if key != "gpu_memory"}
+        settings = _without(variant.settings, ("gpu_memory",))
         settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
@@ -250,24 +241,25 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
 # --- compare.json ---
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What compare.json holds."""
+class _Newer(TypedDict, total=False):
+    """What a course of an older plan may lack; from `resolution` on of an arm of a study alone."""
 
-    asked: Json
-    """What another call must ask for alike."""
-    seeds: List[int]
-    plan: List[Json]
-    """A course a variant, as `courses` makes them; empty for runs that were there already."""
-    results: Optional[Json] = None
-    """What came out; None before the last run is done."""
+    steps_per_epoch: int
+    warmup_steps: int
+    validations: int
+    validate_every: int
+    """In epochs, as older plans had it."""
+    resolution: float
+    start_rate: float
+    rates: Tuple[float, ...]
+    """That its search tries before it knows anything, in ascending order; one alone is not searched."""
+    goes_beyond: bool
+    """Whether the search goes on where its best is at an end; not where the user named the rates."""
+    search_steps: int
 
-    def save(self, out: Path) -> None:
-        write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
 
-
-class Course(TypedDict):
-    """What every run of a variant does; older plans have no number of validations and no warm-up in it."""
+class Course(_Newer):
+    """What every run of a variant does."""
 
     name: str
     options: List[str]
@@ -279,12 +271,28 @@ class Course(TypedDict):
     """Predicted, as the next is; None where nothing is known of the engine."""
     peak_bytes: Optional[int]
     steps: Optional[int]
-    """None under a budget of minutes, until their time is known."""
+    """None under a budget of minutes: each run takes those that fit."""
     voxels: Optional[int]
 
 
-def load(out: Path, of: Any = Course) -> Optional[Kept]:
-    """What a folder's compare.json holds, with a plan `of` such records; None for a folder that is new, or empty.
+@dataclass(frozen=True)
+class Kept:
+    """What compare.json holds."""
+
+    asked: Json
+    """What another call must ask for alike."""
+    seeds: List[int]
+    plan: List[Course]
+    """One a variant; empty for runs that were there already."""
+    results: Optional[Json] = None
+    """What came out; None before the last run is done."""
+
+    def save(self, out: Path) -> None:
+        write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
+
+
+def load(out: Path) -> Optional[Kept]:
+    """What a folder's compare.json holds; None for a folder that is new, or empty.
 
     Raises InputError for a damaged one, and for other files without one: they are not a comparison's to replace.
     """
@@ -298,9 +306,9 @@ def load(out: Path, of: Any = Course) -> Optional[Kept]:
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; choose another --out")
-        kept = typed(content, Kept, "content")
-        for number, planned in enumerate(kept.plan):
-            typed(planned, of, f"plan[{number}]")
+        if "study" in content["asked"]:
+            content["plan"] = [_arm_as_course(one, content["asked"]["validations"]) for one in content["plan"]]
+        kept = typed(content, Kept)
         if not kept.seeds:
             raise ValueError("no seeds")
         json.dumps(content, allow_nan=False)  # raises ValueError for what could not be written back
@@ -309,9 +317,9 @@ def load(out: Path, of: Any = Course) -> Optional[Kept]:
         raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
 
 
-def load_same(asked: Json, out: Path, of: Any = Course) -> Optional[Kept]:
+def load_same(asked: Json, out: Path) -> Optional[Kept]:
     """As `load`. Raises InputError, all differences at once, unless what is asked for is what the folder is of."""
-    kept = load(out, of)
+    kept = load(out)
     if kept is None:
         return None
     if "search_seed" in asked:  # that of the first call, whichever seeds are added
@@ -331,91 +339,124 @@ def load_same(asked: Json, out: Path, of: Any = Course) -> Optional[Kept]:
     return kept
 
 
-def asked_for(
-    variants: Sequence[Variant], budget: Budget, validations: int, evaluation: Evaluation, split_hash: str
-) -> Json:
-    """What tells this comparison from others. Seeds do not: there can always be more."""
-    return _plain(
-        {
-            "split_hash": split_hash,
-            "budget": vars(budget),
-            "validations": validations,
-            "evaluation": vars(evaluation),
-            "baseline": variants[0].name,
-            "variants": {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants},
-        }
-    )
+def courses(found: Sequence[Resolved], budget: Budget, validations: int) -> List[Course]:
+    """What every run of each variant does. Under a budget of minutes steps are None: each run times its own.
 
-
-def courses(found: Sequence[Resolved], budget: Budget, validations: int) -> List[Json]:
-    """What every run of each variant does. Under a budget of minutes steps are None until their time is known."""
-    plan = [
-        _plain(
+    All have equally many validations, so none has more chances at a lucky one.
+    """
+    base = found[0].config
+    voxels = budget.amount
+    if budget.kind == "epochs":  # patches as many as make up a volume
+        voxels *= found[0].cases * base.patches_per_case * math.prod(base.grid)
+    plan: List[Course] = []
+    for one in found:
+        config, recipe, own = one.config, one.variant.recipe, voxels / step_voxels(one.config)
+        own = one.cases * budget.amount / config.batch if budget.kind == "passes" else own
+        steps = None if budget.kind == "minutes" else max(round(own), 1)
+        plan.append(
             {
                 "name": one.variant.name,
-                "options": one.options,
-                "mode": one.config.mode,
-                "grid": one.config.grid,
-                "batch": one.config.batch,
-                "policy": one.config.unet.policy,
-                "device": one.config.device,
-                "step_voxels": step_voxels(one.config),
-                "steps_per_epoch": one.cases * one.config.patches_per_case // one.config.batch,
-                "step_s": one.step_s,
-                "peak_bytes": one.peak_bytes,
-                "warmup_steps": one.config.warmup_steps,
-                "steps": None,
-                "voxels": None,
-                "validations": None,
+                "options": [*(["--recipe", recipe] if recipe else []), *as_options(one.variant.settings)],
+                "grid": config.grid,
+                "batch": config.batch,
+                "policy": config.unet.policy,
+                "steps_per_epoch": one.cases * config.patches_per_case // config.batch,
+                "step_s": one.predicted and one.predicted.step_s,
+                "peak_bytes": one.predicted and one.predicted.process_peak_bytes,
+                "warmup_steps": config.warmup_steps,
+                "steps": steps,
+                "voxels": steps and steps * step_voxels(config),
+                "validations": min(validations, steps or validations),
             }
         )
-        for one in found
-    ]
-    if budget.kind == "minutes":
-        return plan
-    voxels, base = budget.amount, found[0]
-    if budget.kind == "epochs":  # patches as many as make up a volume
-        voxels *= base.cases * base.config.patches_per_case * math.prod(base.config.grid)
-    return _with_steps(plan, [max(round(voxels / course["step_voxels"]), 1) for course in plan], validations)
+    least = min(course["validations"] for course in plan)
+    return plan if budget.kind == "passes" else [{**course, "validations": least} for course in plan]
 
 
-def with_minutes(plan: Sequence[Json], minutes: float, step_s: Dict[str, float], validations: int) -> List[Json]:
-    """The plan with the steps that fill so many minutes; `step_s` are the variants' measured seconds a step."""
-    timed = [{**course, "step_s": step_s[course["name"]]} for course in plan]
-    return _with_steps(timed, [steps_within(minutes, course["step_s"]) for course in timed], validations)
+def with_search(
+    plan: Sequence[Course],
+    found: Sequence[Resolved],
+    base: RunConfig,
+    share: float,
+    rates: Sequence[float],
+    factors: Sequence[float],
+) -> List[Course]:
+    """The courses of a study's arms with the learning rates that each searches, by runs of a `share` of its steps.
 
-
-def planned_runs(plan: Sequence[Json], seeds: Sequence[int], out: Path) -> List[PlannedRun]:
-    """All runs, seed by seed, so that what is there when a long comparison is cut off can be compared."""
-    return [
-        PlannedRun(
-            course["name"],
-            seed,
-            Path(out) / "runs" / f"{course['name']}-seed{seed}",
-            run_options(course, seed, course["steps"], course.get("validations") or 1),
-        )
-        for seed in seeds
-        for course in plan
-    ]
-
-
-def timed_options(plan: Sequence[Json]) -> Dict[str, Tuple[str, ...]]:
-    """Options of `train` by variant, for the short runs that time a step."""
-    return {course["name"]: run_options({**course, "validate_every": None}, 0, TIMED_STEPS, 1) for course in plan}
-
-
-def run_options(course: Json, seed: int, steps: int, validations: int) -> Tuple[str, ...]:
-    """Those of `train` for one run of a course.
-
-    A course from before there was a number of validations goes on as it was: validated every few epochs.
+    The `rates`, where they are named, else the `factors` of the start, which is that of `base` scaled to the batch.
     """
-    own = {"steps": steps, "validations": validations, "seed": seed}
-    if course.get("validate_every"):
-        own = {"steps": steps, "validate_every": course["validate_every"], "seed": seed}
-    warmup_steps = course.get("warmup_steps", 0)
-    if warmup_within(warmup_steps, steps) < warmup_steps:
-        own["warmup_steps"] = warmup_within(warmup_steps, steps)
-    return (*course["options"], *as_options(own))
+    arms = []
+    for course, one in zip(plan, found):
+        start = start_rate(base.learning_rate, course["batch"], base.batch, base.optimizer)
+        search = {
+            "resolution": one.config.resolution,
+            "start_rate": start,
+            "rates": sorted({rounded(rate) for rate in rates or [start * factor for factor in factors]}),
+            "goes_beyond": not rates,
+            "search_steps": max(round(share * course["steps"]), 1),
+        }
+        arms.append({**course, **search})
+    return arms
+
+
+def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) -> List[Course]:
+    """The arms that were planned before, as they were, and the new ones: the whole resolution of each batch first.
+
+    What was planned stays, as what the host decides may be another thing today. With `more_rates` those of `now` are
+    searched besides.
+    """
+    found = {arm["name"]: arm for arm in before}
+    for arm in now:
+        old = found.setdefault(arm["name"], arm)
+        if more_rates or "rates" not in old:
+            found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
+    return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
+
+
+def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> float:
+    """The learning rate at `batch` to start a search from, where `rate` is that at `base_batch`."""
+    return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
+
+
+# --- Runs ---
+
+
+def planned_runs(kept: Kept, out: Path) -> List[PlannedRun]:
+    """All runs, seed by seed, so that what is there when a long comparison is cut off can be compared."""
+    minutes = kept.asked["budget"]["amount"]  # of that kind where a course has no steps
+    return [planned_run(course, seed, out, minutes=minutes) for seed in kept.seeds for course in kept.plan]
+
+
+def planned_run(
+    course: Course, seed: int, out: Path, *, minutes: float = 0.0, rate: Optional[float] = None, search: bool = False
+) -> PlannedRun:
+    """A run of a course: of its steps or, where it has none, of so many minutes.
+
+    Of an arm it has a `rate`, in the folder's name too, as a search over more rates may choose another; in a `search`
+    it is short. A course from before there was a number of validations is validated every few epochs, as it was.
+    """
+    steps, name, own = course["steps"], course["name"], {}
+    validations = course.get("validations", 1)
+    if search:
+        steps = course["search_steps"]
+        validations = min(SEARCH_VALIDATIONS, steps)
+    if rate is not None:
+        own["learning_rate"] = rate
+        name += f"-lr{rate:g}"
+    if steps:
+        own["steps"] = steps
+    else:
+        own["epochs"] = math.ceil(60 * minutes / LEAST_STEP_S / course["steps_per_epoch"])
+        own["budget_minutes"] = minutes
+    if "validate_every" in course:
+        own["validate_every"] = course["validate_every"]
+    else:
+        own["validations"] = validations
+    if steps and steps // WARMUP_SHARE < course.get("warmup_steps", 0):
+        own["warmup_steps"] = steps // WARMUP_SHARE
+    options = (*course["options"], *as_options({**own, "seed": seed}))  # what comes last holds
+    folder = f"search-{name}" if search else f"{name}-seed{seed}"
+    return PlannedRun(course["name"], seed, Path(out) / "runs" / folder, options)
 
 
 # --- Run folders that are there already ---
@@ -431,7 +472,7 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
     """
     problems: List[str] = []
     configs: Dict[Path, RunConfig] = {}
-    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
+    spent: Dict[Path, Tuple[float, float]] = {}  # millions of voxels seen, seconds of steps
     for folder in folders:
         try:
             config = load_config(folder)
@@ -448,12 +489,11 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
         steps = [event for event in events if event.get("event") == "step"]
         last, end = max((event["step"] for event in steps), default=0), (end_of(events) or {}).get("reason", "none")
         configs[folder] = config
-        spent[folder] = last * step_voxels(config), sum(event.get("step_s", 0.0) for event in steps)
+        spent[folder] = last * step_voxels(config) / 1e6, sum(event.get("step_s", 0.0) for event in steps)
         if end not in FINISHED and not force:
-            wanted = f"{config.steps:,} steps" if config.steps else f"the steps of {config.epochs} epochs"
             problems.append(
-                f"run {folder} must have been trained to its end, got {last:,} of {wanted}, end: {end}; continue it "
-                "with `train`, or add --force"
+                f"run {folder} must have been trained to its end, got {last:,} steps, end: {end}; continue it with "
+                "`train`, or add --force"
             )
     first = next(iter(configs), None)
     problems += [
@@ -464,14 +504,24 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
         if getattr(config, name) != getattr(configs[first], name)
     ]
     if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
-        words = [
-            f"{spent[folder][0] / 1e6:,.4g} million voxels in {spent[folder][1]:,.0f} s in {folder}"
+        words = " and ".join(
+            "{:,.4g} million voxels in {:,.0f} s in {}".format(*spent[folder], folder)
             for folder in (max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__))
-        ]
-        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
+        )
+        problems.append(f"runs must have had one budget, got {words}; leave some out, or add --force")
     if problems:
         raise InputError(*problems)
     return _named(configs)
+
+
+def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
+    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+    return {
+        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
+        "train one of each with the same --seed"
+        for variant, own in seeds.items()
+        if not set(own) & set(seeds[baseline])
+    }
 
 
 # --- Private helpers ---
@@ -488,32 +538,35 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"variant {self.name} must have options of train, got: {message}; see `train --help`")
 
 
-def _refuse(who: str, settings: Dict[str, Any], refused: Dict[str, str]) -> None:
+def _refuse(who: str, settings: Dict[str, Any], names: Sequence[str]) -> None:
     problems = [
-        f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; {instead}"
-        for name, instead in refused.items()
+        f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
+        "and --validations for all variants"
+        for name in names
         if name in settings
     ]
     if problems:
         raise InputError(*problems)
 
 
-def _with_steps(plan: Sequence[Json], steps: Sequence[int], validations: int) -> List[Json]:
-    """The courses with their steps. All have equally many validations, so none has more chances at a lucky one."""
-    each = min(validations, *steps)
-    return [
-        {**course, "steps": count, "voxels": count * course["step_voxels"], "validations": each}
-        for course, count in zip(plan, steps)
-    ]
-
-
-def _plain(content: Json) -> Json:
-    """As it is read back from a file."""
-    return json.loads(json.dumps(content))
+def _without(settings: Dict[str, Any], names: Sequence[str]) -> Dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value) or "none"
+
+
+def _arm_as_course(arm: Json, validations: int) -> Json:
+    """An arm of a study's plan, those from before arms were variants among them."""
+    options, steps = arm["options"], arm["steps"]
+    own = {
+        "name": f"r{arm['resolution']:g}-b{arm['batch']}",
+        "policy": options[options.index("--policy") + 1],
+        "voxels": steps * arm["batch"] * math.prod(arm["grid"]),
+        "validations": min(validations, steps),
+    }
+    return {**own, **(arm if arm.get("rates") else _without(arm, ("rates",)))}
 
 
 def _named(configs: Dict[Path, RunConfig]) -> Grouped:

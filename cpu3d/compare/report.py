@@ -5,49 +5,59 @@ Every table is made of the results as compare.json and the records hold them, so
 
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
 
+import numpy as np
 from rich.console import Console
 
-from cpu3d.compare import pictures
-from cpu3d.compare.plan import Json, Kept
-from cpu3d.compare.run import Evaluation, RunResult, step_voxels
-from cpu3d.compare.statistics import Comparison, Difference, difference_from_json
+from cpu3d.compare.plan import Course, Json, Kept
+from cpu3d.compare.run import Evaluation, Trial, rate_beyond, step_voxels
+from cpu3d.compare.statistics import (
+    COSTS,
+    MEAN,
+    Comparison,
+    Difference,
+    RunResult,
+    compare,
+    difference_from_json,
+    millions,
+    with_mean,
+)
+from cpu3d.data.labels import region_mask
+from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store
 from cpu3d.data.words import by, count
+from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
+from cpu3d.inference.scores import METRICS
 from cpu3d.report.page import flat, gib, render_page
+from cpu3d.report.pictures import Line, chart, overlay, strips
+from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, duration, listed, newest, number, plus_minus, seconds, versions
+from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, seconds, versions
+from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table
-from memory_estimator.units import GIB
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
 
-RECORD = "compare"
-"""The kind of its records."""
+RECORD, STUDY = "compare", "resolutions"
+"""The kinds of its records."""
 
-MARK = "<!-- from here on made by `bench tables` -->"
-"""In docs/compare.md: what follows is made from the records."""
-
-DIGITS = {"dice": 3, "hd95_mm": 2, "surface_dice": 3}
-"""Of a metric, after the point."""
-
-RULE = (
-    "Intervals: bootstrap of the mean over seeds and cases, crossed. With few seeds they are too narrow: of 3 seeds "
-    "2.7 times narrower than Student's t makes them. So a difference counts, in bold, where its interval leaves out 0 "
-    "and it is larger than seeds alone make it once in 20 times by Student's t; with one seed none counts."
+DIFFERENCES = (
+    "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
+    "mean over seeds and cases, crossed. With few seeds they are too narrow: of 3 seeds 2.7 times narrower than "
+    "Student's t makes them. So a difference counts, in bold, where its interval leaves out 0 and it is larger than "
+    "seeds alone make it once in 20 times by Student's t; with one seed none counts."
 )
 
-DIFFERENCES = f"On the same case and seed: mean (95 % interval), and cases better / worse / equal. {RULE}"
-
-COSTS = (
+COSTS_OF = (
     "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
     "case has. Memory is the largest resident set of the process, with what read mode ram keeps of the files; a "
     "card's is what TensorFlow's allocator held there."
@@ -56,41 +66,52 @@ COSTS = (
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
 
+MOST = 3
+"""Cases whose errors are on a page, shared between the variants: it is to be mailed."""
+
+Figures = List[Tuple[str, bytes]]
+"""(what it shows, PNG) each."""
+
 
 # --- Tables ---
 
 
-def plan_table(plan: Sequence[Mapping[str, Any]], seeds: Sequence[int], budget: str) -> Table:
-    """What is about to happen, a line a variant; `plan` is that of compare.json."""
-    rows = [
-        (
+def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
+    """What is about to happen, a line a variant; of a study with the rates that are searched."""
+    rows, all_s, is_study = [], 0.0, any("rates" in course for course in plan)
+    for course in plan:
+        steps, step_s, rates = course["steps"], course["step_s"], course.get("rates", ())
+        searched = len(rates) * course["search_steps"] if len(rates) > 1 else 0
+        all_s += (step_s or math.nan) * ((steps or math.nan) * len(seeds) + searched)
+        row = [
             course["name"],
             by(course["grid"]) + (f" x {course['batch']}" if course["batch"] > 1 else ""),
-            f"{course['steps']:,}" if course["steps"] else "by time",
-            _millions(course["voxels"]) if course["steps"] else "by time",
+            f"{steps:,}" if steps else "by time",
+            millions(course["voxels"]) if course["voxels"] else "by time",
             course["policy"],
-            f"{course['step_s']:.2f} s" if course["step_s"] else "?",
-            duration(course["steps"] * course["step_s"]) if course["steps"] and course["step_s"] else "?",
+            f"{step_s:.2f} s" if step_s else "?",
+            duration(steps * step_s) if steps and step_s else "?",
             gib(course["peak_bytes"]) if course["peak_bytes"] else "?",
-        )
-        for course in plan
-    ]
-    known = [course["steps"] * course["step_s"] for course in plan if course["steps"] and course["step_s"]]
-    whole = duration(sum(known) * len(seeds)) if len(known) == len(plan) else ""
+        ]
+        search = ", ".join(f"{rate:g}" for rate in rates) + (f" x {course['search_steps']:,}" if searched else "")
+        rows.append([*row, search] if is_study else row)
+    header = ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory")
     return Table(
-        ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
+        (*header, "rates x steps") if is_study else header,
         rows,
         title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
-        caption=f"predicted: {whole} for all steps, validation and scoring aside" if whole else "",
+        caption=""
+        if math.isnan(all_s)
+        else f"predicted: {duration(all_s)} for all steps, validation and scoring aside",
     )
 
 
 def scores_table(results: Json, tolerance_mm: float) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
     return Table(
-        ("region", "variant", *pictures.NAMES.values()),
+        ("region", "variant", *(METRICS[metric].label for metric in _metrics(results))),
         [
-            (region, variant, *(_spread(one["scores"][region][metric], metric) for metric in pictures.NAMES))
+            (region, variant, *(_spread(one["scores"][region][metric], metric) for metric in _metrics(results)))
             for region in results["regions"]
             for variant, one in results["variants"].items()
         ],
@@ -107,12 +128,11 @@ def differences_table(results: Json) -> Table:
     rows = []
     for variant, regions in results["differences"].items():
         for region, metrics in regions.items():
-            for metric, name in pictures.NAMES.items():
-                one = difference_from_json(metrics[metric])
-                bound = "-" if one.seed_bound is None else f"{one.seed_bound:.{DIGITS[metric]}f}"
-                rows.append(
-                    (region, variant, name, _in_words(one, metric), bound, f"{one.better} / {one.worse} / {one.equal}")
-                )
+            for metric, content in metrics.items():
+                one, digits = difference_from_json(content), METRICS[metric].digits
+                bound = "-" if one.seed_bound is None else f"{one.seed_bound:.{digits}f}"
+                cases = f"{one.better} / {one.worse} / {one.equal}"
+                rows.append((region, variant, METRICS[metric].label, _in_words(one, digits), bound, cases))
     return Table(
         ("region", "variant", "score", "difference", "seeds alone", "cases"),
         rows,
@@ -124,27 +144,34 @@ def differences_table(results: Json) -> Table:
 
 def costs_table(results: Json) -> Table:
     """What a run of each variant took; what no run knows has no row."""
-    found = [one["costs"] for one in results["variants"].values()]
     rows = []
-    for words, name, show in (
-        ("steps", "steps", lambda value: f"{value:,.0f}"),
-        ("voxels seen", "voxels", _millions),
-        ("a step", "step_s", seconds),
-        ("a case trained once", "case_train_s", seconds),
-        ("all steps", "steps_s", seconds),
-        ("validation", "validation_s", seconds),
-        ("training in all", "train_s", seconds),
-        ("core-hours", "core_hours", number),
-        ("peak memory, training", "train_peak_bytes", gib),
-        ("of it TensorFlow's allocator", "allocator_peak_bytes", gib),
-        ("card's memory, training", "card_peak_bytes", gib),
-        ("a case predicted", "case_predict_s", seconds),
-        ("peak memory, prediction", "predict_peak_bytes", gib),
-    ):
-        values = [costs.get(name) for costs in found]
+    for name, cost in COSTS.items():
+        values = [one["costs"].get(name) for one in results["variants"].values()]
         if any(value is not None for value in values):
-            rows.append((words, *("-" if value is None else show(value) for value in values)))
-    return Table(("", *results["variants"]), rows, title="Costs of a run", caption=COSTS)
+            rows.append((cost.label, *("-" if value is None else cost.show(value) for value in values)))
+    return Table(("", *results["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
+
+
+def search_table(search: Json) -> Table:
+    """The search of a study's arms: every rate's validation Dice, the rate of the full runs bold."""
+    rates = sorted({trial["rate"] for arm in search.values() for trial in arm["trials"]})
+    rows = []
+    for name, arm in search.items():
+        dice = {one["rate"]: "diverged" if one["dice"] is None else f"{one['dice']:.4f}" for one in arm["trials"]}
+        cells = [Bold(dice[rate]) if rate == arm["rate"] and rate in dice else dice.get(rate, "") for rate in rates]
+        at_end = "yes" if rate_beyond([Trial(**one) for one in arm["trials"]]) is not None else "no"
+        diverged = ", ".join(f"{rate:g}" for rate in arm["diverged"]) or "-"
+        rows.append((name, f"{arm['rate']:g}", f"{arm['steps']:,}", *cells, at_end, diverged))
+    columns = (
+        "variant",
+        "rate",
+        "steps",
+        *(f"{rate:g}" for rate in rates),
+        "best at an end",
+        "diverged in full length",
+    )
+    caption = "Best validation Dice of short runs of one seed, by learning rate. Bold: that of the full runs."
+    return Table(columns, rows, title="Search for the learning rate", caption=caption)
 
 
 def settings_tables(comparison: Comparison) -> Tuple[Table, Table]:
@@ -166,32 +193,26 @@ def settings_tables(comparison: Comparison) -> Tuple[Table, Table]:
     )
 
 
-# --- The page ---
+def results_tables(results: Json, tolerance_mm: float) -> List[Table]:
+    """Those of the terminal and the docs."""
+    tables = [scores_table(results, tolerance_mm)]
+    tables += [differences_table(results)] if results["differences"] else []
+    tables += [search_table(results["search"])] if results.get("search") else []
+    return [*tables, costs_table(results)]
+
+
+# --- What is published ---
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page."""
+    """A part of the page."""
 
     heading: str
     tables: Sequence[Table] = ()
     figures: Sequence[Tuple[str, bytes]] = ()
-    """(what it shows, PNG) each."""
-    notes: Sequence[str] = ()
-    key: Sequence[Tuple[str, str]] = ()
-    """(name, colour) of what large figures show, each below its caption."""
-
-
-def write_page(
-    path: Path, title: str, sections: Sequence[Section], *, split: str, tiles: Sequence[Tuple[str, str, str]] = ()
-) -> None:
-    """Write a self-contained page, pictures inside, atomically. A tile is (name, value, what the value is).
-
-    A `split` that was seen while training is warned of.
-    """
-    template, alarm = Path(__file__).with_name("report.html.j2"), "" if split == UNTOUCHED else warning(split)
-    with atomic_write(path, "w") as file:
-        file.write(render_page(template, title=title, sections=sections, tiles=tiles, warning=alarm))
+    wide: bool = False
+    """Whether a figure takes the page's width."""
 
 
 def publish(
@@ -203,46 +224,47 @@ def publish(
     *,
     budget: str,
     options: "Options",
+    search: Optional[Json] = None,
 ) -> None:
-    """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now."""
+    """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
+
+    The page is self-contained, pictures inside.
+    """
     data = store.manifest.name if store else "data that is not there now"
     title = options.title or f"{' against '.join(comparison.variants)}: {data}"
-    kept = dataclasses.replace(kept, results=comparison.to_json())
+    results = {**comparison.to_json(), **({"search": search} if search else {})}
+    kept = dataclasses.replace(kept, results=results)
     kept.save(out)
-    write_page(
-        out / "report.html",
-        title,
-        page_sections(comparison, store, evaluation, budget=budget, out=out),
-        split=evaluation.split,
+    page = render_page(
+        Path(__file__).with_name("report.html.j2"),
+        title=title,
+        sections=page_sections(comparison, results, store, evaluation, budget=budget, out=out),
         tiles=[
             (name, _spread(one["scores"][comparison.headline]["dice"], "dice"), f"{comparison.headline} Dice")
-            for name, one in kept.results["variants"].items()
+            for name, one in results["variants"].items()
         ],
+        warning="" if evaluation.split == UNTOUCHED else warning(evaluation.split),
     )
+    with atomic_write(out / "report.html", "w") as file:
+        file.write(page)
     if options.record and store:
-        append_record(options.record, RECORD, {"title": title, **_record(comparison, kept, store, budget)})
-    found = kept.results
-    show_results(kept, _tables(found, evaluation.tolerance_mm), out, as_json=options.json)
-    for line in found["failed"]:
-        Console(stderr=True).print(line, highlight=False, markup=False)
-
-
-def show_results(kept: Kept, tables: Sequence[Table], out: Path, *, as_json: bool) -> None:
-    """Print compare.json or tables to stdout, and where the page is to stderr."""
-    if as_json:
+        kind = STUDY if options.resolutions else RECORD
+        append_record(options.record, kind, {"title": title, **_record(comparison, kept, store, budget)})
+    if options.json:
         json.dump(vars(kept), sys.stdout, indent=1)
         print()
     else:
-        for table in tables:
+        for table in results_tables(results, evaluation.tolerance_mm):
             Console().print(table.rich())
-    Console(stderr=True).print(f"written: {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    for line in (f"written: {out / 'report.html'}", *results["failed"]):
+        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def page_sections(
-    comparison: Comparison, store: Optional[Store], evaluation: Evaluation, *, budget: str, out: Path
+    comparison: Comparison, results: Json, store: Optional[Store], evaluation: Evaluation, *, budget: str, out: Path
 ) -> List[Section]:
     """What was compared, what came out, what it cost, where it went wrong. Folders in `out` are named from there."""
-    results, (differing, common) = comparison.to_json(), settings_tables(comparison)
+    differing, common = settings_tables(comparison)
     config = comparison.runs[comparison.baseline][0].config
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     facts = (
@@ -252,37 +274,112 @@ def page_sections(
         ("seeds", ", ".join(map(str, sorted({run.seed for run in runs})))),
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
         ("baseline", comparison.baseline),
+        *(("left out", line) for line in results["failed"]),
     )
-    scores = [
-        (f"Dice of every case, {region}", pictures.case_strips(comparison, region)) for region in comparison.regions
-    ]
-    sections = [
-        Section("What was compared", [Table(("", ""), facts, names=2), differing], notes=results["failed"]),
-        Section("Scores", [scores_table(results, evaluation.tolerance_mm)], scores, ["Dots are cases."]),
-    ]
-    if comparison.differences:
-        forests = [(f"Difference in {name}", pictures.forest(comparison, key)) for key, name in pictures.NAMES.items()]
-        sections.append(Section("Differences", [differences_table(results)], forests))
-    curves = pictures.learning_curves(comparison)
-    if curves:
-        sections.append(Section("Learning", figures=curves, notes=["Thin lines are single seeds."]))
-    sections.append(Section("Costs", [costs_table(results)]))
-    maps = pictures.error_maps(comparison, store)
-    if maps:
-        sections.append(Section("Cases that differ most", figures=maps, key=pictures.label_key(config)))
     hosts = [dict(pairs) for pairs in {tuple(flat(run.host)): 0 for run in runs if run.host}]
     about = [pair for one in (*hosts, versions()) for pair in flat(one)]
-    more = [_runs_table(runs, out), common, Table(("host and software", ""), about, names=2)]
-    return [*sections, Section("Runs, settings in common, host", more)]
+    scores, *tables = results_tables(results, evaluation.tolerance_mm)
+    forests = [forest(comparison, metric) for metric in comparison.metrics] if comparison.differences else []
+    sections = [
+        Section("What was compared", [Table(("", ""), facts, names=2), differing]),
+        Section("Scores and differences", [scores, *tables[:-1]], [*case_strips(comparison), *forests]),
+        Section("Learning, a line a run", figures=learning_curves(comparison)),
+        Section("Costs", tables[-1:]),
+        Section("Cases that differ most", figures=error_maps(comparison, store), wide=True),
+        Section(
+            "Runs, settings in common, host",
+            [_runs_table(runs, out), common, Table(("host and software", ""), about, names=2)],
+        ),
+    ]
+    return [section for section in sections if section.tables or section.figures]
+
+
+# --- Pictures ---
+
+
+def forest(comparison: Comparison, metric: str) -> Tuple[str, bytes]:
+    """Every difference to the baseline with its interval, a line each; 0 is the baseline; what is filled counts."""
+    rows = [(variant, region) for variant in comparison.variants[1:] for region in comparison.regions]
+    colours, of = _colours(comparison), METRICS[metric]
+    figure = new_figure(3.9, 0.9 + 0.26 * len(rows))
+    axes = figure.add_subplot()
+    axes.axvline(0, color="#222222", linewidth=1)
+    for y, (variant, region) in enumerate(rows):
+        difference, colour = comparison.differences[variant][region][metric], colours[variant]
+        if difference.interval:
+            axes.plot(difference.interval, [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+        marker, size = ("D", 7) if region == MEAN else ("o", 5.5)
+        filled = colour if difference.is_clear else "white"
+        axes.plot([difference.mean], [y], marker, color=colour, markerfacecolor=filled, markersize=size)
+    names = [f"{variant}  {region}" if len(comparison.variants) > 2 else region for variant, region in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, -0.01), max(high, 0.01))  # 0 is in it, and differences of nothing stay small
+    better, unit = "better" if of.larger_is_better else "worse", f" in {of.unit}" if of.unit else ""
+    axes.set_xlabel(f"difference to {comparison.baseline}{unit}; right of 0 is {better}", fontsize=8)
+    plain(axes, f"Difference in {of.label}")
+    figure.tight_layout(pad=0.6)
+    return f"Difference in {of.label}", png(figure)
+
+
+def case_strips(comparison: Comparison) -> Figures:
+    """Dice of every case by variant, the mean over its seeds; a picture for each region."""
+    found = []
+    for region in comparison.regions:
+        columns = {name: comparison.values(name, region, "dice").mean(0).tolist() for name in comparison.variants}
+        picture = strips(columns, title=f"Dice, {region}", y_label="share", y_range=(-0.02, 1.02))
+        found.append((f"Dice of every case, {region}", picture))
+    return found
+
+
+def learning_curves(comparison: Comparison) -> Figures:
+    """Validation Dice over voxels seen and over seconds, a line a run; none without validations."""
+    colours, found = _colours(comparison), []
+    runs = [run for of_variant in comparison.runs.values() for run in of_variant if run.curve]
+    for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)) if runs else ():
+        lines, named = [], set()
+        for run in runs:
+            name = "" if run.variant in named else run.variant
+            named.add(run.variant)
+            x, dice = [point[column] / unit for point in run.curve], [point.mean_dice for point in run.curve]
+            lines.append(Line(name, x, dice, colours[run.variant]))
+        title = f"Validation Dice over {label}"
+        found.append((title, chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1))))
+    return found
+
+
+def error_maps(comparison: Comparison, store: Optional[Store]) -> Figures:
+    """Truth and prediction of the baseline and of each variant, in the cases whose mean Dice differs most.
+
+    Each with the first seed, in the region that differs most there. Without a store none; what is gone is left out.
+    """
+    found, each = [], max(MOST // max(len(comparison.variants) - 1, 1), 1)
+    for variant in comparison.variants[1:] if store else ():
+        both, seeds = (comparison.baseline, variant), comparison.shared_seeds(variant)
+        base, own = (comparison.values(name, comparison.headline, "dice", seeds).mean(0) for name in both)
+        pair = [next(run for run in comparison.runs[name] if run.seed == seeds[0]) for name in both]
+        for position in np.argsort(-np.abs(own - base), kind="stable")[:each]:
+            case_id = comparison.cases[position]
+            dice = {
+                name: [run.scores[name]["dice"][case_id] for run in pair] for name in pair[0].scores if name != MEAN
+            }
+            region = max(dice, key=lambda name: abs(dice[name][0] - dice[name][1]))
+            for run, value in zip(pair, dice[region]) if own[position] != base[position] else ():
+                title = f"{run.variant}, case {case_id}, seed {seeds[0]}: {region} Dice {value:.3f}"
+                picture = _error_map(run, case_id, region, store, title)
+                found += [(title, picture)] if picture else []
+    return found
 
 
 # --- Markdown of records ---
 
 
 def comparisons_markdown(records: Sequence[Json]) -> List[str]:
-    """For docs/compare.md: the tables of the newest record of each title."""
+    """For docs/results.md: the tables of the newest record of each title; those of older studies, too."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
+        record = _study_as_comparison(record) if "arms" in record else record
         host, data = record["host"], record["data"]
         split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
         lines += [
@@ -295,57 +392,40 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
             *(f"- `{name}`: `{options}`" for name, options in record["options"].items()),
             "",
         ]
-        for table in _tables(record, record["evaluation"]["tolerance_mm"]):
+        for table in results_tables(record, record["evaluation"]["tolerance_mm"]):
             lines += [*table.markdown(), ""]
     return lines
-
-
-def summary_markdown(records: Sequence[Json]) -> List[str]:
-    """For the README: each region of each variant beside its baseline, then what each variant took."""
-    scores, costs = [], []
-    for record in newest(records, lambda record: record["title"]):
-        title, base, variants = record["title"], record["baseline"], record["variants"]
-        for variant, regions in record["differences"].items():
-            for region, metrics in regions.items():
-                own, other = (_spread(variants[name]["scores"][region]["dice"], "dice") for name in (variant, base))
-                found = [_in_words(difference_from_json(metrics[name]), name) for name in ("dice", "hd95_mm")]
-                scores.append([title, f"{variant}, {region}", f"{base} {other}", own, *found])
-        costs += [(title, variant, one["costs"]) for variant, one in variants.items()]
-    columns = [
-        column
-        for column in (
-            ("s a case trained", "case_train_s", 1),
-            ("s in all", "train_s", 1),
-            ("GiB, training", "train_peak_bytes", GIB),
-            ("GiB of the card", "card_peak_bytes", GIB),
-            ("s a case predicted", "case_predict_s", 1),
-            ("GiB, prediction", "predict_peak_bytes", GIB),
-        )
-        if any(one.get(column[1]) is not None for _, _, one in costs)
-    ]
-    header = ("", "", "against", "Dice", "difference (95 %)", "HD95, mm, difference")
-    return [
-        *Table(header, scores, names=len(header)).markdown(),
-        "",
-        "Bold: counts as a difference, with few seeds too.",
-        "",
-        *Table(
-            ("", "", *(name for name, _, _ in columns)),
-            [
-                (title, variant, *(number(one.get(name), unit) for _, name, unit in columns))
-                for title, variant, one in costs
-            ],
-            names=len(columns) + 2,
-        ).markdown(),
-    ]
 
 
 # --- Private helpers ---
 
 
-def _tables(results: Json, tolerance_mm: float) -> List[Table]:
-    differences = [differences_table(results)] if results["differences"] else []
-    return [scores_table(results, tolerance_mm), *differences, costs_table(results)]
+def _study_as_comparison(record: Json) -> Json:
+    """A record of a resolution study from before its arms were variants, as that of a comparison."""
+    about, results, search = record["about"], [], {}
+    for arm in sorted(record["arms"], key=lambda arm: (arm["batch"], -arm["resolution"])):
+        name = f"r{arm['resolution']:g}-b{arm['batch']}"
+        search[name] = {"diverged": [], **arm, "steps": arm["search_steps"]}
+        for run in arm["runs"]:
+            scores = {
+                region: {metric: dict(enumerate(run[metric][region])) for metric in ("dice", "hd95_mm")}
+                for region in run["dice"]
+            }
+            costs = {"steps": arm["steps"], "train_peak_bytes": run["peak_bytes"], "case_predict_s": run["predict_s"]}
+            costs.update(step_s=run["step_s"], train_s=run["train_s"])
+            results.append(RunResult(name, run["seed"], with_mean(scores), costs))
+    return {
+        "title": record["title"],
+        "date": record["date"],
+        "host": about["host"],
+        "data": {"name": about["data"], "split": about["cases"], "shape": about["shape"]},
+        "budget": f"{about['epochs']:g} epochs each",
+        "seeds": about["seeds"],
+        "evaluation": {name: about[name] for name in ("split", "tolerance_mm")},
+        "options": {"all": shlex.join(as_options(about["settings"]))},
+        **compare(results).to_json(),
+        "search": search if any(arm["trials"] for arm in search.values()) else None,
+    }
 
 
 def _record(comparison: Comparison, kept: Kept, store: Store, budget: str) -> Json:
@@ -368,35 +448,50 @@ def _runs_table(runs: Sequence[RunResult], out: Path) -> Table:
     rows = []
     for run in runs:
         best, folder = max(run.curve, key=lambda point: point.mean_dice, default=None), run.folder.resolve()
-        beside = out.resolve() in folder.parents
-        rows.append(
-            (
-                run.variant,
-                str(run.seed),
-                f"{run.costs.steps:,}",
-                f"{best.voxels // step_voxels(run.config):,}" if best else "-",
-                str(len(run.curve)),
-                seconds(run.costs.train_s),
-                gib(run.costs.train_peak_bytes),
-                str(folder.relative_to(out.resolve()) if beside else folder),
-            )
+        found = (
+            run.variant,
+            f"{run.costs['steps']:,}",
+            f"{best.voxels // step_voxels(run.config):,}" if best else "-",
+            seconds(run.costs["train_s"]),
+            str(folder.relative_to(out.resolve()) if out.resolve() in folder.parents else folder),
         )
-    return Table(("variant", "seed", "steps", "best at step", "validations", "in all", "memory", "folder"), rows)
+        rows.append(found)
+    return Table(("variant", "steps", "best at step", "in all", "folder"), rows)
 
 
-def _millions(voxels: float) -> str:
-    """ "12.3 M"."""
-    return f"{voxels / 1e6:,.{0 if voxels >= 1e8 else 1}f} M"
+def _error_map(run: RunResult, case_id: str, region: str, store: Store, title: str) -> Optional[bytes]:
+    try:
+        truth = np.asarray(store.label(case_id))
+        prediction = to_ras(*read_volume(run.evaluation / "predictions" / f"{case_id}.nii.gz"))
+        record, image = store.case(case_id), store.image(case_id)
+    except (InputError, KeyError, OSError):
+        return None
+    if truth.shape != prediction.shape:
+        return None
+    channels = [name.lower() for name in store.manifest.channels]
+    channel = channels.index("flair") if "flair" in channels else 0
+    masks = (region_mask(label, run.config.region_codes[region]) for label in (truth, prediction))
+    return overlay(np.asarray(image[..., channel]), *masks, record.spacing_mm, title)
+
+
+def _colours(comparison: Comparison) -> Dict[str, str]:
+    """The colour of each variant in every picture."""
+    return {name: PALETTE[position % len(PALETTE)] for position, name in enumerate(comparison.variants)}
+
+
+def _metrics(results: Json) -> List[str]:
+    """The METRICS that results hold."""
+    scores = results["variants"][results["baseline"]]["scores"]
+    return [name for name in METRICS if name in scores[results["regions"][0]]]
 
 
 def _spread(score: Mapping[str, Optional[float]], metric: str) -> str:
     """ "0.912 ± 0.004"."""
-    return plus_minus(score["mean"], score["sd"], DIGITS[metric])
+    return plus_minus(score["mean"], score["sd"], METRICS[metric].digits)
 
 
-def _in_words(difference: Difference, metric: str) -> str:
+def _in_words(difference: Difference, digits: int) -> str:
     """ "-0.210 (-0.330 to -0.100)", bold where it counts."""
-    digits = DIGITS[metric]
     text = f"{difference.mean:+.{digits}f}"
     if difference.interval is not None:
         text += " ({:+.{digits}f} to {:+.{digits}f})".format(*difference.interval, digits=digits)

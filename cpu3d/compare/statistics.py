@@ -1,4 +1,4 @@
-"""Paired differences between variants, on the same case and seed, and their intervals.
+"""What came out of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
 A difference is taken on the same case and the same seed, so what makes a case hard and a start lucky is in both.
 
@@ -16,15 +16,25 @@ difference each; nothing is corrected for their number.
 """
 
 import dataclasses
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.compare.run import Failed, RunResult
+from cpu3d.compare.plan import unpaired
+from cpu3d.compare.run import Failed, end_of, step_voxels
+from cpu3d.data.region import grid_size
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import METRICS
+from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.scores import METRICS, metrics_in
+from cpu3d.report.page import gib
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.training.run_log import read_events
+from cpu3d.util.records import number, seconds
 
 RESAMPLES = 10_000
 
@@ -35,8 +45,6 @@ SHARE = 0.95
 
 EQUAL = 1e-9
 """A case whose difference is no larger is equal."""
-
-LARGER_IS_BETTER: Dict[str, bool] = {"dice": True, "hd95_mm": False, "surface_dice": True}
 
 
 @dataclass(frozen=True)
@@ -133,14 +141,137 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
     return float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None
 
 
-# --- Runs of several variants ---
+# --- What came out of a run ---
 
-COSTS: Dict[str, Callable] = {
-    "steps": median, "voxels": median, "train_s": median, "steps_s": median, "step_s": median, "validation_s": median,
-    "case_train_s": median, "train_peak_bytes": max, "allocator_peak_bytes": max, "core_hours": median,
-    "case_predict_s": median, "predict_peak_bytes": max, "card_peak_bytes": max,
-}  # fmt: skip
-"""Cost of a run -> how those of the seeds become one: seconds by the middle one, memory by the most."""
+MEAN = "mean"
+"""In the place of a region's name: the mean over the regions."""
+
+Scores = Dict[str, Dict[str, Dict[str, float]]]
+"""Region, or MEAN, -> metric -> case id -> value."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Something that a run takes."""
+
+    label: str
+    show: Callable[[float], str]
+    of: Callable[[Sequence[float]], float] = statistics.median
+    """How those of the seeds become one: times by the middle one, memory by the most."""
+
+
+def millions(voxels: float) -> str:
+    """ "12.3 M"."""
+    return f"{voxels / 1e6:,.{0 if voxels >= 1e8 else 1}f} M"
+
+
+COSTS = {
+    "steps": Cost("steps", "{:,.0f}".format),
+    "voxels": Cost("voxels seen", millions),
+    "step_s": Cost("a step", seconds),
+    "case_train_s": Cost(
+        "a case trained once", seconds
+    ),  # as many voxels as a whole case has; not known without a store
+    "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
+    "validation_s": Cost("validation", seconds),
+    "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
+    "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
+    "train_peak_bytes": Cost("peak memory, training", gib, max),
+    "allocator_peak_bytes": Cost("of it TensorFlow's allocator", gib, max),
+    "card_peak_bytes": Cost("card's memory, training", gib, max),
+    "case_predict_s": Cost("a case predicted", seconds),  # the median over the cases: the first one compiles
+    "predict_peak_bytes": Cost("peak memory, prediction", gib, max),
+}
+"""By their names in compare.json and the records. Seconds are of the wall clock, memory the largest resident set."""
+
+
+class Point(NamedTuple):
+    """A validation on the way."""
+
+    voxels: int
+    """Seen by the network so far."""
+    seconds: float
+    """Of steps so far, validation and saving aside."""
+    mean_dice: float
+    """Over the validation cases and regions."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A trained and scored run."""
+
+    variant: str
+    seed: int
+    scores: Scores
+    costs: Dict[str, Optional[float]]
+    """By COSTS; None is not known."""
+    folder: Path = Path()
+    config: RunConfig = field(default_factory=RunConfig)
+    curve: Tuple[Point, ...] = ()
+    """The validations, in order."""
+    host: Dict[str, Any] = field(default_factory=dict)
+    """Of the last attempt, from the log; empty where it does not say."""
+    evaluation: Path = Path()
+    """Folder of its scores.json and predictions/."""
+
+
+def read_run(
+    variant: str,
+    seed: int,
+    folder: Path,
+    split: str,
+    *,
+    store: Optional[Store] = None,
+    scored: Optional[Path] = None,
+) -> RunResult:
+    """Read a run that was trained and scored on `split`.
+
+    `store` says how large a whole case is to a run on patches; `scored` is the folder that holds evaluation/ where
+    that is not the run's. Raises InputError where the run was not trained or scored, or its files are damaged.
+    """
+    config, events = load_config(folder), read_events(folder)
+    path = scores_path(scored or folder, split)
+    content = read_scores(path)
+    host = next((event.get("host", {}) for event in reversed(events) if event.get("event") == "start"), {})
+    curve, steps_s = [], 0.0
+    for event in events:
+        if event.get("event") == "step":
+            steps_s += event.get("step_s", 0.0)
+        elif event.get("event") == "validation":
+            curve.append(Point(event["step"] * step_voxels(config), steps_s, event["mean_dice"]))
+    metrics = metrics_in(content)
+    regions = {
+        region: {
+            one: {case["case_id"]: float(case["regions"][region][one]) for case in content["cases"]} for one in metrics
+        }
+        for region in content["regions"]
+    }
+    return RunResult(
+        variant,
+        seed,
+        with_mean(regions),
+        _costs(events, config, content, host.get("cores"), store),
+        folder=Path(folder),
+        config=config,
+        curve=tuple(curve),
+        host=host,
+        evaluation=path.parent,
+    )
+
+
+def with_mean(scores: Scores) -> Scores:
+    """The scores of several regions with the mean over them as one more; of one region as they are."""
+    if len(scores) < 2:
+        return scores
+    first = next(iter(scores.values()))
+    mean = {
+        metric: {case: statistics.fmean(of[metric][case] for of in scores.values()) for case in values}
+        for metric, values in first.items()
+    }
+    return {**scores, MEAN: mean}
+
+
+# --- Runs of several variants ---
 
 
 @dataclass(frozen=True)
@@ -153,6 +284,7 @@ class Comparison:
     """Scored in every run."""
     regions: List[str]
     """With the mean over them last, where there are several."""
+    metrics: List[str]
     differences: Dict[str, Dict[str, Dict[str, Difference]]]
     """Variant -> region -> metric -> its difference to the baseline."""
     failed: Tuple[Failed, ...] = ()
@@ -183,8 +315,8 @@ class Comparison:
 
     def cost(self, variant: str, name: str) -> Optional[float]:
         """One of COSTS for all runs of a variant; None where no run knows it."""
-        known = [value for value in (getattr(run.costs, name) for run in self.runs[variant]) if value is not None]
-        return COSTS[name](known) if known else None
+        known = [value for value in (run.costs.get(name) for run in self.runs[variant]) if value is not None]
+        return COSTS[name].of(known) if known else None
 
     def to_json(self) -> Dict[str, Any]:
         """The scores, differences and costs, as compare.json and the records hold them."""
@@ -198,7 +330,7 @@ class Comparison:
                     "scores": {
                         region: {
                             metric: dict(zip(("mean", "sd"), mean_and_sd(self.values(variant, region, metric).mean(1))))
-                            for metric in METRICS
+                            for metric in self.metrics
                         }
                         for region in self.regions
                     },
@@ -214,7 +346,7 @@ class Comparison:
                 for variant, of_regions in self.differences.items()
             },
             "runs": [
-                {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **dataclasses.asdict(run.costs)}
+                {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **run.costs}
                 for runs in self.runs.values()
                 for run in runs
             ],
@@ -231,23 +363,18 @@ def compare(
     with the baseline, as nothing can be paired then; one that lost its seeds to failures is left out instead.
     """
     baseline = baseline or results[0].variant
-    runs: Dict[str, List[RunResult]] = {baseline: []}
+    runs: Dict[str, List[RunResult]] = {name: [] for name in (baseline, *(result.variant for result in results))}
     for result in sorted(results, key=lambda run: run.seed):
-        runs.setdefault(result.variant, []).append(result)
-    order = dict.fromkeys((baseline, *(result.variant for result in results)))
-    runs = {variant: runs[variant] for variant in order}
+        runs[result.variant].append(result)
     if not runs[baseline]:
         raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
     first = runs[baseline][0]
-    cases, regions = list(next(iter(first.scores.values()))["dice"]), list(first.scores)
+    regions, cases = list(first.scores), _cases(first)
     problems = [
         f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
-        for what, found, wanted in (
-            ("regions", result.scores, regions),
-            ("cases", next(iter(result.scores.values()))["dice"], cases),
-        )
+        for what, found, wanted in (("regions", result.scores, regions), ("cases", _cases(result), cases))
         if set(found) != set(wanted)
     ]
     lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
@@ -258,27 +385,66 @@ def compare(
     left_out = [
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
-    comparison = Comparison(runs, cases, regions, {}, (*failed, *left_out))
+    metrics = [name for name in METRICS if all(name in of for run in results for of in run.scores.values())]
+    comparison = Comparison(runs, cases, regions, metrics, {}, (*failed, *left_out))
     for variant in comparison.variants[1:]:
         seeds = comparison.shared_seeds(variant)
         comparison.differences[variant] = {
             region: {
                 metric: paired_difference(
                     *(comparison.values(name, region, metric, seeds) for name in (variant, baseline)),
-                    larger_is_better=LARGER_IS_BETTER[metric],
+                    larger_is_better=METRICS[metric].larger_is_better,
                 )
-                for metric in METRICS
+                for metric in metrics
             }
             for region in regions
         }
     return comparison
 
 
-def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
-    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+# --- Private helpers ---
+
+
+def _cases(result: RunResult) -> List[str]:
+    return list(next(iter(result.scores.values()))["dice"])
+
+
+def _costs(
+    events: Sequence[Mapping[str, Any]],
+    config: RunConfig,
+    scores: Mapping[str, Any],
+    cores: Optional[int],
+    store: Optional[Store],
+) -> Dict[str, Optional[float]]:
+    """What a log and the content of scores.json say of a run's COSTS."""
+
+    def column(kind: str, key: str) -> List[float]:
+        values = (event.get(key) for event in events if event.get("event") == kind)
+        return [value for value in values if isinstance(value, (int, float))]
+
+    def most(values: Sequence[float]) -> Optional[int]:
+        return int(max(values)) if values else None
+
+    steps_s, count = column("step", "step_s"), int(max(column("step", "step"), default=0))
+    step_s = statistics.median(steps_s) if steps_s else None
+    train_s = (end_of(events) or {}).get("seconds")
+    predict_s = [case["predict_s"] for case in scores["cases"] if "predict_s" in case]
+    whole_voxels = None if config.is_patch else math.prod(config.grid)
+    if config.is_patch and store is not None:
+        whole_voxels = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
+    on_cpu, peak_bytes = config.device == "cpu", most(column("end", "allocator_peak_bytes"))
     return {
-        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
-        "train one of each with the same --seed"
-        for variant, own in seeds.items()
-        if not set(own) & set(seeds[baseline])
+        "steps": count,
+        "voxels": count * step_voxels(config),
+        "step_s": step_s,
+        "case_train_s": step_s / step_voxels(config) * whole_voxels if step_s and whole_voxels else None,
+        "steps_s": math.fsum(steps_s),
+        "validation_s": math.fsum(column("validation", "seconds")),
+        "train_s": train_s,
+        "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
+        "train_peak_bytes": most([*column("end", "peak_rss_bytes"), *column("step", "rss_bytes")]),
+        "allocator_peak_bytes": peak_bytes if on_cpu else None,
+        "card_peak_bytes": None if on_cpu else peak_bytes,
+        "case_predict_s": statistics.median(predict_s) if predict_s else None,
+        "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }

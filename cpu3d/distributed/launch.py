@@ -21,6 +21,7 @@ is one worker. --engine horovod is started on one host only; its launcher reache
 import argparse
 import functools
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -33,6 +34,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from rich.console import Console
 from rich.progress import Progress
 
+from cpu3d.data.store import open_store
 from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import (
     HOROVOD,
@@ -50,12 +52,16 @@ from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, r
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.describe import describe_plans, overridden
-from cpu3d.host.thread_plan import default_workers, thread_plans
+from cpu3d.host.gpu import HostGpus
+from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
 from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
+from cpu3d.plan import make_plan as plan_training
+from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
+from memory_estimator.host import Host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
@@ -86,6 +92,7 @@ class Options:
         choices=(TENSORFLOW, HOROVOD),
     )
     dry_run: bool = option(False, "say what would be started, and start nothing")
+    json: bool = option(False, "with --dry-run: print the plan that the training would write to RUN/plan.json")
     on_host: Optional[str] = option(None, 'with --dry-run: on another host; "list" tells of some', metavar="NAME|FILE")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
@@ -98,9 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start what is asked for and wait for its end, or say what would be started."""
     options = from_args(Options, args, InputError)
-    if options.on_host and not options.dry_run:
-        rule = f"come with --dry-run, got {options.on_host} without; leave it out to train here"
-        raise InputError(f"--on-host must {rule}")
+    for name in ("on_host", "json"):
+        if getattr(options, name) and not options.dry_run:
+            given = getattr(options, name)
+            raise InputError(f"--{name.replace('_', '-')} must come with --dry-run, got {given} without; leave it out")
     if options.on_host == "list":
         Console().print(hosts_table())
         return 0
@@ -109,7 +117,10 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
     commands = _commands(plan, options.train, Path(training.run))
     if options.dry_run:
-        _show(plan, topology(), commands)
+        if options.json:
+            print(json.dumps(_training_plan(training, plan, topology().host), indent=2))
+        else:
+            _show(plan, topology(), commands)
         return 0
     thread_plans(topology(), plan.sharing_here)  # else each worker would refuse
     _launch(plan, commands, Path(training.run))
@@ -250,6 +261,17 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
     train.add_arguments(parser)
     return parser.parse_args(list(options[1:]))
+
+
+def _training_plan(training: argparse.Namespace, plan: Plan, host: Host) -> Dict[str, Any]:
+    """What the chief would write to plan.json on such a host. Raises InputError as `train` does."""
+    store = open_store(Path(training.store))
+    store.check_split()
+    share = share_of(host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
+    settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
+    force, workers = getattr(training, "force", False), plan.cluster.workers
+    run, gpus = Path(training.run), HostGpus()
+    return plan_training(store, run, share, settings, recipe, gpus=gpus, workers=workers, force=force).to_json()
 
 
 # --- What is shown and started ---

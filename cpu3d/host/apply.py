@@ -20,8 +20,8 @@ from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
 from cpu3d.util.records import versions
-from memory_estimator.engines import itex_is_installed
 from memory_estimator.host import Host
+from memory_estimator.job import itex_is_installed
 
 ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
 

@@ -3,7 +3,6 @@
     ./run.sh evaluate --run runs/first
     ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
-    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds --split val
 
 Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
 "train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they can never be
@@ -18,33 +17,45 @@ axes turned, so scores on it are scores on the original grid.
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
+import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from cpu3d.data.folds import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, label_from_regions
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
+from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
+from cpu3d.data.words import count
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference.ensemble import HeldOut, add_run_options, describe, joined, load_configs
-from cpu3d.inference.options import add_inference_options, inference_from
-from cpu3d.inference.predictors import store_of_run, trained_predictors
-from cpu3d.inference.scores import TOLERANCE_MM, CaseScores, RegionScores, score_case
+from cpu3d.inference.runs import (
+    Ensemble,
+    Inference,
+    RunOptions,
+    describe,
+    joined,
+    load_configs,
+    options_from,
+    store_of_run,
+    trained_predictors,
+)
+from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in, score_case
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
+from cpu3d.util.records import plus_minus
 from memory_estimator.files import read_json, typed
+from memory_estimator.schema import add_options, option
+from memory_estimator.table import Table
 
 SCHEMA = 1
 """Version of scores.json."""
@@ -52,68 +63,80 @@ SCHEMA = 1
 FILES = ("predictions", "scores.json")
 """What an evaluation consists of; the scores say whether it is complete."""
 
-METRICS = ("dice", "hd95_mm", "surface_dice")
-
 UNTOUCHED = "test"
 """The one split that neither training nor the choice of the best checkpoint has seen."""
 
 WORST = 5
 """How many of the worst cases the summary names."""
 
+STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
+"""Of a metric over the cases; the deviation is of these cases, n in the denominator."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_options(parser)
-    parser.add_argument("--split", choices=SPLITS, default=UNTOUCHED, help="cases to score (default: test)")
-    parser.add_argument("--store", type=Path, metavar="DIR", help="store folder, if it is no longer where it was")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR",
+EMPTY = ("both", "truth", "prediction")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is scored, and where that is written."""
+
+    split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
+    store: Optional[Path] = option(None, help="store folder, if it is no longer where it was", metavar="DIR")
+    out: Optional[Path] = option(
+        None,
         help="folder for evaluation/ (default: the run's); `report` makes a page of a run's own folder alone, not of "
         "what several runs score together",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE_MM, metavar="MM",
-        help=f"tolerance of the surface Dice in mm (default: {TOLERANCE_MM})",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print scores.json instead of a table")
-    add_inference_options(parser)
+        metavar="DIR",
+    )
+    tolerance: float = option(
+        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
+    )
+    json: bool = option(False, help="print scores.json instead of a table")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for cls in (RunOptions, Options, Inference):
+        add_options(parser, cls)
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (np.isfinite(args.tolerance) and args.tolerance >= 0):
-        raise InputError(f"--tolerance must be a number of mm from 0 on, got {args.tolerance}; 1 is usual for BraTS")
-    inference = inference_from(args)
-    runs = [run_dir.resolve() for run_dir in args.run]
-    configs = load_configs(runs, some_folds=args.some_folds)
-    out = _out_folder(args, runs)
-    store = store_of_run(configs[0], args.store)
+    options, chosen, inference = (options_from(cls, args) for cls in (Options, RunOptions, Inference))
+    runs = [folder.resolve() for folder in chosen.run]
+    configs = load_configs(runs, some_folds=chosen.some_folds)
+    if len(runs) > 1 and not options.out:
+        raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
+    out = options.out.resolve() if options.out else runs[0]
+    store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
     held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds]
-    crossed = len(runs) > 1 and any(folds) and args.split == "val"
-    if len(runs) > 1 and any(folds) and args.split == "train":
+    crossed = len(runs) > 1 and any(folds) and options.split == "val"
+    if len(runs) > 1 and any(folds) and options.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
-    folder = writable_folder(scores_path(out, args.split).parent, "evaluation")
+    folder = writable_folder(scores_path(out, options.split).parent, "evaluation")
     if out not in runs:
         _refuse_others(folder)
-    predictors = trained_predictors(runs, args.weights, inference)
+    predictors = trained_predictors(runs, chosen.weights, inference)
     messages = Console(stderr=True)
-    if args.split != UNTOUCHED:
-        messages.print(f"[bold yellow]{warning(args.split)}")
-    told = [describe(*one) for one in zip(runs, configs, predictors)]
+    if options.split != UNTOUCHED:
+        messages.print(f"[bold yellow]{warning(options.split)}")
+    about = [describe(*one) for one in zip(runs, configs, predictors)]
     if crossed:
-        told = [{**one, "held_out": list(case_ids)} for one, case_ids in zip(told, held_out)]
-    predictor = HeldOut(predictors, held_out) if crossed else joined(predictors)
-    view = with_folds(store, folds) if crossed else with_fold(store, folds[0])
-    about = told[0] if len(runs) == 1 else {"runs": told}
+        about = [{**one, "held_out": list(case_ids)} for one, case_ids in zip(about, held_out)]
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            predictor, view, args.split, out, weights=args.weights, tolerance_mm=args.tolerance, about=about
+            Ensemble(predictors, held_out) if crossed else joined(predictors),
+            with_folds(store, folds) if crossed else with_fold(store, folds[0]),
+            options.split,
+            out,
+            weights=chosen.weights,
+            tolerance_mm=options.tolerance,
+            about=about[0] if len(runs) == 1 else {"runs": about},
         )
-    if args.json:
+    if options.json:
         json.dump(scores, sys.stdout, indent=1)
         print()
     else:
         print_scores(scores, Console())
-        messages.print(f"written: {scores_path(out, args.split)}", soft_wrap=True)
+        messages.print(f"written: {scores_path(out, options.split)}", soft_wrap=True)
     return 0
 
 
@@ -138,7 +161,6 @@ def evaluate_split(
     """
     records = _cases_to_score(predictor, store, split)
     cases: List[Dict[str, Any]] = []
-    scored: List[CaseScores] = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / "predictions").mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
@@ -147,10 +169,17 @@ def evaluate_split(
                 label = predicted_label(predictor, store.image(record.case_id), record)
                 predicted = time.monotonic()
                 truth = np.asarray(store.label(record.case_id))
-                scores = score_case(record.case_id, truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
+                regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
                 write_label(folder / "predictions" / f"{record.case_id}.nii.gz", label, record.geometry)
-                scored.append(scores)
-                cases.append(_case_content(scores, predicted - begin, time.monotonic() - predicted))
+                cases.append(
+                    {
+                        "case_id": record.case_id,
+                        "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
+                        "predict_s": round(predicted - begin, 3),
+                        "score_s": round(time.monotonic() - predicted, 3),
+                        "regions": regions,
+                    }
+                )
                 advance()
         content = {
             "schema": SCHEMA,
@@ -166,9 +195,9 @@ def evaluate_split(
             "tolerance_mm": tolerance_mm,
             "regions": {name: list(codes) for name, codes in predictor.regions.items()},
             "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
-            "mean_dice": float(np.mean([scores.mean_dice for scores in scored])),
+            "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
             "peak_rss_bytes": peak_rss_bytes(),
-            "summary": summarise(scored),
+            "summary": summarise(cases),
             "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
             "cases": cases,
         }
@@ -215,11 +244,14 @@ def read_scores(path: Path) -> Dict[str, Any]:
         raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; run `evaluate` again with this version")
     try:
         typed(scores, _Scores, "scores")
+        if scores["split"] not in SPLITS or not scores["regions"] or not scores["cases"]:
+            raise ValueError("a split, regions and cases must be there")
         for name, part in (("summary", scores["summary"]), *((c["case_id"], c["regions"]) for c in scores["cases"])):
             if set(part) != set(scores["regions"]):
                 raise ValueError(f"{name} must be of {', '.join(scores['regions'])}, got {', '.join(part) or 'none'}")
-        if scores["split"] not in SPLITS or not scores["regions"] or not scores["cases"]:
-            raise ValueError("a split, regions and cases must be there")
+            kind = _Statistics if name == "summary" else float
+            for region, values in part.items():
+                typed({one: values.get(one) for one in metrics_in(scores)}, Dict[str, kind], f"{name}.{region}")
     except ValueError as error:
         raise InputError(f"{path} must be complete, got {error}; run `evaluate` again") from None
     return scores
@@ -231,18 +263,19 @@ def warning(split: str) -> str:
     return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
 
 
-def summarise(scored: Sequence[CaseScores]) -> Dict[str, Dict[str, Any]]:
-    """Per region and metric the mean, median, standard deviation (of these cases, n in the denominator), min and max.
+def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
+    """Per region and metric the STATISTICS over the "cases" of scores.json.
 
     Empty cases are in all of them by the rule of `scores`; "empty" counts how many there were of each kind.
     """
-    summary = {}
-    for region in scored[0].regions:
-        column = [scores.regions[region] for scores in scored]
-        summary[region] = {metric: _statistics([getattr(s, metric) for s in column]) for metric in METRICS}
-        summary[region]["empty"] = {
-            kind: sum(s.empty == kind for s in column) for kind in ("both", "truth", "prediction")
+    summary: Dict[str, Dict[str, Any]] = {}
+    for region in cases[0]["regions"]:
+        column = [case["regions"][region] for case in cases]
+        summary[region] = {
+            metric: {name: float(of([scores[metric] for scores in column])) for name, of in STATISTICS.items()}
+            for metric in METRICS
         }
+        summary[region]["empty"] = {kind: sum(scores["empty"] == kind for scores in column) for kind in EMPTY}
     return summary
 
 
@@ -251,25 +284,29 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
-def print_scores(scores: Dict[str, Any], console: Console) -> None:
-    """The summary and the worst cases as tables."""
-    count = len(scores["cases"])
+def summary_table(scores: Mapping[str, Any]) -> Table:
+    """Every metric of every region: mean, standard deviation and median over the cases."""
     kind = "untouched" if scores["untouched"] else "NOT untouched"
-    table = Table(
-        title=f'{count} {kind} case{"s" * (count != 1)} of {scores["name"]}, split "{scores["split"]}"',
-        caption=f"mean \u00b1 sd; HD95 in mm; surface Dice at {scores['tolerance_mm']:g} mm",
-    )
-    table.add_column("region")
-    for heading in ("Dice", "median", "min", "HD95", "median", "surface"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    metrics = {name: METRICS[name] for name in metrics_in(scores)}
+    rows = []
     for region, values in scores["summary"].items():
-        dice, hd95, surface = (values[metric] for metric in METRICS)
-        table.add_row(
-            region, f"{dice['mean']:.3f} \u00b1 {dice['std']:.3f}", f"{dice['median']:.3f}", f"{dice['min']:.3f}",
-            f"{hd95['mean']:.2f}", f"{hd95['median']:.2f}", f"{surface['mean']:.3f}",
-        )  # fmt: skip
-    console.print(table)
-    if count > 1:
+        cells = [region]
+        for name, metric in metrics.items():
+            one = values[name]
+            cells += [plus_minus(one["mean"], one["std"], metric.digits), f"{one['median']:.{metric.digits}f}"]
+        rows.append(cells)
+    return Table(
+        ("region", *(cell for metric in metrics.values() for cell in (metric.heading, "median"))),
+        rows,
+        title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
+        caption=f"mean \u00b1 sd; surface Dice at {scores['tolerance_mm']:g} mm",
+    )
+
+
+def print_scores(scores: Dict[str, Any], console: Console) -> None:
+    """The summary as a table, the worst cases, and of folds the mean Dice of each."""
+    console.print(summary_table(scores).rich())
+    if len(scores["cases"]) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
     dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
@@ -284,9 +321,17 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
 
 # --- Private helpers: what scores.json holds, as far as it is read ---
 
-_Statistics = TypedDict("_Statistics", dict.fromkeys(("mean", "median", "std", "min", "max"), float))
-_Empty = TypedDict("_Empty", dict.fromkeys(("both", "truth", "prediction"), int))
-_Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
+_Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
+_Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
+
+
+class _Summary(TypedDict):
+    dice: _Statistics
+    empty: _Empty
+
+
+_Voxels = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
+_Region = TypedDict("_Region", {"dice": float, **_Voxels, "empty": str})
 
 
 class _Inference(TypedDict, total=False):
@@ -308,7 +353,7 @@ class _CaseTimes(TypedDict, total=False):
 class _Case(_CaseTimes):
     case_id: str
     mean_dice: float
-    regions: Dict[str, RegionScores]
+    regions: Dict[str, _Region]
 
 
 class _Newer(TypedDict, total=False):
@@ -336,13 +381,6 @@ class _Scores(_Newer):
 # --- Private helpers ---
 
 
-def _out_folder(args: argparse.Namespace, runs: Sequence[Path]) -> Path:
-    """Where evaluation/ shall lie."""
-    if len(runs) > 1 and not args.out:
-        raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
-    return args.out.resolve() if args.out else runs[0]
-
-
 def _refuse_others(folder: Path) -> None:
     """Raise InputError where files that an evaluation would replace were not written by one."""
     there = [folder / name for name in FILES if (folder / name).exists()]
@@ -360,17 +398,14 @@ def _refuse_others(folder: Path) -> None:
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest = store.manifest
-    problems = []
-    if tuple(manifest.channels) != tuple(predictor.channels):
-        problems.append(
-            f"channels of store {store.folder} must be the run's {tuple(predictor.channels)}, got "
-            f"{manifest.channels}; name the run's own store"
+    problems = [
+        f"{what} of store {store.folder} must be the run's {own}, got {there}; name the run's own store"
+        for what, own, there in (
+            ("channels", tuple(predictor.channels), tuple(manifest.channels)),
+            ("labels", dict(predictor.labels), dict(manifest.labels)),
         )
-    if dict(manifest.labels) != dict(predictor.labels):
-        problems.append(
-            f"labels of store {store.folder} must be the run's {dict(predictor.labels)}, got {manifest.labels}; "
-            "name the run's own store"
-        )
+        if own != there
+    ]
     records = store.cases(split)
     if not records:
         filled = [name for name in SPLITS if manifest.split[name]]
@@ -386,23 +421,3 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
     if problems:
         raise InputError(*problems)
     return records
-
-
-def _case_content(scores: CaseScores, predict_s: float, score_s: float) -> Dict[str, Any]:
-    return {
-        "case_id": scores.case_id,
-        "mean_dice": scores.mean_dice,
-        "predict_s": round(predict_s, 3),
-        "score_s": round(score_s, 3),
-        "regions": {name: dataclasses.asdict(region) for name, region in scores.regions.items()},
-    }
-
-
-def _statistics(values: Sequence[float]) -> Dict[str, float]:
-    return {
-        "mean": float(np.mean(values)),
-        "median": float(np.median(values)),
-        "std": float(np.std(values)),
-        "min": float(np.min(values)),
-        "max": float(np.max(values)),
-    }

@@ -25,27 +25,36 @@ import argparse
 import dataclasses
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import nibabel
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from cpu3d.data.case import load_case
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_codes, region_mask
-from cpu3d.data.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
 from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
 from cpu3d.data.words import count
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.inference.ensemble import add_run_options, describe, joined, load_configs
 from cpu3d.inference.evaluate import check_finite
-from cpu3d.inference.options import add_inference_options, inference_from
-from cpu3d.inference.predictors import trained_predictors, zeroes_nan
+from cpu3d.inference.runs import (
+    Inference,
+    RunOptions,
+    describe,
+    joined,
+    load_configs,
+    options_from,
+    trained_predictors,
+    zeroes_nan,
+)
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
+from memory_estimator.schema import add_options, option
+from memory_estimator.table import Table
 
 SCHEMA = 1
 """Version of the sidecar."""
@@ -57,7 +66,37 @@ STORE = "the run's store"
 """Whose label codes they are where a case says nothing of its own."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class ZeroNan:
+    """What becomes of voxels that are no numbers."""
+
+    zero_nan: bool = option(
+        False, help="make NaN and infinite voxels background (default: as the run's store was made, if it is there)"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is predicted, and what is written."""
+
+    image: Tuple[Path, ...] = option(
+        help="case folders, 4D files, or a 3D file per channel: named after its modality, or in the store's or the "
+        "run's order; for a run of one channel 3D files of other names are a case each",
+        metavar="PATH",
+    )
+    out: Path = option(help="folder for the predictions", metavar="DIR")
+    probabilities: bool = option(
+        False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
+    )
+    codes: str = option(
+        "auto",
+        help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
+        "store (auto, default); those of the store; or those of a layout",
+        choices=("auto", "store", *LABEL_CODES),
+    )
+
+
+@dataclass(frozen=True)
 class Codes:
     """The label codes that a case is written in."""
 
@@ -70,74 +109,63 @@ class Codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_options(parser)
-    parser.add_argument(
-        "--image", type=Path, required=True, nargs="+", metavar="PATH",
-        help="case folders, 4D files, or a 3D file per channel: named after its modality, or in the store's or the "
-        "run's order; for a run of one channel 3D files of other names are a case each",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictions")
-    parser.add_argument(
-        "--probabilities", action="store_true",
-        help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--codes", choices=("auto", "store", *LABEL_CODES), default="auto",
-        help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
-        "store (auto, default); those of the store; or those of a layout",
-    )  # fmt: skip
-    add_zero_nan(parser)
-    add_inference_options(parser)
-
-
-def add_zero_nan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--zero-nan", action="store_true",
-        help="make NaN and infinite voxels background (default: as the run's store was made, if it is there)",
-    )  # fmt: skip
+    for cls in (RunOptions, Options, ZeroNan, Inference):
+        add_options(parser, cls)
 
 
 def run(args: argparse.Namespace) -> int:
-    missing = [f"--image {path} must exist, found none; check the path" for path in args.image if not path.exists()]
-    if missing:
-        raise InputError(*missing)
-    inference = inference_from(args)
-    configs = load_configs(args.run, some_folds=args.some_folds)
-    writable_folder(args.out, "--out")
-    predictors = trained_predictors(args.run, args.weights, inference)
+    options, chosen, inference = (options_from(cls, args) for cls in (Options, RunOptions, Inference))
+    check_there("--image", options.image)
+    configs = load_configs(chosen.run, some_folds=chosen.some_folds)
+    writable_folder(options.out, "--out")
+    predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor = joined(predictors)
-    told = [describe(*one) for one in zip(args.run, configs, predictors)]
-    about = {**(told[0] if len(told) == 1 else {"runs": told}), "weights": args.weights}
-    cases, problems = find_cases(args.image, predictor.channels, predictor.inputs)
-    check_out(args.out, args.image, cases)
-    zero_nan = args.zero_nan or zeroes_nan(configs)
-    written_in, wrong = _with_codes(predictor, cases, args.codes)
-    problems += wrong
+    about = [describe(*one) for one in zip(chosen.run, configs, predictors)]
+    about = {**(about[0] if len(about) == 1 else {"runs": about}), "weights": chosen.weights}
+    cases, problems = find_cases(options.image, predictor.channels, predictor.inputs)
+    check_out(options.out, options.image, cases)
+    zero_nan = options_from(ZeroNan, args).zero_nan or zeroes_nan(configs)
+    with_codes: List[Tuple[CaseFiles, Codes]] = []
+    for files in cases:
+        try:
+            with_codes.append((files, codes_for(predictor, files, options.codes)))
+        except InputError as error:
+            problems += error.problems
+    read = {path for files in cases for path in files.images}
+    unread = [path for path in options.image if path.is_file() and path not in read]
     console = Console()
-    for line in (*_unread(args.image, cases), *_mapping(predictor, written_in)):
+    for line in (*(f"not read: {path}" for path in unread), *_mapping(predictor, with_codes)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done, kind = [], InputError
-    with bar("predict", total=len(written_in)) as advance:
-        for files, codes in written_in:
+    with bar("predict", total=len(with_codes)) as advance:
+        for files, codes in with_codes:
+            how = {"codes": codes, "probabilities": options.probabilities, "zero_nan": zero_nan, "about": about}
             try:
-                done.append(
-                    predict_case(
-                        predictor, files, args.out, codes=codes, probabilities=args.probabilities, zero_nan=zero_nan,
-                        about=about,
-                    )
-                )  # fmt: skip
+                done.append(predict_case(predictor, files, options.out, **how))
             except InputError as error:
-                problems.extend(error.problems)
+                problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
     if done:
-        console.print(_table(done, predictor.regions))
+        regions = tuple(predictor.regions)
+        rows = [
+            (one["label"], *(f"{one['volumes_ml'][name]:.2f}" for name in regions), f"{one['seconds']:.1f}")
+            for one in done
+        ]
+        console.print(Table(("file", *(f"{name} ml" for name in regions), "seconds"), rows, title="predictions").rich())
     for content in done:
         if content["zeroed_voxels"]:
             console.print(f"{content['case_id']}: {content['zeroed_voxels']} NaN or infinite voxels made background")
     if problems:
         raise kind(*problems)
     return 0
+
+
+def check_there(name: str, paths: Sequence[Path]) -> None:
+    """Raise InputError for each of the `paths` of an option that does not exist."""
+    missing = [f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists()]
+    if missing:
+        raise InputError(*missing)
 
 
 def predict_case(
@@ -284,25 +312,6 @@ def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> 
 # --- Private helpers ---
 
 
-def _with_codes(
-    predictor: Any, cases: Sequence[CaseFiles], choice: str
-) -> Tuple[List[Tuple[CaseFiles, Codes]], List[str]]:
-    """The cases with the codes to write each in, and what is wrong with those that have none for a region."""
-    chosen, problems = [], []
-    for files in cases:
-        try:
-            chosen.append((files, codes_for(predictor, files, choice)))
-        except InputError as error:
-            problems.extend(error.problems)
-    return chosen, problems
-
-
-def _unread(given: Sequence[Path], cases: Sequence[CaseFiles]) -> List[str]:
-    """A line for each file that is in no case: a segmentation, a modality that the run does not take, a bad file."""
-    read = {path for files in cases for path in files.images}
-    return [f"not read: {path}" for path in given if path.is_file() and path not in read]
-
-
 def _mapping(predictor: Any, cases: Sequence[Tuple[CaseFiles, Codes]]) -> List[str]:
     """The codes that are written, as lines; cases in codes of their own are told apart."""
     by_owner: Dict[str, List[Tuple[CaseFiles, Codes]]] = {}
@@ -372,15 +381,3 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
             problems.append(f"{path} must not be overwritten, it was not written by predict; choose another --out")
     if problems:
         raise InputError(*problems)
-
-
-def _table(done: Sequence[Dict[str, Any]], regions: Sequence[str]) -> Table:
-    table = Table(title="predictions")
-    table.add_column("file")
-    for name in regions:
-        table.add_column(f"{name} ml", justify="right")
-    table.add_column("seconds", justify="right")
-    for content in done:
-        volumes = [f"{content['volumes_ml'][name]:.2f}" for name in regions]
-        table.add_row(content["label"], *volumes, f"{content['seconds']:.1f}")
-    return table

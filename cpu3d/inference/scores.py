@@ -1,6 +1,7 @@
-"""Dice, HD95 and surface Dice of one case, per region: pure functions of boolean masks and a voxel spacing.
+"""The metrics of one case, per region: one table of them, METRICS, computed from boolean masks and a voxel spacing.
 
-Definitions, those of MONAI's metrics and so comparable with published tables:
+A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions, those of
+MONAI's metrics and so comparable with published tables:
 
 - *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
 - *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
@@ -9,7 +10,7 @@ Definitions, those of MONAI's metrics and so comparable with published tables:
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as can be (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-`RegionScores.empty` says which it was, so that a mean can be read knowing what went into it.
+"empty" of a region's scores says which it was, so that a mean can be read knowing what went into it.
 
 DeepMind's `surface-distance` weighs surface elements by their area, which matters most for anisotropic voxels. Its only
 release on PyPI (0.1) calls names that numpy 2 and today's scipy have dropped, so it is not used here; a k-d tree of
@@ -17,7 +18,8 @@ scipy over the surface voxels is exact and some sixty times faster than distance
 """
 
 from dataclasses import dataclass
-from typing import Dict, Mapping, Sequence, Tuple
+from functools import cached_property
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy.ndimage import binary_erosion
@@ -29,55 +31,74 @@ from cpu3d.data.region import bounding_box
 TOLERANCE_MM = 1.0
 """Default tolerance of the surface Dice: one BraTS voxel, about what two raters differ by."""
 
-
-@dataclass(frozen=True)
-class RegionScores:
-    """How well one region of one case was found."""
-
-    dice: float
-    """2 |T and P| / (|T| + |P|), 0 to 1."""
-    hd95_mm: float
-    """95th percentile Hausdorff distance; at most the diagonal of the image grid."""
-    surface_dice: float
-    """At the tolerance it was asked for, 0 to 1."""
-    truth_voxels: int
-    prediction_voxels: int
-    truth_ml: float
-    prediction_ml: float
-    empty: str
-    """"" when neither mask is empty, else "both", "truth" or "prediction": which one is."""
+RegionScores = Dict[str, Any]
+"""Metric -> value of one region of one case; truth_voxels, prediction_voxels, truth_ml, prediction_ml; and "empty": ""
+when neither mask is empty, else "both", "truth" or "prediction", which one is."""
 
 
 @dataclass(frozen=True)
-class CaseScores:
-    """One case's scores, region by region."""
+class Masks:
+    """A truth and a prediction, boolean `(X, Y, Z)`, neither empty, cropped to the box around both."""
 
-    case_id: str
-    regions: Dict[str, RegionScores]
-    """In the order of the network's outputs."""
+    truth: np.ndarray
+    prediction: np.ndarray
+    spacing_mm: Sequence[float]
+    tolerance_mm: float
+
+    @cached_property
+    def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
+        """Surface distances: (truth to prediction, prediction to truth), float64, unordered."""
+        return surface_distances_mm(self.truth, self.prediction, self.spacing_mm)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that says how well a region was found. Cases are aggregated by their mean."""
+
+    label: str
+    """For people."""
+    of: Callable[[Masks], float]
+    best: float
+    """Its value where both masks are empty."""
+    worst: Optional[float]
+    """Its value where one of them is; None is the diagonal of the image grid in mm."""
+    unit: str = ""
+    digits: int = 3
+    """After the point, in tables."""
 
     @property
-    def mean_dice(self) -> float:
-        """Over the regions; what best, median and worst cases are told by."""
-        return float(np.mean([scores.dice for scores in self.regions.values()]))
+    def larger_is_better(self) -> bool:
+        """Whether it grows towards the right answer."""
+        return self.worst is not None and self.best > self.worst
+
+    @property
+    def heading(self) -> str:
+        """Label and unit, for the head of a column."""
+        return f"{self.label}, {self.unit}" if self.unit else self.label
+
+
+METRICS: Dict[str, Metric] = {
+    "dice": Metric("Dice", lambda masks: dice_coefficient(masks.truth, masks.prediction), 1.0, 0.0),
+    "hd95_mm": Metric("HD95", lambda masks: hausdorff95_mm(*masks.distances_mm), 0.0, None, "mm", 2),
+    "surface_dice": Metric(
+        "surface Dice", lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm), 1.0, 0.0
+    ),
+}
+"""By their names in scores.json."""
 
 
 def score_case(
-    case_id: str,
     truth: np.ndarray,
     prediction: np.ndarray,
     regions: Mapping[str, Sequence[int]],
     spacing_mm: Sequence[float],
     tolerance_mm: float = TOLERANCE_MM,
-) -> CaseScores:
+) -> Dict[str, RegionScores]:
     """Score a predicted label against the true one, both `(X, Y, Z)` in the same codes, for each region's codes."""
-    return CaseScores(
-        case_id,
-        {
-            name: score_region(region_mask(truth, codes), region_mask(prediction, codes), spacing_mm, tolerance_mm)
-            for name, codes in regions.items()
-        },
-    )
+    return {
+        name: score_region(region_mask(truth, codes), region_mask(prediction, codes), spacing_mm, tolerance_mm)
+        for name, codes in regions.items()
+    }
 
 
 def score_region(
@@ -89,35 +110,35 @@ def score_region(
     spacing or tolerance that cannot be one.
     """
     _check(truth, prediction, spacing_mm, tolerance_mm)
+    shape, box = truth.shape, bounding_box(truth | prediction).slices(truth.shape)
+    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm)  # outside of it there is nothing
+    voxels = {name: int(np.count_nonzero(getattr(masks, name))) for name in ("truth", "prediction")}
+    absent = [name for name, count in voxels.items() if not count]
+    values: Dict[str, float] = {}
+    for name, metric in METRICS.items():
+        if not absent:
+            values[name] = metric.of(masks)
+        elif len(absent) == 2:
+            values[name] = metric.best
+        else:
+            values[name] = diagonal_mm(shape, spacing_mm) if metric.worst is None else metric.worst
     voxel_ml = float(np.prod(spacing_mm)) / 1000.0
-    shape, both = truth.shape, bounding_box(truth | prediction).slices(truth.shape)
-    truth, prediction = truth[both], prediction[both]  # nothing outside: the same surfaces, fewer voxels to walk
-    truth_voxels, prediction_voxels = int(np.count_nonzero(truth)), int(np.count_nonzero(prediction))
-    if truth_voxels and prediction_voxels:
-        empty = ""
-        dice = dice_coefficient(truth, prediction)
-        there, back = surface_distances_mm(truth, prediction, spacing_mm)
-        hd95_mm, surface_dice = hausdorff95_mm(there, back), surface_dice_at(there, back, tolerance_mm)
-    elif truth_voxels or prediction_voxels:
-        empty = "prediction" if truth_voxels else "truth"
-        dice, hd95_mm, surface_dice = 0.0, diagonal_mm(shape, spacing_mm), 0.0
-    else:
-        empty = "both"
-        dice, hd95_mm, surface_dice = 1.0, 0.0, 1.0
-    return RegionScores(
-        dice=dice,
-        hd95_mm=hd95_mm,
-        surface_dice=surface_dice,
-        truth_voxels=truth_voxels,
-        prediction_voxels=prediction_voxels,
-        truth_ml=truth_voxels * voxel_ml,
-        prediction_ml=prediction_voxels * voxel_ml,
-        empty=empty,
-    )
+    return {
+        **values,
+        **{f"{name}_voxels": count for name, count in voxels.items()},
+        **{f"{name}_ml": count * voxel_ml for name, count in voxels.items()},
+        "empty": "both" if len(absent) == 2 else "".join(absent),
+    }
+
+
+def metrics_in(scores: Mapping[str, Any]) -> Tuple[str, ...]:
+    """The METRICS that a scores.json holds: those of later versions are not in files from before."""
+    summary = next(iter(scores["summary"].values()))
+    return tuple(name for name in METRICS if name in summary)
 
 
 def dice_coefficient(truth: np.ndarray, prediction: np.ndarray) -> float:
-    """Dice of two boolean masks, 0 to 1; 1 when both are empty."""
+    """Dice of two boolean masks, 2 |T and P| / (|T| + |P|), 0 to 1; 1 when both are empty."""
     total = np.count_nonzero(truth) + np.count_nonzero(prediction)
     return float(2 * np.count_nonzero(truth & prediction) / total) if total else 1.0
 

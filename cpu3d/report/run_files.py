@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.config import load_config
-from cpu3d.data.folds import with_fold
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
+from cpu3d.settings import load_config
 from cpu3d.training.run_log import read_events
 
 Events = Sequence[Mapping[str, Any]]

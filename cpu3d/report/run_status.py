@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.config import load_config
 from cpu3d.report.run_files import Events, median, numbers, of_kind
+from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, Heartbeat, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, recent_events

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.resolution import Resizing
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.sharding import ALL, Share
+from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape

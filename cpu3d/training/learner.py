@@ -21,7 +21,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
 from memory_estimator.host import read_host
-from memory_estimator.region import MIB, region_bytes
+from memory_estimator.step.allocator import MIB, region_bytes
 from models.unet3d import build_unet3d
 
 

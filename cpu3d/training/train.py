@@ -13,6 +13,7 @@ one of them.
 import argparse
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -35,19 +36,27 @@ from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.units import format_seconds
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `train` is given besides the settings of a run."""
+
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
+    run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
+    force: bool = option(False, "train although it may not fit the memory that is free")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", required=True, metavar="DIR", help="store that `prepare` has written")
-    parser.add_argument("--run", required=True, metavar="DIR", help="folder for the run; continued where it exists")
-    parser.add_argument("--force", action="store_true", help="train although it may not fit the memory that is free")
+    add_options(parser, Options)
     add_training_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = getattr(args, "recipe", None)
-    train(Path(args.store), Path(args.run), settings=chosen_settings(args), recipe=recipe, force=args.force)
+    options, recipe = from_args(Options, args), getattr(args, "recipe", None)
+    train(options.store, options.run, settings=chosen_settings(args), recipe=recipe, force=options.force)
     return 0
 
 
@@ -106,7 +115,7 @@ def train(
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
         with fits_memory("a training step", _smaller(config)):
-            fit = Fit(plan, run_folder, exchange, cluster.local_ranks)
+            fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
                 refuse_what_does_not_fit()
             if cluster.is_chief:

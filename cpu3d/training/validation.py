@@ -7,10 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.distributed.all_reduce import ALONE, Exchange
-from cpu3d.inference.sliding_window import sliding_window
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import SLABS, dice_cross_entropy, hard_dice_counts
+from cpu3d.training.sliding_window import sliding_window
 
 
 @dataclass(frozen=True)

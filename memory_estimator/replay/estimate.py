@@ -10,13 +10,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
-from memory_estimator.allocator import use
-from memory_estimator.liveness import Timeline, timeline
-from memory_estimator.program import Program
 from memory_estimator.replay.graph import executed_graph
 from memory_estimator.replay.history import variables_made
 from memory_estimator.replay.lifetimes import program_of
 from memory_estimator.replay.schedule import execution_order
+from memory_estimator.step.allocator import use
+from memory_estimator.step.program import Program, Timeline, timeline
 
 ORDERS = 5
 """Orders of execution that are tried. TensorFlow's depends on memory addresses where a model leaves it open."""
@@ -92,7 +91,7 @@ def estimate_step(
     """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec).
 
     `variables` are those that are there in the order they were made, which the allocator's regions depend on; those
-    that the step uses beside them are found. `region_bytes` is as of `memory_estimator.program.Program`.
+    that the step uses beside them are found. `region_bytes` is as of `memory_estimator.step.program.Program`.
     Raises ValueError as `estimate_model`.
     """
     nodes, trace = executed_graph(step, specs)

@@ -22,7 +22,7 @@ class Output:
     dtype: str
     bytes: int
     touched: Tuple[Tuple[int, int], ...] = ()
-    """As of `memory_estimator.program.Tensor`."""
+    """As of `memory_estimator.step.program.Tensor`."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from typing import Any, List, Sequence, Tuple
 
-from memory_estimator.before_step import kernel_made
-from memory_estimator.program import StepOp, Tensor
+from memory_estimator.step.program import StepOp, Tensor, kernel_made
 
 
 def variables_made(variables: Sequence[Any]) -> Tuple[List[Tensor], List[StepOp]]:
@@ -14,7 +13,7 @@ def variables_made(variables: Sequence[Any]) -> Tuple[List[Tensor], List[StepOp]
         tensor = Tensor(f"{variable.name}#{index}", size, "variables")
         held.append(tensor)
         if variable.trainable and len(variable.shape) > 1:
-            made += kernel_made(tensor, f"{tensor.name}/uniform", f"{tensor.name}/scaled")
+            made += kernel_made(tensor)
         else:
             made.append(StepOp(tensor.name, "update", writes=(tensor,)))
     return held, made

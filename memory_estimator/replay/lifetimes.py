@@ -8,10 +8,9 @@ import sys
 from collections import Counter
 from typing import Dict, Optional, Sequence, Tuple
 
-from memory_estimator.before_step import inputs_made
-from memory_estimator.program import Program, StepOp, Tensor
 from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
+from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made
 
 Source = Tuple[str, int]
 """(node, index of its output)."""

@@ -8,14 +8,15 @@ import re
 from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple
 
-from memory_estimator.norm_mask import mask_bytes, mask_touched
 from memory_estimator.replay.graph import Node, Output, plain
-from memory_estimator.scratch import (
+from memory_estimator.step.scratch import (
     FilterGradient,
     filter_gradient_bytes,
     filter_gradient_touched,
     hidden_filter_gradient_bytes,
     hidden_up_convolution_bytes,
+    mask_bytes,
+    mask_touched,
     up_convolution_bytes,
 )
 
@@ -83,7 +84,7 @@ class Buffers:
     scratch: Tuple[int, ...] = ()
     """Of the allocator, for the duration of the operation."""
     touched: Tuple[Tuple[int, int], ...] = ()
-    """Where the first of `scratch` is written, as of `memory_estimator.program.Tensor`."""
+    """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
     keeps: int = 0
     """Of the allocator, from its first run on."""
     hidden: int = 0
@@ -91,7 +92,7 @@ class Buffers:
 
 
 def kind(node: Node) -> str:
-    """One of memory_estimator.program.KINDS. A strided convolution counts as the up-convolution it is the mirror of."""
+    """As of `StepOp.kind`. A strided convolution counts as the up-convolution it is the mirror of."""
     found = next((kind for pattern, kind in KINDS if re.match(pattern, plain(node.op))), "pointwise")
     if found.startswith("conv") and max(_strides(node), default=1) > 1:
         mirrored = {"conv": "up_conv_input_gradient", "conv_input_gradient": "up_conv"}

@@ -1,7 +1,6 @@
 """What it costs that workers exchange their gradients, and how far they get in each other's way: measured, or assumed.
 
-`bench scaling` measures it on one host, between its processes. Records are JSON, one a line, as `cpu3d.util.records`
-writes them.
+`bench scaling` measures it on one host, between its processes.
 """
 
 import dataclasses
@@ -10,11 +9,10 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Mapping, Sequence, Tuple
+from typing import Any, Mapping, Sequence, Tuple
 
-from memory_estimator.files import parse_json
+from memory_estimator.files import read_records
 
-SCHEMA = 1
 KIND = "scaling"
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
@@ -98,25 +96,7 @@ def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
 
     Raises ValueError for a file that is missing or has none, and for a line that is damaged or of another schema.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"record file {path} must exist, found none; make it with `bench scaling --record {path}`")
-    found: Dict[str, Mapping[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = parse_json(line)
-            schema, kind = record["schema"], record["kind"]
-            if schema == SCHEMA and kind == KIND:
-                costs_of(record)  # complete, or refused here
-                if not all(row["step_s"] > 0 for row in record["rows"]):
-                    raise ValueError("steps without seconds")
-                found[key_of(record)] = record
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-            raise ValueError(
-                f"record {path}:{number} must be JSON of `bench scaling`, got {error!r}; remove the line"
-            ) from None
-        if schema != SCHEMA:
-            raise ValueError(f"record {path}:{number} must have schema {SCHEMA}, got {schema}; measure again")
+    found = {key_of(record): record for record in read_records(path, KIND, _checked)}
     if not found:
         raise ValueError(f"record file {path} must hold a record of `bench scaling`, got none; name another")
     return tuple(found.values())
@@ -163,3 +143,14 @@ def key_of(record: Mapping[str, Any]) -> str:
     """Equal for records of the same step, cores, engine and CPU, of which the newest counts."""
     names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
     return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True)
+
+
+# --- Private helpers ---
+
+
+def _checked(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    costs_of(record)  # complete, or refused here
+    key_of(record)
+    if not all(row["step_s"] > 0 for row in record["rows"]):
+        raise ValueError("steps without seconds")
+    return record

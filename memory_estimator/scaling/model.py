@@ -24,15 +24,23 @@ only. Measured is one volume a worker, where both are the same.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
+from memory_estimator.estimate import Estimate
+from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.planner import Price
 from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, exchange_s, largest_of, pooled, row_of
+from models.layer_plan import layer_plan
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
 
 MOST_HOSTS = 4096
 """Where the search for a number of hosts ends."""
+
+EXCHANGED_COPIES = 4
+"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
+both. Counted, not measured."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,12 @@ class Point:
 
     @property
     def step_s(self) -> float:
-        parts_s = (self.compute_s, self.slowest_s, self.in_parts_s, self.packing_s, self.exchange_s, self.data_s)
-        return sum(parts_s)
+        """All parts one after the other."""
+        return self.compute_s + self.slowest_s + self.in_parts_s + self.packing_s + self.exchange_s + self.data_s
 
     @property
     def cases_per_s(self) -> float:
+        """Of all workers."""
         return self.batch / self.step_s
 
     @property
@@ -120,6 +129,7 @@ class Point:
         return self.exchange_s / self.step_s
 
     def to_json(self) -> Dict[str, Any]:
+        """Fields and what follows from them."""
         derived = ("step_s", "cases_per_s", "network_share", "total_s")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -142,116 +152,70 @@ class Scaling:
         workers = hosts * self.hosts.workers_per_host
         if self.batch % workers:
             raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
-        return self._point(hosts, self.batch / workers if self.batch else self.batch_per_worker)
-
-    @property
-    def most_hosts(self) -> int:
-        """Where a search ends: MOST_HOSTS, or a volume a worker of a fixed batch; 0 for a batch of fewer volumes than
-        a host has workers."""
-        return min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
+        return self._point(hosts)
 
     def first(self, holds: Callable[[Point], bool]) -> Optional[Point]:
-        """The least number of hosts for which something holds, up to `most_hosts`.
+        """The least number of hosts for which something holds, up to MOST_HOSTS or a volume a worker; None for none.
 
         Of a fixed batch shares are taken as they come, whole or not: where the limit lies is no matter of divisors.
         """
-        for number in range(1, self.most_hosts + 1):
-            workers = number * self.hosts.workers_per_host
-            found = self._point(number, self.batch / workers if self.batch else self.batch_per_worker)
-            if holds(found):
-                return found
-        return None
+        most = min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
+        return next((found for found in map(self._point, range(1, most + 1)) if holds(found)), None)
 
-    def _point(self, hosts: int, share: float) -> Point:
-        workers, costs = hosts * self.hosts.workers_per_host, self.costs
-        compute_s = share * self.work.volume_s * (1 + costs.contention * (self.hosts.workers_per_host > 1))
-        passed_bytes = self.work.gradient_bytes if workers > 1 else 0
-        batch = round(share * workers)
-        slowest_s = compute_s * costs.spread * largest_of(workers)
-        data_s = max(DATA_WAIT_SHARE * compute_s, self._read_s(hosts, share) - compute_s)
+    def first_within(self, seconds: float) -> Optional[Point]:
+        """The fewest hosts that take no longer in all."""
+        return self.first(lambda point: point.total_s is not None and point.total_s <= seconds)
+
+    def limits(self) -> Dict[float, Optional[int]]:
+        """Share of a step -> from how many hosts on the exchange takes more than it; None where none do."""
+        found = {share: self.first(lambda point, share=share: point.network_share > share) for share in (0.1, 0.5)}
+        return {share: point and point.hosts for share, point in found.items()}
+
+    def rates(self, learning_rate: float, point: Point) -> Dict[str, float]:
+        """The learning rate at a point, from one that suits one worker, under each rule of `train`; fixed with the
+        batch.
+
+        "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
+        """
+        times = point.batch / (self.batch or self.batch_per_worker)
+        return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
+
+    # --- Private helpers ---
+
+    def _point(self, hosts: int) -> Point:
+        work, costs, per_host = self.work, self.costs, self.hosts.workers_per_host
+        workers = hosts * per_host
+        share = self.batch / workers if self.batch else self.batch_per_worker
+        slower = 1 + costs.contention * (per_host > 1)
+        compute_s = share * work.volume_s * slower
+        passed_bytes = work.gradient_bytes if workers > 1 else 0
+        # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
+        s_per_byte = costs.endpoint_s_per_byte + (1 / self.hosts.network_bytes_per_s if hosts > 1 else 0)
+        message_s = costs.message_s + (self.hosts.latency_s if hosts > 1 else 0)
+        ring = {"s_per_byte": s_per_byte, "message_s": message_s, "call_s": costs.call_s}
+        rate = min(self.hosts.storage_bytes_per_s, self.hosts.shared_bytes_per_s / hosts)
         found = Point(
             hosts=hosts,
             workers=workers,
-            batch=batch,
+            batch=round(share * workers),
             compute_s=compute_s,
-            slowest_s=slowest_s,
-            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not self.work.in_parts),
+            slowest_s=compute_s * costs.spread * largest_of(workers),
+            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not work.in_parts),
             packing_s=passed_bytes * costs.packing_s_per_byte,
-            exchange_s=self._exchange_s(hosts),
-            data_s=data_s,
+            exchange_s=exchange_s(work.gradient_bytes, workers, **ring),
+            data_s=max(DATA_WAIT_SHARE * compute_s, share * per_host * work.case_bytes / rate - compute_s),
             efficiency=1.0,
             epoch_s=None,
             epochs=self.training.epochs,
         )
-        alone_s = share * self.work.volume_s * (1 + DATA_WAIT_SHARE)
-        return dataclasses.replace(found, efficiency=alone_s / found.step_s, epoch_s=self._epoch_s(found))
-
-    def _exchange_s(self, hosts: int) -> float:
-        """A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest."""
-        s_per_byte, message_s = self.costs.endpoint_s_per_byte, self.costs.message_s
-        if hosts > 1:
-            s_per_byte += 1 / self.hosts.network_bytes_per_s
-            message_s += self.hosts.latency_s
-        return exchange_s(
-            self.work.gradient_bytes,
-            hosts * self.hosts.workers_per_host,
-            s_per_byte=s_per_byte,
-            message_s=message_s,
-            call_s=self.costs.call_s,
-        )
-
-    def _read_s(self, hosts: int, share: float) -> float:
-        """Reading the volumes that a host's workers compute in a step."""
-        rate = min(self.hosts.storage_bytes_per_s, self.hosts.shared_bytes_per_s / hosts)
-        return share * self.hosts.workers_per_host * self.work.case_bytes / rate
-
-    def _epoch_s(self, point: Point) -> Optional[float]:
-        steps = self.training.cases // point.batch
-        if not steps:
-            return None
-        each = -(-self.training.validation_cases // point.workers)
-        slower = 1 + self.costs.contention * (self.hosts.workers_per_host > 1)
-        validation_s = max(each * self.work.forward_s * slower, self._read_s(point.hosts, each))
-        return steps * point.step_s + validation_s
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What somebody has published: hours on one host, and on several."""
-
-    one_h: float
-    many_h: float
-
-    @property
-    def speedup(self) -> float:
-        return self.one_h / self.many_h
-
-    def reached(self, scaling: Scaling) -> Tuple[Optional[Point], Optional[Point], Optional[Point]]:
-        """The fewest hosts that take no longer than its one, than its several, and that are as many times faster than
-        one as its several were; None where none are, and all None where an epoch of one host has no batch."""
-        alone = scaling.first(lambda point: True)
-        if alone is None or alone.total_s is None:
-            return None, None, None
-
-        def within(limit_s: float) -> Optional[Point]:
-            return scaling.first(lambda point: point.total_s is not None and point.total_s <= limit_s)
-
-        return within(3600 * self.one_h), within(3600 * self.many_h), within(alone.total_s / self.speedup)
-
-
-def limits(scaling: Scaling) -> Dict[float, Optional[int]]:
-    """Share of a step -> from how many hosts on the exchange takes more than it; None where none of `most_hosts` do."""
-    found = {share: scaling.first(lambda point, share=share: point.network_share > share) for share in (0.1, 0.5)}
-    return {share: point and point.hosts for share, point in found.items()}
-
-
-def rates(learning_rate: float, batch: int, of_batch: int) -> Dict[str, float]:
-    """The learning rate for `batch` volumes a step, from one that is good for `of_batch`, under each rule of `train`.
-
-    "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
-    """
-    times = batch / of_batch
-    return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
+        alone_s = share * work.volume_s * (1 + DATA_WAIT_SHARE)
+        steps, epoch_s = self.training.cases // found.batch, None
+        if steps:
+            each = -(-self.training.validation_cases // workers)
+            epoch_s = steps * found.step_s + max(
+                each * work.forward_s * slower, each * per_host * work.case_bytes / rate
+            )
+        return dataclasses.replace(found, efficiency=alone_s / found.step_s, epoch_s=epoch_s)
 
 
 def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
@@ -264,9 +228,44 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
     for record in records:
         others = [one for one in records if one is not record] or [record]
         alone = row_of(record, ALONE, 1)
+        in_parts = record["batch"] > record["micro_batch"]
+        work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"], in_parts=in_parts)
         for row in (row for row in record["rows"] if row["name"] == TOGETHER):
-            in_parts = record["batch"] > record["micro_batch"]
-            work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"], in_parts=in_parts)
-            said = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
-            errors.append(said.step_s / row["step_s"] - 1)
+            predicted = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
+            errors.append(predicted.step_s / row["step_s"] - 1)
     return errors
+
+
+# --- What the model is asked with: one worker's work and memory ---
+
+
+def gradient_bytes(job: Job) -> int:
+    """Of all gradients as they are exchanged: in float32, whatever they were computed in."""
+    return 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))
+
+
+def case_bytes(job: Job) -> int:
+    """What a store holds of the voxels that a volume has: int16 channels, or in part float16, and labels of a byte."""
+    return math.prod(job.shape) * (DTYPE_BYTES["bfloat16"] * job.unet.channels + 1)
+
+
+def of_one(whole: Estimate, workers: int) -> Estimate:
+    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
+
+    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`.
+    """
+    if workers == 1:
+        return whole
+    sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
+    bound = whole.upper_bound_bytes + EXCHANGED_COPIES * sums
+    return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
+
+
+def price_of_one(price: Price, workers: int) -> Price:
+    """What a job takes on one of so many workers, each of which has a batch like the job's."""
+
+    def of_worker(job: Job) -> Estimate:
+        every = dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro, cases=0)
+        return of_one(price(every), workers)
+
+    return of_worker if workers > 1 else price

@@ -1,20 +1,304 @@
-"""What an estimate for several hosts looks like: tables, what limits them, what they rest on; and as JSON."""
+"""An estimate for several hosts: its options, its tables and JSON, and its picture of the time over the hosts."""
 
+import argparse
 import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from memory_estimator.report import count_of, describe, new_console, new_table
-from memory_estimator.scaling.model import Point, Scaling, limits, rates
-from memory_estimator.scaling.options import ScaleRequest
-from memory_estimator.units import format_bytes, format_seconds
+from memory_estimator.calibration import HostConstants
+from memory_estimator.estimate import Estimate
+from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.job import Job
+from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, pooled, read_scaling
+from memory_estimator.scaling.model import (
+    Hosts,
+    Point,
+    Scaling,
+    Training,
+    Work,
+    case_bytes,
+    gradient_bytes,
+    predicted_errors,
+)
+from memory_estimator.schema import given, option
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step
+from memory_estimator.table import Table, new_console
+from memory_estimator.units import count_of, format_bytes, format_rate, format_seconds, parse_duration, parse_rate
 
-Row = Tuple[int, Optional[Point], str]
-"""Hosts, what they come to, or why nothing."""
+HOSTS = (1, 2, 4, 8, 16, 32, 64)
+GROUP = "several hosts, data parallel"
+HOSTS_HELP = (
+    f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
+    "its cores, --host-memory of one host, --picture draws time over hosts"
+)
+POSITIVE = {"above": 0, "below": math.inf}
+
+NOT_COUNTED = "start-up, checkpoints, restarts, other traffic; whether a larger batch learns as much an epoch"
 
 
-def rows_of(scaling: Scaling, hosts: Sequence[int]) -> List[Row]:
-    """One a number of hosts; what cannot be has no point but a reason."""
-    found: List[Row] = []
+@dataclass(frozen=True)
+class ScalingOptions:
+    """--hosts and what belongs to it."""
+
+    hosts: Optional[Tuple[int, ...]] = option(None, help=HOSTS_HELP, metavar="N", at_least=1, empty=True)
+    workers_per_host: int = option(1, help="processes of a host, as one a socket", metavar="W", at_least=1)
+    link: str = option("25Gbit/s", help="of a host's link, as it is sold", metavar="RATE")
+    latency: str = option("50us", help="of a message between two hosts", metavar="TIME")
+    step_s: Optional[float] = option(
+        None, help="a measured step of one worker, of --batch volumes (default: estimated)", metavar="S", **POSITIVE
+    )
+    epochs: int = option(1, help="of --cases each", metavar="E", at_least=1)
+    validation_cases: int = option(0, help="predicted after every epoch", metavar="N", at_least=0)
+    global_batch: Optional[int] = option(
+        None, help="of all, where that stays (default: --batch for each of the most workers)", metavar="G", at_least=1
+    )
+    learning_rate: float = option(2e-3, help="that suits one worker's batch", metavar="R", **POSITIVE)
+    storage: str = option("", help="what each host reads, such as 2GB/s (default: enough)", metavar="RATE")
+    shared_storage: str = option("", help="what all hosts together read (default: enough)", metavar="RATE")
+    record: Optional[Path] = option(
+        None, help=f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", metavar="FILE"
+    )
+    against: Optional[Tuple[float, float]] = option(
+        None, help="published hours on one host and on several, to be compared with", metavar=("ONE", "MANY")
+    )
+
+    @property
+    def numbers(self) -> Tuple[int, ...]:
+        """Of hosts, each once."""
+        return tuple(dict.fromkeys(self.hosts or HOSTS))
+
+    @property
+    def most_workers(self) -> int:
+        """Of all the numbers of hosts that are asked for."""
+        return max(self.numbers) * self.workers_per_host
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """All that an estimate for several hosts is made of."""
+
+    job: Job
+    options: ScalingOptions
+    fixed: Scaling
+    """Strong scaling."""
+    growing: Scaling
+    """Weak scaling."""
+    basis: Tuple[Tuple[str, str, str], ...]
+    """What the figures rest on: (what, how much, from where)."""
+    errors: Tuple[float, ...]
+    """Of predicted steps of several workers on one host; () where nothing was measured."""
+    is_in_sample: bool
+    """Whether these errors are of the very record that the constants are from."""
+
+    @property
+    def tables(self) -> Tuple[Tuple[str, Scaling], ...]:
+        """By name."""
+        return ("fixed", self.fixed), ("growing", self.growing)
+
+    def reached(self, scaling: Scaling) -> Dict[str, Optional[Point]]:
+        """The fewest hosts that take no longer than the published hours on one host, on several, and that are as many
+        times faster than one; None where none are. Empty where nothing was published."""
+        if not self.options.against:
+            return {}
+        one_h, many_h = self.options.against
+        alone = scaling.first(lambda point: True)
+        if alone is None or alone.total_s is None:
+            return dict.fromkeys(("one", "many", "speedup"))
+        seconds = {"one": 3600 * one_h, "many": 3600 * many_h, "speedup": alone.total_s / (one_h / many_h)}
+        return {name: scaling.first_within(limit) for name, limit in seconds.items()}
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that need --hosts, or that exclude it, and where a described host has no cores.
+
+    This host's would say nothing: seconds, and scratch memory, go by a worker's threads.
+    """
+    found = given(ScalingOptions, args)
+    if "hosts" not in found:
+        if found:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+            raise ValueError(f"--hosts must be given with {names}, got none; add --hosts")
+        return
+    if hasattr(args, "plan") or hasattr(args, "gpu_memory"):
+        raise ValueError("--hosts must stand without --plan and --gpu-memory, got one of them; ask one at a time")
+    if not hasattr(args, "threads"):
+        described = ["--host-memory"] if hasattr(args, "host_memory") else []
+        described += ["--workers-per-host"] if "workers_per_host" in found and "step_s" not in found else []
+        if described:
+            raise ValueError(
+                f"--threads must be given with {described[0]}, got none; add a worker's cores on that host"
+            )
+
+
+def request_from(options: ScalingOptions, asked: Estimate, constants: HostConstants) -> ScaleRequest:
+    """Put it together; `asked` is the estimate of one worker. Raises ValueError for what cannot be."""
+    job = asked.job
+    if options.against:
+        if not 0 < options.against[1] <= options.against[0] < math.inf:
+            raise ValueError(
+                f"--against must be hours, the more on one host, got {options.against}; write it like 90 4"
+            )
+        if not job.cases:
+            raise ValueError("--cases must be given with --against, got none; add --cases N and --epochs E")
+    path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
+    records = read_scaling(path) if path else ()
+    costs = pooled(records, path.name) if records else ASSUMED
+    hosts = Hosts(
+        options.workers_per_host,
+        network_bytes_per_s=parse_rate(options.link),
+        latency_s=parse_duration(options.latency),
+        storage_bytes_per_s=parse_rate(options.storage) if options.storage else math.inf,
+        shared_bytes_per_s=parse_rate(options.shared_storage) if options.shared_storage else math.inf,
+    )
+    volume_s = (options.step_s or asked.step_s) / job.batch
+    work = Work(
+        volume_s,
+        gradient_bytes=gradient_bytes(job),
+        forward_s=volume_s * _forward_share(job, constants),
+        case_bytes=case_bytes(job),
+        in_parts=job.parts > 1,
+    )
+    training = Training(job.cases, options.epochs, options.validation_cases)
+    growing = Scaling(work, costs, hosts, training, batch_per_worker=job.batch)
+    errors, is_in_sample = tuple(predicted_errors(records)), len(records) == 1
+    error = ("error", "not measured", "`bench scaling` measures several workers on one host")
+    if errors:
+        whose = "its own record, which flatters" if is_in_sample else "steps that no constant is from"
+        error = ("error", f"worst {max(errors, key=abs):+.1%} of {count_of(len(errors), 'step')}", f"one host, {whose}")
+    return ScaleRequest(
+        job=job,
+        options=options,
+        fixed=dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers),
+        growing=growing,
+        basis=(*_basis(options, asked, growing), error),
+        errors=errors,
+        is_in_sample=is_in_sample,
+    )
+
+
+def print_scaling(request: ScaleRequest) -> None:
+    """The whole answer: two tables of times, published hours beside them, and what they rest on."""
+    console, growing = new_console(), request.growing
+    training = growing.training
+    console.print(request.job.describe())
+    extent = (
+        f"{training.cases:,} cases, {count_of(training.epochs, 'epoch')}" if training.cases else "hours: add --cases"
+    )
+    workers = f"{count_of(growing.hosts.workers_per_host, 'worker')} a host"
+    console.print(f"{workers}, {format_bytes(growing.work.gradient_bytes)} of gradients; {extent}")
+    rate = request.options.learning_rate
+    fixed = f"The batch stays {request.fixed.batch}, learning rate {rate:g}: the same training"
+    grows = f"The batch grows, {growing.batch_per_worker} a worker: fewer, larger steps"
+    for title, scaling in ((fixed, request.fixed), (grows, growing)):
+        console.print(_times(title, scaling, request.options).rich())
+    if request.options.against:
+        one_h, many_h = request.options.against
+        ends = (f"{one_h:g} h", f"{many_h:g} h", f"{one_h / many_h:.3g} times as fast as one")
+        columns = (
+            [f"{point.hosts} ({point.efficiency:.0%})" if point else "-" for point in request.reached(scaling).values()]
+            for _, scaling in request.tables
+        )
+        rows = list(zip(ends, *columns))
+        console.print(Table(("published", "batch stays", "batch grows"), rows, "Hosts that reach it").rich())
+    console.print(Table(("", "", "from"), request.basis, "What it rests on", f"Not counted: {NOT_COUNTED}", 3).rich())
+
+
+def to_json(request: ScaleRequest) -> Dict[str, Any]:
+    """The figures and what they rest on, as JSON content."""
+    growing, options = request.growing, request.options
+    content: Dict[str, Any] = {
+        "job": request.job.to_json(),
+        "gradient_bytes": growing.work.gradient_bytes,
+        "work": dataclasses.asdict(growing.work),
+        "training": dataclasses.asdict(growing.training),
+        "costs": dataclasses.asdict(growing.costs),
+        "learning_rate": options.learning_rate,
+        "notes": [": ".join((what, ", ".join(filter(None, rest)))) for what, *rest in request.basis],
+        "errors": {"shares": list(request.errors), "in_sample": request.is_in_sample},
+        "hosts": {name: None if value == math.inf else value for name, value in vars(growing.hosts).items()},
+    }
+    for name, scaling in request.tables:
+        rows = [
+            {**point.to_json(), "learning_rates": scaling.rates(options.learning_rate, point)}
+            if point
+            else {"hosts": number, "problem": why}
+            for number, point, why in _points(scaling, options.numbers)
+        ]
+        limits = {f"{share:g}": number for share, number in scaling.limits().items()}
+        content[name] = {"batch": scaling.batch or None, "rows": rows, "limits": limits}
+        if options.against:
+            reached = request.reached(scaling).items()
+            content[name]["reached"] = {end: point and point.to_json() for end, point in reached}
+    if options.against:
+        one_h, many_h = options.against
+        content["claim"] = {"one_h": one_h, "many_h": many_h, "speedup": one_h / many_h}
+    return content
+
+
+def draw_scaling(request: ScaleRequest) -> bytes:
+    """Hours in all, or without cases the milliseconds of a volume, over hosts; both axes logarithmic. PNG.
+
+    The dashed line is what one worker alone would take, divided by all workers. A fixed batch that cannot be dealt to
+    some number of hosts has no point there.
+    """
+    figure = new_figure(9.6, 3.9)
+    every, lines = figure.subplots(1, 2, sharey=True), {}
+    for axes, scaling in zip(every, (request.fixed, request.growing)):
+        _panel(axes, scaling, request)
+        handles, names = axes.get_legend_handles_labels()
+        lines.update(zip(names, handles))
+    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=8, loc="lower center", ncols=3)
+    training = request.growing.training
+    every[0].set_ylabel("hours in all" if training.cases else "milliseconds a volume")
+    what = f", {training.cases:,} cases x {training.epochs}" if training.cases else ""
+    title = f"{' x '.join(map(str, request.job.shape))}, {request.job.unet.filters} filters, {request.job.unet.dtype}"
+    title = f"Predicted time on several hosts: {title}{what}"
+    figure.suptitle(title, fontsize=10.5, fontweight="bold", x=0.01, ha="left")
+    figure.tight_layout(pad=0.6, w_pad=1.6, rect=(0, 0.06, 1, 0.98))
+    return png(figure)
+
+
+# --- Private helpers ---
+
+
+def _forward_share(job: Job, constants: HostConstants) -> float:
+    """Of a training step, what predicts: all up to the first gradient, the loss among it."""
+    program = training_step(job)
+    times = step_seconds(program, constants, job).op_s
+    first = next(index for index, op in enumerate(program.ops) if "gradient" in op.kind)
+    return sum(times[:first]) / sum(times)
+
+
+def _basis(options: ScalingOptions, asked: Estimate, scaling: Scaling) -> List[Tuple[str, str, str]]:
+    costs, hosts, constants = scaling.costs, scaling.hosts, asked.constants
+    estimated = f"estimated, {asked.accuracy.error('step_s')}; speed {constants.origin}, {constants.name}"
+    network = f"{format_rate(hosts.network_bytes_per_s)}, {hosts.latency_s * 1e6:.3g} us a message"
+    rows = [
+        ("one worker alone", f"{scaling.work.volume_s:.3g} s a volume", "--step-s" if options.step_s else estimated),
+        ("network", network, "--link and --latency, which are assumed where they are not given"),
+    ]
+    if costs.endpoint_s_per_byte:
+        ends = 1 / costs.endpoint_s_per_byte
+        passed = 1 / (costs.endpoint_s_per_byte * hosts.network_bytes_per_s + 1)
+        rows.append(("its ends", format_rate(ends), f"gRPC; together gradients pass at {passed:.0%} of the network"))
+    rows.append(
+        ("exchange", f"{costs.call_s * 1e3:.3g} ms a sum, {costs.message_s * 1e6:.3g} us a message", costs.origin)
+    )
+    rows.append(("workers differ by", f"{costs.spread:.1%}", "each for the whole of a step"))
+    if hosts.workers_per_host > 1:
+        slower = f"{costs.contention:.1%}" if costs.is_measured else "not measured"
+        rows.append(("workers on a host slow each other by", slower, "any number of them"))
+    if math.isinf(min(hosts.storage_bytes_per_s, hosts.shared_bytes_per_s)):
+        rows.append(("data", "read in time", "assumed: see --storage and --shared-storage"))
+    return rows
+
+
+def _points(scaling: Scaling, hosts: Sequence[int]) -> List[Tuple[int, Optional[Point], str]]:
+    """(hosts, what they come to, or why nothing) for each number of hosts."""
+    found = []
     for number in hosts:
         try:
             found.append((number, scaling.point(number), ""))
@@ -23,139 +307,9 @@ def rows_of(scaling: Scaling, hosts: Sequence[int]) -> List[Row]:
     return found
 
 
-def print_scaling(request: ScaleRequest) -> None:
-    """The whole answer."""
-    console = new_console()
-    say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
-    say(describe(request.job))
-    per_host = request.growing.hosts.workers_per_host
-    training = request.growing.training
-    say(
-        f"{count_of(per_host, 'worker')} a host, {format_bytes(request.growing.work.gradient_bytes)} of gradients; "
-        + (
-            f"{training.cases:,} cases, {count_of(training.epochs, 'epoch')}"
-            if training.cases
-            else "hours: add --cases"
-        )
-        + (f", {training.validation_cases} to validate after each" if training.validation_cases else "")
-    )
-    say("")
-    fixed = f"The batch stays {request.fixed.batch}, learning rate {request.learning_rate:g}: the same training"
-    growing = f"The batch grows, {request.growing.batch_per_worker} a worker: fewer, larger steps"
-    for title, scaling in ((fixed, request.fixed), (growing, request.growing)):
-        console.print(_times(title, rows_of(scaling, request.hosts), scaling))
-        say(limit_line(scaling))
-        say("")
-    console.print(_learning_rates(request))
-    say("")
-    for line in claim_lines(request):
-        say(line)
-    for note in request.notes:
-        say(note)
-    say(error_line(request))
-    say(
-        "not counted: start-up, checkpoints, restarts, other traffic, oversubscribed switches; whether a larger batch "
-        "learns as much an epoch"
-    )
-
-
-def to_json(request: ScaleRequest) -> Dict[str, Any]:
-    """The figures and what they rest on, as JSON content."""
-    content: Dict[str, Any] = {
-        "job": {**dataclasses.asdict(request.job), "policy": request.job.policy, "micro_batch": request.job.micro},
-        "gradient_bytes": request.growing.work.gradient_bytes,
-        "work": dataclasses.asdict(request.growing.work),
-        "training": dataclasses.asdict(request.growing.training),
-        "costs": dataclasses.asdict(request.growing.costs),
-        "learning_rate": request.learning_rate,
-        "notes": [*request.notes, error_line(request)],
-        "errors": {"shares": list(request.errors), "in_sample": request.is_in_sample},
-    }
-    hosts = request.growing.hosts
-    content["hosts"] = {
-        **dataclasses.asdict(hosts),
-        **{
-            name: None if getattr(hosts, name) == float("inf") else getattr(hosts, name)
-            for name in ("storage_bytes_per_s", "shared_bytes_per_s")
-        },
-    }
-    for name, scaling in (("fixed", request.fixed), ("growing", request.growing)):
-        content[name] = {
-            "batch": scaling.batch or None,
-            "rows": [
-                {**point.to_json(), "learning_rates": _rates(point, scaling, request.learning_rate)}
-                if point
-                else {"hosts": number, "problem": why}
-                for number, point, why in rows_of(scaling, request.hosts)
-            ],
-            "limits": {f"{share:g}": number for share, number in limits(scaling).items()},
-        }
-        if request.claim:
-            ends = zip(("one", "many", "speedup"), request.claim.reached(scaling))
-            content[name]["reached"] = {end: point and point.to_json() for end, point in ends}
-    if request.claim:
-        content["claim"] = {**dataclasses.asdict(request.claim), "speedup": request.claim.speedup}
-    return content
-
-
-def limit_line(scaling: Scaling) -> str:
-    """Where the network becomes the limit, in a sentence."""
-    if not scaling.most_hosts:
-        return "there are fewer volumes than a host has workers"
-    tenth, half = limits(scaling).values()
-    most = count_of(scaling.most_hosts, "host")
-    if tenth is None:
-        return f"up to {most} the exchange takes less than a tenth of a step"
-    half_too = (
-        f", and more than half from {count_of(half, 'host')} on" if half else f", and less than half up to {most}"
-    )
-    return f"the exchange takes more than a tenth of a step from {count_of(tenth, 'host')} on{half_too}"
-
-
-def claim_lines(request: ScaleRequest) -> List[str]:
-    """The published hours beside ours; nothing where none were given."""
-    claim = request.claim
-    if not claim:
-        return []
-    alone = request.growing.point(1)
-    here = "" if alone.total_s is None else f"; here one host takes {_hours(alone.total_s)}"
-    lines = [
-        f"published: {claim.one_h:g} h on one, {claim.many_h:g} h on several, {claim.speedup:.3g} times as fast{here}"
-    ]
-    for name, scaling in (("batch fixed", request.fixed), ("batch growing", request.growing)):
-        first = scaling.first(lambda point: True)
-        if first is None or first.total_s is None:
-            why = "an epoch has less than one batch" if first else "it has fewer volumes than a host has workers"
-            lines.append(f"  {name}: cannot be compared, {why}")
-            continue
-        one, many, speedup = claim.reached(scaling)
-        lines.append(
-            f"  {name}: {claim.one_h:g} h {_on(one, scaling)}; {claim.many_h:g} h {_on(many, scaling)}; "
-            f"{claim.speedup:.3g} times as fast as one {_on(speedup, scaling)}"
-        )
-    return lines
-
-
-def error_line(request: ScaleRequest) -> str:
-    """How far predictions are off, and how far that was looked at."""
-    if not request.errors:
-        return "error: not measured; `bench scaling` measures several workers on one host"
-    worst = max(request.errors, key=abs)
-    whose = "its own record, which flatters" if request.is_in_sample else "steps that no constant is from"
-    return (
-        f"error: worst {worst:+.1%} over {count_of(len(request.errors), 'measured step')} of workers on one host "
-        f"({whose}); more hosts, and any network, are by rule and not verified"
-    )
-
-
-# --- Private helpers ---
-
-
-def _times(title: str, rows: Sequence[Row], scaling: Scaling) -> Any:
+def _times(title: str, scaling: Scaling, options: ScalingOptions) -> Table:
     """Narrow enough for 80 columns: what is the same in every line, or unknown in every one, is left out."""
-    table = new_table(title)
-    table.caption_justify, table.collapse_padding = "left", True
-    training, per_host = scaling.training, scaling.hosts.workers_per_host
+    training, reasons = scaling.training, []
     cells: Dict[str, Callable[[Point], str]] = {
         "s a step": lambda point: f"{point.step_s:.3g}",
         "exchange": lambda point: f"{point.network_share:.0%}",
@@ -166,40 +320,51 @@ def _times(title: str, rows: Sequence[Row], scaling: Scaling) -> Any:
         cells["an epoch"] = lambda point: "-" if point.epoch_s is None else format_seconds(point.epoch_s)
     if training.cases:
         cells["in all"] = lambda point: "-" if point.total_s is None else _hours(point.total_s)
-    for name in ("hosts", *(("workers",) if per_host > 1 else ()), *cells):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, point, why in rows:
-        first = (str(number), str(number * per_host))[: 1 + (per_host > 1)]
-        if point:
-            table.add_row(*first, *(cell(point) for cell in cells.values()))
-        else:
-            table.add_row(*first, *("-" for _ in cells))
-            table.caption = f"{table.caption or ''}\n{count_of(number, 'host')}: {why}".strip()
-    return table
-
-
-def _learning_rates(request: ScaleRequest) -> Any:
-    """Of the batch that grows."""
-    table = new_table("Learning rates as the batch grows")
-    for name in ("hosts", "batch", "sqrt", "linear"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number in request.hosts:
-        point = request.growing.point(number)
-        found = _rates(point, request.growing, request.learning_rate).values()
-        table.add_row(str(number), str(point.batch), *(f"{rate:.2g}" for rate in found))
-    return table
-
-
-def _rates(point: Point, scaling: Scaling, learning_rate: float) -> Dict[str, float]:
-    """Of a fixed batch the rate stays."""
-    return rates(learning_rate, point.batch, scaling.batch or scaling.batch_per_worker)
+    if not scaling.batch:
+        for rule in ("sqrt", "linear"):
+            cells[f"{rule} rate"] = lambda point, rule=rule: f"{scaling.rates(options.learning_rate, point)[rule]:.2g}"
+    rows = []
+    for number, point, why in _points(scaling, options.numbers):
+        rows.append([str(number), *(cell(point) if point else "-" for cell in cells.values())])
+        if why:
+            reasons.append(f"{count_of(number, 'host')}: {why}")
+    tenth, half = scaling.limits().values()
+    limit = f"exchange above a tenth of a step from {tenth or '-'} hosts on, above half from {half or '-'}"
+    return Table(["hosts", *cells], rows, title, "\n".join([*reasons, limit]), names=0)
 
 
 def _hours(seconds: float) -> str:
     return f"{seconds / 3600:,.3g} h" if seconds < 3.6e6 else f"{seconds / 3600:,.0f} h"
 
 
-def _on(point: Optional[Point], scaling: Scaling) -> str:
-    if point:
-        return f"on {count_of(point.hosts, 'host')} ({point.efficiency:.0%})"
-    return f"on none up to {count_of(scaling.most_hosts, 'host')}{', as the batch ends' if scaling.batch else ''}"
+def _panel(axes: Any, scaling: Scaling, request: ScaleRequest) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    grows = f"the batch grows, {scaling.batch_per_worker} a worker"
+    plain(axes, f"the batch stays {scaling.batch}" if scaling.batch else grows)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+
+    def value(point: Point) -> Optional[float]:
+        if not scaling.training.cases:
+            return 1000 / point.cases_per_s
+        return None if point.total_s is None else point.total_s / 3600
+
+    numbers = sorted(request.options.numbers)
+    points = [(number, value(point)) for number, point, _ in _points(scaling, numbers) if point and value(point)]
+    first, limit = scaling.first(lambda point: True), scaling.limits()[0.1]
+    if points:
+        # Of one worker that shares its host with none: what all others are held against.
+        ideal = (value(first) or 0) * first.efficiency * first.hosts
+        if ideal:
+            axes.plot(*zip(*((n, ideal / n) for n, _ in points)), "--", color="#777777", linewidth=1.2, label="ideal")
+        axes.plot(*zip(*points), "o-", color=PALETTE[0], linewidth=1.6, markersize=4.5, label="predicted")
+    if limit and points and limit <= numbers[-1]:
+        axes.axvline(limit, color=PALETTE[1], linewidth=1.1, linestyle=":", label="exchange above a tenth of a step")
+    for hours in request.options.against or ():
+        axes.axhline(hours, color="#333333", linewidth=0.9, linestyle="-.", label="published hours")
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()
+    axes.set_xlabel("hosts")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from memory_estimator.job import Job
-from memory_estimator.training_step import training_step
+from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 SMALL = UNetConfig(channels=1, outputs=1, filters=8, depth=2, policy="speed")

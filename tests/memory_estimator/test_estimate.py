@@ -2,19 +2,22 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from memory_estimator import estimate as estimate_module
-from memory_estimator.accuracy import Accuracy, Bound
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import estimate
-from memory_estimator.job import Job
+from memory_estimator.estimate import SHIPPED, Accuracy, Bound, estimate, live_at_peak, load_accuracy
+from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import with_policy
-from memory_estimator.recipes import JOBS
-from memory_estimator.timing import step_seconds
-from memory_estimator.training_step import training_step
+from memory_estimator.step.program import Moment, Tensor, Timeline
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step
+from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
+from models.unet3d import build_unet3d
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)
 CONSTANTS = shipped_constants(("avx512_bf16",))
@@ -112,25 +115,8 @@ def test_a_step_is_its_micro_batches_and_one_update():
     assert four.epoch_s == pytest.approx(2 * four.step_s)
 
 
-def test_a_store_holds_one_micro_batch_ready_whatever_the_batch(monkeypatch):
-    one_part = training_step(SMALL)
-    monkeypatch.setattr(estimate_module, "training_step", lambda job: one_part)
-    one, four = of(from_store=True), of(from_store=True, batch=4)
-    assert four.upper_bound_bytes == one.upper_bound_bytes
-    held = {line.name: line.bytes for line in of(from_store=True, batch=4, micro_batch=2).components}
-    assert held["input pipeline, next batch"] == 2 * 96**3 * (4 * 2 + 3)
-
-
-def test_the_largest_tensors_come_first_and_are_live_at_the_peak():
-    found = of()
-    sizes = [tensor.bytes for tensor in found.largest]
-    assert len(sizes) == 5
-    assert sizes == sorted(sizes, reverse=True)
-    assert sum(tensor.bytes for tensor in found.timeline.peak_tensors) <= found.allocator_peak_bytes
-
-
 def test_a_hundred_terabytes_are_counted_exactly():
-    paper = with_policy(JOBS["paper-2020"], "speed")
+    paper = with_policy(RECIPES["paper-2020"].job, "speed")
     job = dataclasses.replace(paper, shape=(1024, 1024, 1024), batch=64, micro_batch=64, threads=80)
     found = of(job)
     assert found.process_peak_bytes > 100 * 10**12
@@ -152,13 +138,8 @@ def test_the_json_is_plain_and_has_what_was_promised():
     assert (content["job"]["policy"], content["job"]["micro_batch"]) == ("speed", 1)
 
 
-def test_what_was_not_measured_is_not_called_measured():
-    nobody = Accuracy("none", 0, Bound(0.01, 0.03), Bound(0.02, 0.05), Bound(0.08, 0.2), 0.03, 50_000_000)
-    assert estimate(SMALL, CONSTANTS, nobody).to_json()["errors"]["measured"] is False
-
-
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(with_policy(JOBS["brats-regions"], "speed"), threads=2)
+    job = dataclasses.replace(with_policy(RECIPES["brats-regions"].job, "speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
@@ -172,3 +153,113 @@ def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkey
     assert not estimate(job, CONSTANTS, host_bytes=short.upper_bound_bytes).regions_short
     assert not estimate(job, CONSTANTS, host_bytes=host_bytes - 1).regions_short
     assert asked == [host_bytes]
+
+
+PEAK = (
+    Tensor("encoder0_conv1", 4096, "activations, level 0"),
+    Tensor("decoder0_act2/gradient", 2048, "transients"),
+    Tensor("encoder1_conv1", 1000, "activations, level 1"),
+    Tensor("kernel/m", 700, "optimizer slots"),
+    Tensor("kernel/v", 700, "optimizer slots"),
+    Tensor("kernel", 512, "weights"),
+    Tensor("kernel/reordered", 256, "weights, reordered"),
+)
+
+
+def held(*tensors):
+    return live_at_peak(Timeline((Moment("op", 0, 0),), 0, tensors))
+
+
+def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
+    assert [(line.name, line.bytes) for line in held(*PEAK)] == [
+        ("weights", 512),
+        ("weights, reordered", 256),
+        ("optimizer slots", 2 * 768),  # rounded up to 256 each, as the allocator does
+        ("activations, level 0", 4096),
+        ("activations, level 1", 1024),
+        ("transients", 2048),
+    ]
+    assert "decoder0_act2/gradient" in held(*PEAK)[-1].source
+
+
+def test_scratch_counts_where_it_is_written():
+    (only,) = held(Tensor("conv/scratch0", 4096, "scratch", touched=((0, 100), (2048, 2304))))
+    assert only.bytes == 356
+
+
+def test_a_group_that_nobody_declared_is_refused():
+    with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
+        held(Tensor("surprise", 256, "weights, of another kind"))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("norm", ["instance", "batch", "none"])
+def test_weights_and_slots_are_those_of_keras(norm, optimizer):
+    job = Job(UNetConfig(filters=4, depth=3, norm=norm, dtype="bfloat16"), (8, 8, 8), optimizer=optimizer)
+    model = build_unet3d(job.unet, job.shape, 1)
+    keras = tf.keras.optimizers.Adam() if optimizer == "adam" else tf.keras.optimizers.SGD(momentum=0.9)
+    keras.build(model.trainable_variables)
+    slots = [v for v in keras.variables if v.shape.rank]
+    size = lambda variables: sum(int(tf.size(v)) * v.dtype.size for v in variables)
+    held = lambda group: sum(tensor.bytes for tensor in training_step(job).resident if tensor.group == group)
+    assert held("weights") == size(model.weights)
+    assert held("optimizer slots") == size(slots)
+
+
+KNOWN = Accuracy("r.jsonl", 70, Bound(0.004, 0.021), Bound(0.012, 0.04), Bound(0.05, 0.15), 0.03, 50_000_000)
+
+
+def test_the_upper_bound_is_the_margin_above_the_peak_in_whole_bytes():
+    assert KNOWN.upper_bound(1_000_000_000) == 1_080_000_000
+    assert KNOWN.upper_bound(0) == 50_000_000
+    assert isinstance(KNOWN.upper_bound(10**17), int)
+
+
+def test_without_measurements_no_error_is_claimed():
+    nobody = dataclasses.replace(KNOWN, configurations=0)
+    assert nobody.error("step_s") == "error not measured"
+    assert nobody.basis == "not measured"
+    assert nobody.margin.endswith("; chosen, not measured")
+    assert KNOWN.error("step_s") == "± 5.0%, worst 15.0%"
+    assert KNOWN.basis.startswith("r.jsonl, 70 configurations")
+
+
+def changed(**changes):
+    return lambda content: json.dumps({**content, **changes})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: json.dumps(content)[:-20], "must be complete JSON of schema 1"),
+        (lambda content: "[]", "must be complete JSON of schema 1"),
+        (lambda content: "{}", "must be complete JSON of schema 1, got KeyError"),
+        (changed(schema=7), "must be complete JSON of schema 1, got .*schema 7"),
+        (changed(step_s={"median": 0.1}), "must be complete JSON"),
+        (changed(margin={}), "must be complete JSON"),
+    ],
+)
+def test_a_damaged_digest_is_refused_by_its_file(damage, message, tmp_path):
+    path = tmp_path / "accuracy.json"
+    path.write_text(damage(json.loads(SHIPPED.read_text())))
+    with pytest.raises(ValueError, match=rf"accuracy .*accuracy\.json {message}"):
+        load_accuracy(path)
+
+
+@pytest.mark.parametrize(
+    ("threads", "row", "changes"),
+    [
+        (2, "as in the paper: batch 16 at once, float32, 2 threads", {"micro_batch": 16}),
+        (80, "the same on the paper's 80 cores", {"micro_batch": 16}),
+        (2, "batch 16, one image at a time, bfloat16, 2 threads", {}),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_paper_s_job_stands_in_the_docs(threads, row, changes, policy):
+    job = dataclasses.replace(RECIPES["paper-2020"].job, threads=threads, **changes).with_unet(
+        policy=policy, dtype="bfloat16" if "bfloat16" in row else "float32"
+    )
+    found = estimate(job, CONSTANTS)
+    peaks = (found.allocator_peak_bytes, found.process_peak_bytes, found.upper_bound_bytes)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "estimator.md").read_text(encoding="utf-8")
+    assert f"| {row} | {policy} | {' | '.join(map(format_bytes, peaks))} |" in page

@@ -6,19 +6,25 @@ import json
 
 import pytest
 
-from cpu3d.config import RunConfig, load_config, save_config
-from cpu3d.recipes import RECIPES
-from memory_estimator.job import Job, divisors, statistics_note
-from memory_estimator.options import add_job_options, add_source_options, job_from, network_from, policy_is_open
-from memory_estimator.recipes import JOBS
-from memory_estimator.saved_run import job_of_run, notes_on_run
-from models.config import POLICIES, UNetConfig
+from cpu3d.settings import RunConfig, load_config, recipe_config, save_config
+from memory_estimator.job import (
+    RECIPES,
+    Job,
+    JobOptions,
+    divisors,
+    job_from,
+    job_of_run,
+    notes_on_run,
+    policy_is_open,
+    statistics_note,
+)
+from memory_estimator.schema import add_options
+from models.config import UNetConfig
 
 
 def parsed(text):
     parser = argparse.ArgumentParser()
-    add_source_options(parser)
-    add_job_options(parser, may_pick=True)
+    add_options(parser, JobOptions)
     return parser.parse_args(text.split())
 
 
@@ -66,11 +72,6 @@ def test_volumes_at_a_time_are_one_or_with_batch_norm_all_unless_asked_for(norm,
     assert (job.micro, job.parts, job.voxels) == (micro, 6 // micro, micro * 64**3)
 
 
-@pytest.mark.parametrize(("norm", "micro"), [("instance", 2), ("none", 1), ("batch", 6)])
-def test_micro_batches_are_nothing_to_norms_per_sample_nor_is_the_whole_batch_to_batch_norm(norm, micro):
-    assert statistics_note(norm, 6, micro) == ""
-
-
 def test_micro_batches_are_another_training_to_batch_norm():
     note = statistics_note("batch", 6, 2)
     assert note.startswith("batch norm's statistics are of 2 of a batch's 6 volumes at a time")
@@ -96,21 +97,9 @@ def test_a_shape_is_held_against_the_depth_that_was_asked_for():
 
 
 def test_options_given_win_over_the_recipe_and_the_rest_stays():
-    job = job_from(parsed("--dtype bfloat16 --batch 2"), JOBS["paper-2020"])
-    base = JOBS["paper-2020"]
+    job = job_from(parsed("--dtype bfloat16 --batch 2"), RECIPES["paper-2020"].job)
+    base = RECIPES["paper-2020"].job
     assert job == dataclasses.replace(base, batch=2, unet=dataclasses.replace(base.unet, dtype="bfloat16"))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_is_the_network_s(policy):
-    assert job_from(parsed(f"--shape 64 64 64 --policy {policy}")).unet.policy == policy
-
-
-def test_a_policy_that_is_none_is_refused():
-    args = parsed("--shape 64 64 64")
-    args.policy = "fast"
-    with pytest.raises(ValueError, match="policy must be one of speed, balanced, lean, got 'fast'"):
-        job_from(args)
 
 
 @pytest.mark.parametrize(
@@ -136,26 +125,9 @@ def test_a_policy_left_open_is_for_the_time_being_the_base_s():
     assert job_from(parsed("--policy balanced"), base).policy == "balanced"
 
 
-def test_micro_batches_are_held_against_the_batch_that_was_asked_for():
-    assert job_from(parsed("--shape 64 64 64 --batch 4 --micro-batch 2")).parts == 2
-    assert job_from(parsed("--batch 3"), JOBS["paper-2020"]).parts == 3
-    with pytest.raises(ValueError, match="micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"):
-        job_from(parsed("--shape 64 64 64 --batch 4 --micro-batch 3"))
-
-
-def test_without_a_shape_nothing_can_be_said():
-    with pytest.raises(ValueError, match="shape must be given, got none; add --shape X Y Z, --recipe or --run"):
-        job_from(parsed("--batch 2"))
-
-
-def test_a_network_not_asked_about_is_the_default_one():
-    assert network_from(parsed(""), "float32") == UNetConfig()
-
-
-def test_every_recipe_of_the_trainer_has_its_job_and_agrees_with_it():
-    assert set(JOBS) == set(RECIPES)
-    for name, job in JOBS.items():
-        config = RECIPES[name]()
+def test_every_recipe_s_settings_agree_with_its_job():
+    for name, recipe in RECIPES.items():
+        config, job = recipe_config(name), recipe.job
         assert (config.unet, config.batch, config.optimizer, config.ema) == (job.unet, job.batch, job.optimizer, 0)
         assert config.micro == job.micro
         if config.channels:
@@ -212,18 +184,6 @@ def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
     assert (job.policy, job.micro) == ("speed", 4) == (config.unet.policy, config.micro)
 
 
-@pytest.mark.parametrize("engine", ["itex", "stock"])
-def test_a_run_that_left_the_engine_open_takes_the_one_that_is_there(engine, tmp_path):
-    save_config(dataclasses.replace(CONFIG, engine="auto"), tmp_path)
-    assert job_of_run(tmp_path, engine).engine == engine
-
-
-def test_a_run_without_onednn_is_not_estimated(tmp_path):
-    save_config(dataclasses.replace(CONFIG, engine="stock-no-onednn"), tmp_path)
-    with pytest.raises(ValueError, match="engine must be itex or stock to be estimated, got stock-no-onednn"):
-        job_of_run(tmp_path)
-
-
 def damaged(**changes):
     def damage(content):
         content.update(changes)
@@ -239,16 +199,16 @@ def damaged(**changes):
         (lambda content: "[1]", "must have schema 1, got None"),
         (damaged(schema=2), "must have schema 1, got 2; use the version that made it"),
         (damaged(unet={"filters": 8, "colour": 3}), "must be complete, got .*colour"),
-        (lambda content: json.dumps({"schema": 1}), "must be complete, got KeyError"),
-        (damaged(grid=[64, 64]), "input_shape must be three positive numbers"),
-        (damaged(batch="two"), "batch must be a whole number, got 'two'"),
-        (damaged(batch=1.5), "batch must be a whole number, got 1.5"),
-        (damaged(batch=True), "batch must be a whole number, got True"),
+        (lambda content: json.dumps({"schema": 1}), "must be complete, got config must have the fields"),
+        (damaged(grid=[64, 64]), "config.grid must be"),
+        (damaged(batch="two"), "config.batch must be int, got two"),
+        (damaged(batch=1.5), "config.batch must be int, got 1.5"),
+        (damaged(batch=True), "config.batch must be int, got True"),
         (damaged(batch=0), "batch must be at least 1, got 0"),
         (damaged(micro_batch=3), "micro_batch must divide the batch of 4, got 3"),
-        (damaged(micro_batch="all"), "micro_batch must be a whole number, got 'all'"),
+        (damaged(micro_batch="all"), "config.micro_batch must be int, got all"),
         (damaged(unet={"policy": "fast"}), "policy must be one of speed, balanced, lean, got 'fast'"),
-        (damaged(grid=[64, 64.5, 64]), "grid Y must be a whole number, got 64.5"),
+        (damaged(grid=[64, 64.5, 64]), r"config.grid\[1\] must be int, got 64.5"),
         (damaged(unet={"filters": 0}), "filters must be at least 1, got 0"),
         (damaged(ema="much"), "must be complete"),
     ],
@@ -260,8 +220,3 @@ def test_a_damaged_run_is_refused_by_its_file(damage, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         job_of_run(tmp_path)
     assert str(tmp_path) in str(error.value)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must hold a config\.json, got No such file"):
-        job_of_run(tmp_path / "nowhere")

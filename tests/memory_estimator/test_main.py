@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.config import RunConfig, save_config
+from cpu3d.settings import RunConfig, save_config
 from memory_estimator.__main__ import main
 from memory_estimator.estimate import estimate
-from memory_estimator.host import read_host
-from memory_estimator.job import Job
-from memory_estimator.report import describe
 from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
 
@@ -66,11 +63,6 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     assert "does not fit: needs up to" in capsys.readouterr().out
 
 
-def test_without_a_size_the_memory_is_what_this_host_has_free(capsys):
-    assert main(SMALL.replace("--host-memory 64GiB", "").split()) == 0
-    assert "free on this host" in capsys.readouterr().out
-
-
 def test_the_plan_is_a_table_and_json(capsys):
     assert main([*SMALL.split(), "--plan"]) == 0
     out = capsys.readouterr().out
@@ -119,13 +111,6 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(memory, policy, reason,
     assert f"policy {policy} picked: {reason}" in capsys.readouterr().out
 
 
-def test_the_policy_that_takes_least_is_picked_where_none_fits(monkeypatch, capsys):
-    priced(monkeypatch)
-    content = answer(SMALL.replace("64GiB", "1000MiB"), capsys, code=3)
-    assert content["policy"]["name"] == "lean"
-    assert not any("--policy" in line for line in content["advice"])
-
-
 def test_a_policy_that_is_asked_for_is_kept_and_a_leaner_one_proposed(monkeypatch, capsys):
     priced(monkeypatch)
     ask = SMALL.replace("64GiB", "3GiB") + " --policy speed"
@@ -134,20 +119,6 @@ def test_a_policy_that_is_asked_for_is_kept_and_a_leaner_one_proposed(monkeypatc
     assert content["advice"] == ["fits with --policy balanced: up to 2.00 GiB, 1.1 s a volume"]
     main(ask.split())
     assert "picked" not in capsys.readouterr().out
-
-
-def test_a_run_is_estimated_under_its_own_policy(tmp_path, monkeypatch, capsys):
-    priced(monkeypatch)
-    save_config(RunConfig(grid=(64, 64, 64), unet=UNetConfig(filters=8, depth=4, policy="balanced")), tmp_path)
-    ask = f"--run {tmp_path} --threads 2 --host-memory 64GiB --engine itex"
-    assert answer(ask, capsys)["policy"]["name"] == "balanced"
-    assert answer(f"{ask} --policy auto", capsys)["policy"]["name"] == "speed"
-
-
-def test_a_job_says_how_many_volumes_are_computed_at_a_time_where_that_is_not_the_batch():
-    assert ", batch 4, 2 at a time, " in describe(Job(batch=4, micro_batch=2))
-    for whole in (Job(batch=4, micro_batch=4), Job(batch=4, unet=UNetConfig(norm="batch")), Job()):
-        assert f", batch {whole.batch}, {whole.unet.dtype}, " in describe(whole)
 
 
 def test_statistics_of_a_part_of_the_batch_are_told(capsys):
@@ -189,41 +160,6 @@ def test_a_run_folder_is_a_job_fed_from_its_store(tmp_path, capsys):
     assert content["notes"] == []
 
 
-def test_what_the_estimate_of_a_run_leaves_out_is_noted(tmp_path, capsys):
-    unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
-    save_config(RunConfig(mode="patch", grid=(32, 32, 32), unet=unet, device="gpu:0"), tmp_path)
-    ask = f"--run {tmp_path} --threads 2 --host-memory 64GiB"
-    notes = answer(ask, capsys)["notes"]
-    assert len(notes) == 2
-    assert main(ask.split()) == 0
-    out = capsys.readouterr().out
-    assert all(f"note: {note}" in out for note in notes)
-
-
-def test_the_cases_of_a_run_are_those_of_its_store(tmp_path, capsys):
-    store, run = tmp_path / "store", tmp_path / "run"
-    store.mkdir()
-    run.mkdir()
-    unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
-    save_config(RunConfig(store=str(store), grid=(64, 64, 64), unet=unet, batch=2), run)
-    ask = f"--run {run} --threads 2 --host-memory 64GiB"
-    assert answer(ask, capsys)["epoch_s"] is None
-    (store / "manifest.json").write_text('{"split": {"train": ["a", "b", "c", "d", "e"], "val": ["f"]}}')
-    content = answer(ask, capsys)
-    assert content["epoch_s"] == pytest.approx(2 * content["step_s"])
-    assert answer(f"{ask} --cases 8", capsys)["epoch_s"] == pytest.approx(4 * content["step_s"])
-    (store / "manifest.json").write_text('{"split": {"train": ["a", "b",')
-    assert answer(ask, capsys)["epoch_s"] is None
-
-
-def test_a_run_without_onednn_is_estimated_on_another_engine_where_one_is_chosen(tmp_path, capsys):
-    save_config(RunConfig(grid=(64, 64, 64), unet=UNetConfig(filters=8, depth=4), engine="stock-no-onednn"), tmp_path)
-    assert main(["--run", str(tmp_path), "--threads", "2"]) == 2
-    assert "config.json" in capsys.readouterr().err
-    content = answer(f"--run {tmp_path} --threads 2 --host-memory 64GiB --engine itex", capsys)
-    assert content["job"]["engine"] == "itex"
-
-
 def test_the_picture_is_a_png(tmp_path, capsys):
     assert main([*SMALL.split(), "--picture", str(tmp_path / "sizes.png")]) == 0
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
@@ -260,21 +196,6 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
-
-
-def test_a_calibration_of_another_schema_is_refused_by_its_name(tmp_path, capsys):
-    (tmp_path / "host.json").write_text('{"schema": 999}')
-    assert main([*SMALL.split(), "--calibration", str(tmp_path / "host.json")]) == 2
-    assert "schema" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", ["", "--shape 64 64", "--shape a b c", "--policy fast --shape 64 64 64"])
-def test_what_argparse_refuses_exits_with_2_too(arguments, capsys):
-    try:
-        code = main(arguments.split())
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
 
 
 COST = """
@@ -345,15 +266,6 @@ def test_an_interruption_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_another_host_is_planned_for_by_its_kind_of_cpu(capsys):
-    content = answer(f"{SMALL} --calibration amx", capsys)
-    assert "AMX" in content["constants"]["name"]
-    assert content["constants"]["origin"] == "assumed"
-    assert content["constants"]["caveats"] == []
-    many = answer(f"{SMALL.replace('--threads 2', '--threads 56')} --calibration avx512_bf16", capsys)
-    assert many["constants"]["caveats"] == ["from 2 threads to 56 by assumption"]
-
-
 def test_regions_that_the_host_does_not_hold_are_no_fit(monkeypatch, capsys):
     ask = "--recipe brats-regions --policy speed --engine itex --threads 2 --calibration avx512_bf16"
     needed = answer(f"{ask} --host-memory 1TiB", capsys)["upper_bound_bytes"]
@@ -362,13 +274,6 @@ def test_regions_that_the_host_does_not_hold_are_no_fit(monkeypatch, capsys):
     assert main([*ask.split(), "--host-memory", f"{needed}B"]) == 3
     assert "does not fit: TensorFlow's allocator takes memory in regions that double" in capsys.readouterr().out
     assert answer(f"{ask} --host-memory 1TiB", capsys)["fits"]
-
-
-def test_constants_of_another_cpu_are_not_called_measured_here(monkeypatch, capsys):
-    here = dataclasses.replace(read_host(), cpu_model="Some Xeon", isa=("avx512f", "avx512_bf16"))
-    monkeypatch.setattr("memory_estimator.__main__.read_host", lambda: here)
-    assert main(SMALL.split()) == 0
-    assert "for Some Xeon assumed" in capsys.readouterr().out
 
 
 def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch, capsys):

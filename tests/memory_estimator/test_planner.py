@@ -1,27 +1,35 @@
-"""Choices over made-up prices whose answers are known, and the same choices made by trying everything."""
+"""What fits, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
 
 import dataclasses
+import functools
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.planner import (
+    CONTEXT_BYTES,
     advice,
     batches,
     extents,
     fastest_that_fits,
-    largest,
+    gpu_bytes,
     largest_number,
+    largest_patch,
     nearest,
+    patch_for,
+    patch_shapes,
     plan,
     savings,
     widths,
     with_policy,
 )
+from memory_estimator.step.program import timeline
+from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 
 JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
@@ -78,11 +86,6 @@ def test_steps_in_the_cost_do_not_mislead_the_search():
         assert largest_number(lambda n, limit=limit: 10**12 if n > limit else 5 + n // 7, 1000) == limit
 
 
-def test_a_search_ends_at_the_last_number():
-    assert largest_number(lambda n: 1, 10, last=37) == 37
-    assert largest_number(lambda n: n, 10, last=1) == 1
-
-
 @given(st.integers(1, 10**12))
 def test_what_a_plan_finds_fits_and_the_next_does_not(budget):
     found = plan(JOB, Priced, budget)
@@ -118,12 +121,6 @@ def test_no_batch_is_larger_than_the_cases():
     assert plan(job, Priced, 10**15).batch.job.batch > 8
 
 
-def test_nothing_that_fits_is_said_as_nothing():
-    assert largest(batches(JOB), Priced, 1000) is None
-    found = plan(JOB, Priced, 1000)
-    assert (found.batch, found.filters, found.extent) == (None, None, None)
-
-
 @pytest.mark.parametrize("depth", [2, 5])
 def test_extents_divide_and_grow(depth):
     job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, depth=depth))
@@ -131,11 +128,6 @@ def test_extents_divide_and_grow(depth):
     assert all(side % job.unet.divisor == 0 for shape in shapes for side in shape)
     assert all(b >= a for one, two in zip(shapes, shapes[1:]) for a, b in zip(one, two))
     assert max(shapes[0]) == job.unet.divisor
-
-
-def test_extents_reach_the_job_s_own_grid_and_keep_its_proportions():
-    assert extents(JOB)(15).shape == (240, 240, 160)
-    assert extents(JOB)(30).shape == (480, 480, 320)
 
 
 def test_savings_are_the_single_changes_that_save_the_largest_first():
@@ -147,21 +139,6 @@ def test_savings_are_the_single_changes_that_save_the_largest_first():
     changes = {option.change for option in found}
     assert {"--policy balanced", "--micro-batch 8", "--dtype bfloat16", "--filters 8"} < changes
     assert not {"--optimizer sgd", "--policy speed", "--batch 16"} & changes  # cost the same here
-
-
-def test_a_smaller_batch_saves_the_sums_of_gradients_alone():
-    summed = lambda job: dataclasses.replace(Priced(job), sums=1000 if job.parts > 1 else 0)
-    found = savings(dataclasses.replace(JOB, micro_batch=4), summed)
-    (batch,) = [option for option in found if option.change.startswith("--batch")]
-    assert (batch.change, batch.estimate.job.parts) == ("--batch 4", 1)
-    assert not [option for option in savings(JOB, summed) if option.change.startswith("--batch")]
-
-
-def test_another_engine_is_a_saving_only_where_it_can_be_had():
-    one = {"batch": 1, "micro_batch": 1}
-    cheaper = lambda job: Priced(dataclasses.replace(job, **one) if job.engine == "stock" else job)
-    assert "--engine stock" in [option.change for option in savings(JOB, cheaper)]
-    assert "--engine stock" not in [option.change for option in savings(JOB, cheaper, ("itex",))]
 
 
 def test_the_nearest_settings_are_each_enough_alone():
@@ -189,15 +166,6 @@ def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
     assert changes(whole // 64) == []
 
 
-def test_a_run_with_batch_norm_that_has_begun_is_proposed_the_policy_alone():
-    job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, norm="batch"))
-    whole = Priced(job).process_peak_bytes
-    changes = lambda budget: [option.change for option in nearest(job, Priced, budget, same_training=True)]
-    assert changes(whole // 2 + 1000) == ["--policy lean"]
-    assert changes(whole // 16 + 1000) == []
-    assert "--micro-batch 1" in [option.change for option in nearest(job, Priced, whole // 16 + 1000)]
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
     prices = {policy: Made(with_policy(JOB, policy), *both) for policy, both in zip(POLICIES, figures)}
@@ -217,11 +185,6 @@ class Made:
     job: Job
     upper_bound_bytes: int
     step_s: float
-
-
-def test_among_equals_the_first_policy_is_picked():
-    for budget in (1, 3):
-        assert fastest_that_fits(JOB, lambda job: Made(job, 2, 2.0), budget).policy == "speed"
 
 
 def test_a_choice_says_why():
@@ -258,3 +221,104 @@ def test_advice_is_what_would_fit_or_that_nothing_does_and_none_for_what_fits():
     found = advice(Priced(JOB), Priced, one_volume * 8 + 1000)
     assert found[0] == "fits with --policy lean: up to 4.39 GiB, 1.3 s a volume"
     assert advice(Priced(JOB), Priced, 5) == ["nothing smaller fits either; use another host"]
+
+
+GIB = 2**30
+CARD_JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), threads=2)
+
+priced = functools.lru_cache(maxsize=None)(gpu_bytes)
+
+
+# --- Shapes to choose from ---
+
+
+def test_cubes_and_near_cubes_up_to_the_volume():
+    assert patch_shapes((24, 32, 24), 8) == ((16, 16, 16), (24, 16, 16), (24, 24, 16), (24, 24, 24), (24, 32, 24))
+
+
+def test_a_volume_thinner_than_the_least_patch_is_taken_whole():
+    assert patch_shapes((48, 16, 32), 16) == ((32, 16, 32), (48, 16, 32))
+    assert patch_shapes((16, 16, 16), 16) == ((16, 16, 16),)
+
+
+@given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 6))
+def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_the_last(sides, depth):
+    divisor = 2 ** (depth - 1)
+    volume = tuple(divisor * n for n in sides)
+    shapes = patch_shapes(volume, divisor)
+    assert shapes[-1] == volume
+    assert all(n % divisor == 0 and n <= most for shape in shapes for n, most in zip(shape, volume))
+    # Two voxels at the bottom, where the volume has them: a norm over one voxel alone is zero.
+    assert all(n // divisor >= min(2, most // divisor) for shape in shapes for n, most in zip(shape, volume))
+    assert all(sum(two) - sum(one) == divisor for one, two in zip(shapes, shapes[1:]))
+    for shape in shapes:  # near-cubes: a side is longer than another only by a step, or where that other is at its end
+        assert all(a - b <= divisor or b == most for a in shape for b, most in zip(shape, volume))
+
+
+# --- Which fits ---
+
+
+@settings(deadline=None, max_examples=25)
+@given(memory_bytes=st.integers(GIB, 40 * GIB), batch=st.sampled_from([(1, 1), (2, 1), (2, 2)]))
+def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
+    job = dataclasses.replace(CARD_JOB, shape=(144, 192, 144), batch=batch[0], micro_batch=batch[1])
+    patch = largest_patch(job, memory_bytes)
+    shapes = patch_shapes(job.shape, 16)
+    if patch is None:
+        assert priced(dataclasses.replace(job, shape=shapes[0])) > memory_bytes
+        return
+    assert patch.bytes == priced(patch.job) <= memory_bytes
+    place = shapes.index(patch.job.shape)
+    if patch.holds_volume:
+        assert (patch.job, place, patch.share_of_volume) == (job, len(shapes) - 1, 1)
+    else:
+        assert priced(dataclasses.replace(job, shape=shapes[place + 1])) > memory_bytes
+
+
+def test_a_smaller_card_gets_a_smaller_patch_and_the_smallest_none():
+    shares = [largest_patch(CARD_JOB, size * GIB).share_of_volume for size in (4, 8, 16, 80)]
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+    assert largest_patch(CARD_JOB, CONTEXT_BYTES) is None
+
+
+def test_more_patches_at_a_time_are_smaller_ones_and_a_batch_in_parts_costs_its_sums_alone():
+    alone, parts, at_once = (
+        largest_patch(dataclasses.replace(CARD_JOB, batch=batch, micro_batch=micro), 8 * GIB)
+        for batch, micro in ((1, 1), (8, 1), (8, 8))
+    )
+    assert at_once.share_of_volume < parts.share_of_volume <= alone.share_of_volume
+    assert (parts.job.batch, parts.job.micro, at_once.job.micro) == (8, 1, 8)
+    job = dataclasses.replace(CARD_JOB, shape=(64, 64, 64))
+    weights = 4 * 2**20 * 4
+    assert 0 < gpu_bytes(dataclasses.replace(job, batch=8)) - gpu_bytes(job) < 2 * weights
+
+
+@pytest.mark.parametrize(
+    ("job", "least", "lower"),
+    [
+        (CARD_JOB, "32 x 32 x 32,", "--filters, or"),
+        (
+            dataclasses.replace(CARD_JOB, batch=4, micro_batch=2),
+            "32 x 32 x 32, 2 at a time,",
+            "--filters or --micro-batch, or",
+        ),
+        (dataclasses.replace(CARD_JOB, unet=UNetConfig(depth=3)), "8 x 8 x 8,", "--filters, or"),
+    ],
+)
+def test_a_card_too_small_for_any_patch_is_told_what_the_smallest_takes(job, least, lower):
+    with pytest.raises(ValueError, match="gpu_memory must hold a patch of at least") as raised:
+        patch_for(job, GIB)
+    assert re.search(rf"at least {least} which takes 1\.\d\d GiB, got 1\.00 GiB; lower {lower}", str(raised.value))
+    with pytest.raises(ValueError, match=r"^gpu:3 must hold a patch"):
+        patch_for(job, GIB, "gpu:3")
+
+
+# --- What a step takes ---
+
+
+def test_a_workspace_is_added_to_what_the_maps_take():
+    job = dataclasses.replace(CARD_JOB, engine="stock", threads=1)
+    maps = timeline(training_step(job)).peak_bytes
+    one_map = 240 * 240 * 160 * 16 * 4
+    assert maps + one_map <= gpu_bytes(job) - CONTEXT_BYTES <= maps + 4 * GIB

@@ -1,4 +1,4 @@
-"""The closed form: a small network's step by hand, the rules of each engine, and measured peaks."""
+"""The step on paper: a small network's by hand, the rules of engines and policies, and measured peaks."""
 
 import dataclasses
 
@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_estimator import training_step as module
-from memory_estimator.allocator import use
-from memory_estimator.before_step import inputs_made
-from memory_estimator.closed_form.maps import FEW_PIECES, MOST_PLANES
 from memory_estimator.job import Job
-from memory_estimator.liveness import requests, timeline
-from memory_estimator.norm_mask import is_narrow, mask_bytes
-from memory_estimator.program import KINDS, Tensor
-from memory_estimator.training_step import training_step
+from memory_estimator.step.allocator import use
+from memory_estimator.step.layers import SLABS
+from memory_estimator.step.program import Tensor, inputs_made, requests, timeline
+from memory_estimator.step.scratch import is_narrow, mask_bytes
+from memory_estimator.step.training_step import training_step
+from memory_estimator.step.writer import Writer
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from tests.memory_estimator.steps import SMALL, names, op, step, written
 
@@ -39,15 +37,6 @@ def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
     assert gradients[-1][2] == "filter_gradient"
 
 
-def test_a_shortcuts_gradients_come_before_the_long_ways():
-    program = step(residual=True)
-    done = [each.name for each in program.ops]
-    short = done.index("decoder0_shortcut/input_gradient")
-    assert done.index("decoder0_act2/gradient_below") < short < done.index("decoder0_norm2/gradient_below")
-    # The long way reads the same gradient, which therefore outlives the short one.
-    assert "decoder0_act2/gradient_below" in op(program, "decoder0_norm2/gradient_below").reads
-
-
 def test_two_gradients_of_one_map_are_added_in_the_memory_of_the_second():
     program = step()
     total = op(program, "encoder0_act2/gradient")
@@ -65,13 +54,6 @@ def test_the_loss_writes_over_what_it_has_read_last():
         "truth": "target",
         "gradient": "scaled",
     }
-
-
-def test_a_coarse_heads_loss_comes_when_the_finest_decoder_is_done():
-    done = [each.name for each in step(depth=3, deep_supervision=True).ops]
-    order = ["head/loss/gradient", "decoder0_up/input_gradient", "head1/target", "head1/loss/products"]
-    order += ["head1/input_gradient", "decoder1_act2/gradient", "decoder1_act2/gradient_below"]
-    assert sorted(order, key=done.index) == order
 
 
 # --- Micro-batches ---
@@ -93,7 +75,7 @@ def test_a_steps_program_is_one_micro_batchs_and_the_update_from_the_sums():
 
 def test_the_sums_are_one_float32_copy_of_the_trainable_weights():
     parts, alone = step(batch=2, micro_batch=1, dtype="bfloat16"), step(dtype="bfloat16")
-    trainable = 4 * sum(each.trainable for each in module.Writer(Job(SMALL, (16, 16, 16))).plan)
+    trainable = 4 * sum(each.trainable for each in Writer(Job(SMALL, (16, 16, 16))).plan)
     assert sum(t.bytes for t in parts.resident if t.group == "gradient sums") == trainable
     assert not [t for t in alone.resident if t.group == "gradient sums"]
     assert timeline(parts).peak_bytes - timeline(alone).peak_bytes == pytest.approx(trainable, abs=8 * 1024)
@@ -116,15 +98,8 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
     assert written(program, "head/loss/products").bytes == voxels * 4
 
 
-def test_a_convolutions_traffic_is_what_it_reads_and_writes():
-    found = op(step(norm="batch"), "encoder0_conv2")
-    assert found.traffic_bytes == 4 * (2 * 16**3 * 8 + 27 * 8 * 8)
-    assert found.flops == 2 * 27 * 8 * 8 * 16**3
-    assert (found.in_channels, found.out_channels) == (8, 8)
-
-
 def test_slots_and_averages_are_copies_of_the_trainable_weights():
-    trainable = 4 * sum(each.trainable for each in module.Writer(Job(SMALL, (16, 16, 16))).plan)
+    trainable = 4 * sum(each.trainable for each in Writer(Job(SMALL, (16, 16, 16))).plan)
     for optimizer, copies in (("adam", 2), ("sgd", 1)):
         resident = step(optimizer=optimizer).resident
         assert sum(t.bytes for t in resident if t.group == "optimizer slots") == copies * trainable
@@ -186,22 +161,10 @@ def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that
 # --- Norms ---
 
 
-def test_instance_norm_takes_a_batch_apart_and_the_last_sample_comes_first():
-    program = step(batch=2)
-    assert names(program, "norm")[:2] == ["encoder0_act1/sample1", "encoder0_act1/sample0"]
-    assert len(names(step(batch=2, norm="batch"), "norm")) == len(names(program, "norm")) // 2
-    assert written(program, "encoder0_act1/sample0").bytes * 2 == written(program, "encoder0_act1").bytes
-
-
 def test_without_a_norm_the_activation_lies_in_the_convolutions_output():
     program = step(norm="none")
     assert op(program, "encoder0_act1").takes_over == "encoder0_conv1"
     assert names(program, "norm", "norm_gradient") == []
-
-
-def test_a_batch_of_many_samples_keeps_the_program_short():
-    few, many = (len(step(batch=batch).ops) for batch in (8, 64))
-    assert few == many
 
 
 # --- Up-sampling ---
@@ -219,15 +182,6 @@ def test_upsampling_cuts_a_map_into_planes_and_pieces_add_up():
     assert len(pieces(program, "decoder0_up/gradient_below/cut0")) == 32
 
 
-def test_more_planes_than_that_are_joined_into_few_pieces_of_the_same_bytes():
-    shape = (4 * MOST_PLANES, 16, 16)
-    program = step(shape, up="upsampling")
-    cut = pieces(program, "decoder0_up/cut0")
-    assert len(cut) == FEW_PIECES
-    assert sum(piece.bytes for piece in cut) == written(program, "decoder0_up_conv").bytes
-    assert len(pieces(program, "decoder0_up/cut1")) == 8
-
-
 # --- Before the first step ---
 
 
@@ -240,12 +194,6 @@ def test_inputs_are_drawn_in_order_and_cast_when_all_are_there():
     ]
     assert [tensor.bytes for each in made for tensor in each.writes] == [400, 400, 400, 200, 200, 50, 50]
     assert made[-1].reads == ("image/shifted", "target/drawn")
-
-
-def test_a_float32_image_is_there_once_drawn():
-    made = inputs_made([(Tensor("image", 400, "input"), "float32"), (Tensor("labels", 800, "input"), "int64")])
-    assert [each.name for each in made][:4] == ["image/noise", "image/scaled", "image", "labels/drawn"]
-    assert [tensor.bytes for each in made[3:] for tensor in each.writes] == [400, 100, 800]
 
 
 # --- Any job ---
@@ -285,7 +233,6 @@ def test_every_program_is_consistent(job):
     program = training_step(job)
     done = [each.name for each in program.ops]
     assert len(set(done)) == len(done)
-    assert {each.kind for each in program.ops} <= set(KINDS)
     # Raises where an operation reads what is not there.
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
@@ -308,12 +255,6 @@ def test_more_voxels_filters_or_samples_never_mean_fewer_live_bytes(job):
         larger.append(dataclasses.replace(job, unet=dataclasses.replace(job.unet, filters=2 * job.unet.filters)))
     least = timeline(training_step(job)).peak_bytes
     assert min(timeline(training_step(each)).peak_bytes for each in larger) >= least
-
-
-def test_a_kind_of_layer_without_rules_is_refused(monkeypatch):
-    monkeypatch.delitem(module.RULES, "pool")
-    with pytest.raises(ValueError, match="encoder1_pool must be of a kind that has rules, got 'pool'"):
-        step()
 
 
 # --- Measured ---
@@ -339,3 +280,126 @@ def test_the_allocators_peak_is_the_measured_one_to_a_kib(unet, side, batch, eng
     shape = side if isinstance(side, tuple) else (side, side, side)
     job = Job(UNetConfig(policy="speed", **unet), shape, batch, micro_batch=batch, engine=engine, threads=2)
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, abs=1024)
+
+
+def gradients(program, block):
+    """What the backward pass does in a block, filter gradients by planes taken together."""
+    done = [each.name for each in program.ops if each.kind not in ("join", "update")]
+    done = done[done.index("head/input_gradient") :]
+    found = [name for name in done if name.startswith(block) and name != "encoder0_act2/gradient"]
+    return list(dict.fromkeys(name.partition("/sample")[0] for name in found))
+
+
+def test_a_balanced_blocks_backward_pass_makes_the_norm_and_the_up_sampled_map_again():
+    assert gradients(step(policy="balanced"), "decoder0") == [
+        "decoder0_act2/gradient_below",
+        "decoder0_act1/once_more",
+        *("decoder0_conv2/filter_gradient", "decoder0_conv2/input_gradient"),
+        "decoder0_act1/gradient_below",
+        "decoder0_up/once_more",
+        *("decoder0_conv1/decoder0_up/filter_gradient", "decoder0_conv1/decoder0_up/input_gradient"),
+        *("decoder0_up/filter_gradient", "decoder0_up/input_gradient"),
+        *("decoder0_conv1/encoder0_act2/filter_gradient", "decoder0_conv1/encoder0_act2/input_gradient"),
+    ]
+
+
+def test_a_lean_encoder_block_convolves_again_and_a_decoder_block_does_not():
+    program = step(policy="lean")
+    assert gradients(program, "encoder0") == [
+        *("encoder0_conv1/again", "encoder0_act1/again", "encoder0_conv2/again", "encoder0_act2/again"),
+        "encoder0_act2/gradient_below",
+        "encoder0_act1/once_more",
+        *("encoder0_conv2/filter_gradient", "encoder0_conv2/input_gradient"),
+        "encoder0_act1/gradient_below",
+        "encoder0_conv1/filter_gradient",
+    ]
+    assert gradients(program, "decoder0") == gradients(step(policy="balanced"), "decoder0")
+
+
+def alive(program, name):
+    """First and last operation that has to do with a tensor."""
+    held = [i for i, each in enumerate(program.ops) if name in (*each.reads, *(made.name for made in each.writes))]
+    return program.ops[held[0]].name, program.ops[held[-1]].name
+
+
+def test_what_a_block_keeps():
+    balanced, lean = step(policy="balanced"), step(policy="lean")
+    assert alive(balanced, "encoder0_conv1")[1] == "encoder0_act1/gradient_below"
+    assert alive(balanced, "encoder0_conv2")[1] == "encoder0_act2/gradient_below"
+    assert alive(balanced, "encoder0_act1")[1] == "encoder0_conv2"
+    assert alive(lean, "encoder0_conv1")[1] == "encoder0_act1"
+    assert alive(lean, "encoder0_act2")[1] == "encoder1_pool/gradient_below"
+    # The up-sampled map goes with the forward convolution that meets it.
+    assert alive(lean, "decoder0_up")[1] == "decoder0_conv1/decoder0_up"
+
+
+def test_itex_norms_in_place_where_nobody_reads_the_map_again():
+    assert op(step(policy="lean"), "encoder0_act1").takes_over == "encoder0_conv1"
+    assert op(step(policy="lean"), "encoder0_act1/again").takes_over is None
+    assert op(step(policy="balanced"), "encoder0_act1").takes_over is None
+    assert op(step(policy="lean", engine="stock"), "encoder0_act1").takes_over is None
+    # A sample is a part of the map.
+    assert op(step(policy="lean", batch=2), "encoder0_act1/sample0").takes_over is None
+
+
+def test_a_convolution_of_two_maps_is_the_sum_of_one_for_each():
+    speed, lean = (step(network="cicek2016", policy=policy) for policy in ("speed", "lean"))
+    skip, up = (op(lean, f"decoder0_conv1/{entry}") for entry in ("encoder0_act2", "decoder0_up"))
+    assert (skip.in_channels, up.in_channels) == (16, 32)
+    assert skip.flops + up.flops == op(speed, "decoder0_conv1").flops
+    assert op(lean, "decoder0_conv1").takes_over == "decoder0_conv1/encoder0_act2"
+    cut = [written(lean, f"decoder0_conv1/{entry}/kernel").bytes for entry in ("encoder0_act2", "decoder0_up")]
+    assert cut == [27 * 16 * 16 * 4, 27 * 32 * 16 * 4]
+    whole = op(lean, "decoder0_conv1/filter_gradient")
+    assert whole.reads == tuple(f"decoder0_conv1/{entry}/filter_gradient" for entry in ("encoder0_act2", "decoder0_up"))
+    assert whole.writes[0].bytes == sum(cut)
+
+
+def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to_no_scratch():
+    speed, lean = (step((32, 32, 32), filters=16, dtype="bfloat16", policy=policy) for policy in ("speed", "lean"))
+    whole = op(speed, "decoder0_conv2/filter_gradient")
+    planes = [op(lean, f"decoder0_conv2/filter_gradient/sample0/plane{plane}") for plane in range(3)]
+    assert sum(plane.flops for plane in planes) == whole.flops
+    assert [plane.writes[0].bytes for plane in planes] == [whole.writes[0].bytes // 3] * 3
+    assert planes[0].scratch[0].bytes < whole.scratch[0].bytes / 8
+    # The head's kernel has one plane; the up-convolution's gradient goes over the whole volume.
+    assert len([name for name in names(lean, "conv_filter_gradient") if name.startswith("head/")]) == 1
+    assert op(lean, "decoder0_up/filter_gradient").scratch == op(speed, "decoder0_up/filter_gradient").scratch
+
+
+def test_the_loss_by_slabs_makes_no_float32_map_of_the_whole_grid():
+    program = step(batch=2, outputs=3, dtype="bfloat16", policy="balanced")
+    voxels = 2 * 16**3
+    made = [made for each in program.ops if each.name.startswith("head/loss") for made in each.writes]
+    assert max(made, key=lambda tensor: tensor.bytes).name == "head/loss/gradient"
+    assert written(program, "head/loss/gradient").bytes == voxels * 3 * 2
+    pieces = op(program, "head/loss/gradient").reads
+    assert len(pieces) == 2 * SLABS
+    assert sum(written(program, piece).bytes for piece in pieces) == voxels * 3 * 2
+    assert written(program, "head/loss/sums3/products").bytes == voxels * 3 * 4 // (2 * SLABS)
+
+
+@pytest.mark.parametrize("engine", ["itex", "stock"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_the_default_network_lean_takes_less_than_balanced_and_that_less_than_speed(engine, dtype):
+    jobs = [Job(UNetConfig(dtype=dtype, policy=policy), (128, 128, 128), engine=engine) for policy in POLICIES]
+    speed, balanced, lean = (use(training_step(job)).peak_bytes for job in jobs)
+    assert lean < balanced < speed
+
+
+# --- Measured ---
+
+MEASURED = [
+    # As in test_training_step.py. Of the first not a KiB is off; of the others the allocator's pieces differ, as the
+    # kernels' copies come in an order a little different.
+    ({"dtype": "float32", "policy": "lean"}, "stock", 192_724_992, 5e-6),
+    ({"dtype": "bfloat16", "policy": "lean"}, "itex", 166_035_456, 5e-3),
+    ({"dtype": "bfloat16", "policy": "balanced"}, "itex", 185_712_640, 5e-3),
+    ({"dtype": "bfloat16", "policy": "balanced"}, "stock", 162_971_648, 5e-3),
+]
+
+
+@pytest.mark.parametrize(("unet", "engine", "measured", "within"), MEASURED)
+def test_the_allocators_peak_is_the_measured_one_to_half_a_percent(unet, engine, measured, within):
+    job = Job(UNetConfig(**unet), (64, 64, 64), engine=engine, threads=2)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=within)

@@ -13,8 +13,8 @@ from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import load_constants, shipped_constants
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.timing import CONVOLUTIONS
-from memory_estimator.training_step import training_step
+from memory_estimator.step.timing import CONVOLUTIONS
+from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 

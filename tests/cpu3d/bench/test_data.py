@@ -25,7 +25,7 @@ from cpu3d.bench.data import (
     work_folder,
 )
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.data.files.read_mode import MEMORY, file_system
+from cpu3d.data.files.reader import MEMORY, file_system
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 

@@ -10,12 +10,12 @@ from cpu3d.__main__ import main
 from cpu3d.bench import memory
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, mprof_trace, policies_table
-from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
 from cpu3d.host.memory import Resident
+from cpu3d.settings import RunConfig, save_config
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
-from memory_estimator.recipes import JOBS
+from memory_estimator.job import RECIPES
 from memory_estimator.validation import read_measured
 from models.config import POLICIES, UNetConfig
 
@@ -69,7 +69,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
         assert main(["bench", "memory", *arguments]) == 2
     (paper, threads), (second, _), (third, none), (fourth, _), (default, _) = asked
     assert (paper["shape"], paper["batch"], paper["optimizer"]) == ([240, 240, 144], 1, "adam")
-    assert paper["unet"] == dataclasses.asdict(JOBS["paper-2020"].unet)
+    assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
     assert (paper["steps"], threads, none) == (3, 2, None)
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
     assert (third["shape"], third["optimizer"], third["engine"]) == ([32, 32, 32], "sgd", "stock")

@@ -12,7 +12,7 @@ from cpu3d.__main__ import main
 from cpu3d.bench import step
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step import PlainLearner, build_plain, draw_engines, engines_table
-from cpu3d.config import RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import read_records
 from models.config import UNetConfig
 

@@ -12,7 +12,7 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.tables import page
 from cpu3d.bench.validate import configurations, describe
 from cpu3d.errors import InputError
-from memory_estimator.accuracy import Accuracy, Bound
+from memory_estimator.estimate import Accuracy, Bound
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.validation import Measured, compare, read_measured

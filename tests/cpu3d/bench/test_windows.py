@@ -14,10 +14,10 @@ from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_ways
-from cpu3d.config import load_config, save_config
-from cpu3d.data.patches import patch_grid
 from cpu3d.data.region import whole
-from cpu3d.inference.options import Inference
+from cpu3d.data.sampling import patch_grid
+from cpu3d.inference.runs import Inference
+from cpu3d.settings import load_config, save_config
 from cpu3d.util.records import read_records
 from models.config import UNetConfig
 
@@ -212,7 +212,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
     [
         (["--case", "nobody"], "cases must be in split test of"),
         (["--window", "20", "20", "20"], "--window (20, 20, 20) must be divisible by 16; pad to (32, 32, 32)"),
-        (["--overlap", "1"], "--overlap must be in [0, 1), got 1.0"),
+        (["--overlap", "1"], "overlap must be below 1, got 1.0"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--device", "gpu:9"], "device must be a GPU of this host, got gpu:9"),
         (["--weights", "last"], "must hold its last weights, found none; train it first"),

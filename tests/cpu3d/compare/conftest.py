@@ -12,8 +12,10 @@ from typing import Tuple
 import pytest
 
 from cpu3d.compare import run as compare_run
-from cpu3d.config import load_config, save_config
+from cpu3d.compare.run import RunDivergedError, RunFailedError
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.settings import load_config, save_config
+from tests.cpu3d.compare import stand_in
 
 
 @pytest.fixture
@@ -84,10 +86,25 @@ class Stage:
 
 
 @pytest.fixture
-def stage(make_run, monkeypatch) -> Stage:
+def processes(make_run, monkeypatch) -> Stage:
     """In the place of the real program, `stand_in.py`."""
     template = make_run("template", shift=1)
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
     monkeypatch.setattr(compare_run, "PROGRAM", program)
     monkeypatch.setattr(compare_run, "POLL_S", 0.05)
     return Stage(template.parent, program)
+
+
+@pytest.fixture
+def stage(make_run, monkeypatch) -> Stage:
+    """The same without processes: `stand_in.main` is called."""
+    template = make_run("template", shift=1)
+
+    def call(command, log, label, *, run=None):
+        code = stand_in.main(template, *command)
+        if code:
+            error = RunDivergedError if code == 4 else RunFailedError
+            raise error(f"{label} must end well", code, f"{command[0]} {'diverged' if code == 4 else 'failed'}")
+
+    monkeypatch.setattr(compare_run, "_call", call)
+    return Stage(template.parent, ())

@@ -2,15 +2,17 @@
 
 stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is there, and evaluate
 copies the template's scores. Every call is added to "calls.txt" beside the template. Other files there make train
-    fail       "NAME CODE WORDS": a run of this name says the words and ends with the code, after its first step
-    cut        stop after half of its steps, as if they took for ever: until SIGINT or SIGTERM, which "told" then holds
-    lose-end   end without its last line, as one does that is killed late
-A step takes 2 s of a whole volume and 0.5 s of a patch, with 0.25 s of waiting for data, and 9 s in the first half.
+    fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after its first step
+    cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then holds
+    best       a JSON of resolution -> learning rate: Dice falls with the distance from it
+A step takes 2 s of a whole volume and 0.5 s of a patch, with 0.25 s of waiting for data.
 """
 
 import argparse
 import dataclasses
+import fnmatch
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,20 +22,18 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from cpu3d.config import load_config, save_config
-from cpu3d.recipes import RECIPES
+from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, save_config, with_settings
 from cpu3d.training.run_log import append_event, read_events
-from cpu3d.training_options import add_training_options, chosen_settings, with_settings
+
+BUDGET_STEPS = 6
+"""What a budget of minutes comes to."""
 
 
 def main(template: Path, command: str, *words: str) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--store")
-    parser.add_argument("--run", type=Path)
+    for name, kind in (("store", str), ("run", Path), ("split", str), ("tolerance", float), ("out", Path)):
+        parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--force", action="store_true")
-    parser.add_argument("--split")
-    parser.add_argument("--tolerance", type=float)
-    parser.add_argument("--out", type=Path)
     add_training_options(parser)
     args = parser.parse_args(words)
     with (template.parent / "calls.txt").open("a") as file:
@@ -55,52 +55,54 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
 def train(template: Path, args: argparse.Namespace) -> int:
     around, run, settings = template.parent, args.run, chosen_settings(args)
     store = load_config(template)
-    config = with_settings(RECIPES[args.recipe or "brats-regions"](), settings)
+    config = with_settings(recipe_config(getattr(args, "recipe", None)), settings)
+    own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
     config = dataclasses.replace(
-        config,
-        grid=tuple(settings.get("patch", store.grid)),
-        **{name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")},
+        config, grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS, **own
     )
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(config, run)
-    events = read_events(run)
-    done = max((event["step"] for event in events), default=0)
-    if done < config.steps:
-        append_event(run, {"event": "start", "step": done, "host": {"cpu": "made up", "cores": 2}})
+    done = max((event["step"] for event in read_events(run) if "step" in event), default=0)
+    append_event(run, {"event": "start", "step": done, "host": {"cpu": "made up", "cores": 2}})
     stop = config.steps // 2 if (around / "cut").exists() else config.steps
+    name, code, said = (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
     for step in range(done + 1, stop + 1):
-        name, code, said = (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
-        step_s = 9.0 if step <= config.steps // 2 else 0.5 if config.is_patch else 2.0
-        append_event(run, {"event": "step", "step": step, "step_s": step_s + 0.25, "wait_s": 0.25, "rss_bytes": 2**30})
-        if name == run.name:
+        step_s = 0.75 if config.is_patch else 2.25
+        append_event(run, {"event": "step", "step": step, "step_s": step_s, "wait_s": 0.25, "rss_bytes": 2**30})
+        if fnmatch.fnmatch(run.name, name):
+            if int(code) == 4:
+                append_event(run, {"event": "diverged", "step": step, "loss": "nan"})
             print(said, file=sys.stderr)
             return int(code)
-    append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
+    dice = 0.7
+    if (around / "best").exists():
+        best = json.loads((around / "best").read_text())[f"{config.resolution:g}"]
+        dice = 0.8 - 0.05 * abs(math.log2(config.learning_rate / best))
+    append_event(run, {"event": "validation", "step": stop, "mean_dice": dice, "seconds": 0.5})
     for name in ("best", f"step-{stop:08d}"):
         (run / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
     if stop < config.steps:
-        told = wait(around)
+        signals = wait(around)
         append_event(run, {"event": "end", "reason": "interrupted", "step": stop, "seconds": 9.0})
-        (around / "told").write_text(" ".join(map(str, told)))
+        (around / "signals").write_text(" ".join(map(str, signals)))
         return 130
-    if not (around / "lose-end").exists() and (not events or events[-1]["event"] != "end"):
-        end = {"event": "end", "reason": "finished", "step": config.steps, "seconds": 36.0, "peak_rss_bytes": 2**31}
-        append_event(run, end)
+    end = {"event": "end", "reason": "finished", "step": config.steps, "seconds": 36.0, "peak_rss_bytes": 2**31}
+    append_event(run, end)
     return 0
 
 
 def wait(around: Path) -> list:
     """The signals that arrive, and a moment more for others, as a step takes its time."""
-    told = []
+    signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: told.append(int(number)))
+        signal.signal(number, lambda number, _: signals.append(int(number)))
     (around / "waits.new").write_text(f"{os.getpid()} {os.getpgid(0)}")
     (around / "waits.new").rename(around / "waits")
     end = time.monotonic() + 60  # else a test that fails leaves this behind
-    while not told and time.monotonic() < end:
+    while not signals and time.monotonic() < end:
         time.sleep(0.02)
     time.sleep(0.2)
-    return told
+    return signals
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import argparse
+import itertools
 import math
 
 import pytest
@@ -11,18 +12,22 @@ from cpu3d.compare.plan import (
     grouped,
     half,
     parse_variant,
-    planned_runs,
+    planned_run,
     resolve_variants,
-    run_options,
+    start_rate,
     usual_variants,
-    with_minutes,
 )
 from cpu3d.errors import InputError
-from cpu3d.resolve import resolve
+from cpu3d.settings import chosen_settings
 from cpu3d.training.train import add_arguments
-from cpu3d.training_options import chosen_settings
 from cpu3d.util.lock import locked
-from memory_estimator.host import read_host
+from tests.cpu3d.runs import decided
+
+
+@pytest.mark.parametrize("amount", [0, -1, float("nan"), float("inf")])
+def test_a_budget_that_is_none_is_refused(amount):
+    with pytest.raises(InputError, match="--voxels must be positive"):
+        budget_of(None, amount, None, 100)
 
 
 def test_two_budgets_are_refused():
@@ -30,10 +35,18 @@ def test_two_budgets_are_refused():
         budget_of(3, None, 10, 100)
 
 
-@pytest.mark.parametrize("amount", [0, -1, float("nan"), float("inf")])
-def test_a_budget_that_is_none_is_refused(amount):
-    with pytest.raises(InputError, match="--voxels must be positive"):
-        budget_of(None, amount, None, 100)
+@pytest.mark.parametrize(
+    ("optimizer", "batch", "base_batch", "expected"),
+    [
+        ("adam", 1, 1, 0.002),
+        ("adam", 4, 1, 0.004),
+        ("adam", 1, 16, 0.0005),
+        ("sgd", 4, 1, 0.008),
+        ("sgd", 2, 8, 0.0005),
+    ],
+)
+def test_the_start_of_a_search_grows_with_the_batch_or_for_adam_with_its_root(optimizer, batch, base_batch, expected):
+    assert start_rate(0.002, batch, base_batch, optimizer) == expected
 
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
@@ -83,12 +96,12 @@ def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options
         ("--mode half", "variant bad must have options of train.*invalid choice"),
         ("--nonsense 3", "variant bad must have options of train.*unrecognized"),
         ("--recipe 'demo", "variant bad must have options as on a command line"),
-        ("--seed 3", "variant bad must be without --seed, got 3; give --seeds"),
+        ("--seed 3", "variant bad must be without --seed, got 3"),
         ("--epochs 3", "without --epochs"),
         ("--fold 1/2", "without --fold"),
         ("--regions WT", "without --regions"),
         ("--patience 2", "without --patience"),
-        ("--validations 2", "without --validations, got 2; give it to compare"),
+        ("--validations 2", "without --validations, got 2"),
     ],
 )
 def test_what_a_variant_may_not_have_is_told_with_its_name(options, words):
@@ -129,13 +142,12 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     plan = courses(found(phantom_store, *variants), Budget("epochs", 7), 3)
     whole = plan[0]["voxels"]
     assert whole == 7 * 4 * math.prod(plan[0]["grid"])
-    for course in plan:
-        assert abs(course["voxels"] - whole) <= course["step_voxels"]
-    for run in planned_runs(plan, [0, 5], tmp_path):
+    for course, seed in itertools.product(plan, (0, 5)):
+        assert abs(course["voxels"] - whole) <= math.prod(course["grid"]) * course["batch"]
+        run = planned_run(course, seed, tmp_path)
         settings = chosen_settings(train_arguments(run.options))
-        config = resolve(phantom_store, tmp_path / "none", read_host(), settings, None)
-        course = next(course for course in plan if course["name"] == run.variant)
-        assert (config.steps, list(config.grid), config.seed) == (course["steps"], course["grid"], run.seed)
+        config = decided(phantom_store, tmp_path / "none", **settings)
+        assert (config.steps, config.grid, config.seed) == (course["steps"], course["grid"], seed)
         assert config.unet.policy == course["policy"]
         assert (config.validations, config.warmup_steps) == (3, min(10, course["steps"] // 10))
 
@@ -145,23 +157,6 @@ def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(p
     plan = courses(found(phantom_store, *variants), Budget("voxels", 3 * 40 * 48 * 36), 9)
     assert plan[0]["steps"] < 9 < plan[1]["steps"]
     assert {course["validations"] for course in plan} == {plan[0]["steps"]}
-
-
-def test_a_plan_from_before_there_was_a_choice_keeps_its_own_options():
-    old = {"name": "whole", "options": ["--filters", "2"], "validate_every": 3, "steps": 40}
-    assert run_options(old, 1, 40, 4) == (*old["options"], "--steps", "40", "--validate-every", "3", "--seed", "1")
-    new = {"name": "whole", "options": [], "validations": 4, "steps": 40, "warmup_steps": 10}
-    words = "--steps 40 --validations 4 --seed 1 --warmup-steps 4"
-    assert run_options(new, 1, 40, 4) == tuple(words.split())
-
-
-def test_under_a_budget_of_minutes_the_faster_step_is_taken_more_often(phantom_store):
-    variants = [Variant("whole", SMALL), Variant("p", {**SMALL, "mode": "patch", "patch": [8, 8, 8]})]
-    plan = courses(found(phantom_store, *variants), Budget("minutes", 1), 4)
-    assert [course["steps"] for course in plan] == [None, None]
-    timed = with_minutes(plan, 1, {"whole": 2.0, "p": 0.5}, 4)
-    assert [course["steps"] for course in timed] == [30, 120]
-    assert [course["validations"] for course in timed] == [4, 4]
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_variant(make_run):

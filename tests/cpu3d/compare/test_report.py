@@ -1,28 +1,27 @@
+"""The page of a comparison and its tables, of runs and of records."""
+
 import dataclasses
+import json
 import re
 
 import numpy as np
 import pytest
 
-from cpu3d.compare import pictures
-from cpu3d.compare.pictures import label_key, most_different
+from cpu3d.compare import report
 from cpu3d.compare.report import (
     comparisons_markdown,
     costs_table,
     differences_table,
+    error_maps,
     page_sections,
+    search_table,
     settings_tables,
-    summary_markdown,
-    write_page,
 )
-from cpu3d.compare.run import Evaluation, read_run
-from cpu3d.compare.statistics import compare
-from cpu3d.config import RunConfig
+from cpu3d.compare.run import Evaluation
+from cpu3d.compare.statistics import compare, read_run
 from memory_estimator.table import Bold
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
-
-REGIONS = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
 
 
 @pytest.fixture
@@ -35,38 +34,25 @@ def comparison(make_run):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The labels of each error map, which is not drawn."""
+    """(truth, prediction, title) of each error map, which is not drawn."""
     found = []
-    monkeypatch.setattr(pictures, "draw", lambda image, labels, *more: found.append(labels) or b"PNG")
+    monkeypatch.setattr(report, "overlay", lambda image, *of: found.append((of[0], of[1], of[3])) or b"PNG")
     return found
 
 
-def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path):
-    path = tmp_path / "report.html"
-    sections = page_sections(comparison, tiny_store, Evaluation(), budget="6 epochs each", out=tmp_path)
-    write_page(path, "A & B", sections, split="val", tiles=[("whole", "1.000", "mean Dice")])
-    html = path.read_text(encoding="utf-8")
-    assert "<h1>A &amp; B</h1>" in html
-    assert "NOT untouched" in html
-    headings = re.findall("<h2>(.*?)</h2>", html)
-    assert headings[1:6] == ["Scores", "Differences", "Learning", "Costs", "Cases that differ most"]
-    assert html.count('<img src="data:image/png;base64,') == 4 + 3 + 2 + 2, "strips, intervals, curves, maps"
-    assert "<td>runs/patch-seed1</td>" in html, "a page says nothing of the machine"
-    assert not re.search(r"<script|url\(|@import|https?://", html)
-    assert len(html) < 1.5e6
+def headings(comparison, store, out):
+    sections = page_sections(comparison, comparison.to_json(), store, Evaluation(), budget="6 epochs each", out=out)
+    return [section.heading for section in sections]
 
 
 def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path, drawn):
+    assert len(headings(comparison, tiny_store, tmp_path)) == 6
     for path in tmp_path.rglob("*.nii.gz"):
         path.unlink()
     for run in (run for runs in comparison.runs.values() for run in runs):
         object.__setattr__(run, "curve", ())
     for store in (tiny_store, None):
-        sections = page_sections(comparison, store, Evaluation(), budget="6 epochs each", out=tmp_path)
-        headings = [section.heading for section in sections]
-        assert headings[1:-1] == ["Scores", "Differences", "Costs"]
-    alone = page_sections(compare(comparison.runs["whole"]), None, Evaluation(), budget="6 epochs each", out=tmp_path)
-    assert [section.heading for section in alone][1:-1] == ["Scores", "Costs"]
+        assert headings(comparison, store, tmp_path)[1:-1] == ["Scores and differences", "Costs"]
 
 
 def test_settings_that_differ_are_set_apart_from_those_in_common(comparison):
@@ -77,50 +63,23 @@ def test_settings_that_differ_are_set_apart_from_those_in_common(comparison):
     assert not {"seed", "unet.seed", "store"} & {*common, *differing}
 
 
-def test_the_maps_are_of_the_cases_that_differ_most(comparison):
-    of_patch = {"e": {0: 0.9, 1: 0.9}, "f": {0: 0.1, 1: 0.3}}
-    for run in comparison.runs["whole"]:
-        run.scores["mean"]["dice"].update(e=1.0, f=1.0)
-    for run in comparison.runs["patch"]:
-        run.scores["mean"]["dice"].update({case: of_seed[run.seed] for case, of_seed in of_patch.items()})
-    assert [case for case, _ in most_different(comparison, "patch")] == ["f", "e"]
-    for run in comparison.runs["patch"]:
-        run.scores["mean"]["dice"].update(e=1.0)
-    assert [case for case, _ in most_different(comparison, "patch")] == ["f"], "what does not differ is not shown"
-
-
-def test_maps_of_runs_that_learnt_wt_alone_tell_no_cores_apart(comparison, tiny_store, drawn):
-    assert len(pictures.error_maps(comparison, tiny_store)) == 2
-    assert {code for labels in drawn for label in labels for code in np.unique(label)} == {0, 1, 2, 3}
+def test_the_maps_are_of_the_cases_and_regions_that_differ_most(comparison, tiny_store, drawn):
     for run in (run for runs in comparison.runs.values() for run in runs):
-        object.__setattr__(run, "config", dataclasses.replace(run.config, regions=("WT",)))
-    drawn.clear()
-    assert len(pictures.error_maps(comparison, tiny_store)) == 2
-    assert {code for labels in drawn for label in labels for code in np.unique(label)} == {0, 1}
-
-
-def test_the_key_is_of_the_regions_that_were_learnt():
-    names = {0: "background", 1: "edema", 2: "core", 3: "rim"}
-    wt, every = (
-        label_key(RunConfig(regions=regions, region_codes=REGIONS, label_names=names)) for regions in (("WT",), ())
-    )
-    assert [name for name, _ in wt] == ["WT (edema, core, rim)"]
-    assert [name for name, _ in every] == ["edema", "core", "rim"]
-    assert len({colour for _, colour in every}) == 3
+        for region, value in (("mean", 0.9), ("WT", 0.9), ("TC", 0.8), ("ET", 0.9)):
+            run.scores[region]["dice"] = {"e": 1.0, "f": value if run.variant == "patch" else 1.0}
+    assert [what for what, _ in error_maps(comparison, tiny_store)] == [
+        "whole, case f, seed 0: TC Dice 1.000",
+        "patch, case f, seed 0: TC Dice 0.800",
+    ]
+    truth = np.isin(tiny_store.label("f"), (2, 3))
+    np.testing.assert_array_equal(drawn[0][:2], (truth, truth))
+    np.testing.assert_array_equal(drawn[1][1], np.roll(truth, 1, 0))
 
 
 # --- Of records ---
 
 DIFFERENCE = {"mean": -0.2, "interval": [-0.3, -0.1], "seeds": 3, "cases": 16, "better": 0, "worse": 16, "equal": 0}
-
-COSTS = {
-    "steps": 400,
-    "voxels": 9.8e7,
-    "train_s": 70.0,
-    "step_s": 0.15,
-    "case_train_s": 0.15,
-    "train_peak_bytes": 2**30,
-}
+COSTS = {"steps": 400, "voxels": 9.8e7, "train_s": 70.0, "step_s": 0.15, "train_peak_bytes": 2**30}
 
 
 def record(**difference):
@@ -150,9 +109,7 @@ def test_only_what_seeds_alone_do_not_make_is_bold(bound, counts):
     assert row[:4] == ("ET", "patch", "Dice", "-0.200 (-0.300 to -0.100)")
     assert isinstance(row[3], Bold) == counts
     assert row[4:] == (f"{bound['seed_bound']:.3f}" if bound else "-", "0 / 16 / 0")
-    bold = "**-0.200 (-0.300 to -0.100)**" in "\n".join(comparisons_markdown([record(**bound)]))
-    assert bold == counts
-    assert any("whole 0.700 ± 0.010 | 0.700 ± 0.010 |" in line for line in summary_markdown([record(**bound)]))
+    assert ("**-0.200 (-0.300 to -0.100)**" in "\n".join(comparisons_markdown([record(**bound)]))) == counts
 
 
 def test_costs_that_no_run_knows_have_no_row():
@@ -163,3 +120,58 @@ def test_costs_that_no_run_knows_have_no_row():
     on_card = record()
     on_card["variants"]["patch"] = {"costs": {**COSTS, "card_peak_bytes": 2**30}}
     assert {row[0]: row[1:] for row in costs_table(on_card).rows}["card's memory, training"] == ("-", "1.00 GiB")
+
+
+def test_the_search_names_every_trial_its_winner_and_whether_a_better_one_may_lie_beyond():
+    arms = {
+        "r1-b1": {"rate": 2, "steps": 60, "trials": [{"rate": 2, "dice": 0.3}, {"rate": 4, "dice": None}]},
+        "r1-b4": {"rate": 1, "steps": 15, "trials": []},
+    }
+    table = search_table({name: {"diverged": [4], **arm} for name, arm in arms.items()})
+    assert [tuple(row) for row in table.rows] == [
+        ("r1-b1", "2", "60", "0.3000", "diverged", "yes", "4"),
+        ("r1-b4", "1", "15", "", "", "no", "4"),
+    ]
+    assert isinstance(table.rows[0][3], Bold)
+
+
+def test_a_study_recorded_before_arms_were_variants_is_shown_as_a_comparison():
+    """Arms of one region and two cases, the second case 0.1 below the first; the smaller resolution is 0.05 below."""
+
+    def run(seed, dice):
+        costs = {"step_s": 1.0, "train_s": 70.0, "peak_bytes": 2**30, "predict_s": 0.1}
+        return {"seed": seed, "dice": {"WT": [dice, dice - 0.1]}, "hd95_mm": {"WT": [2.0, 4.0]}, **costs}
+
+    arms = [
+        {
+            "resolution": resolution, "batch": 1, "steps": 40, "search_steps": 10, "start_rate": 0.002, "rate": 0.002,
+            "trials": [{"rate": 0.002, "dice": 0.5}], "runs": [run(seed, dice) for seed in (0, 1)],
+        }
+        for resolution, dice in ((0.5, 0.75), (1.0, 0.8))
+    ]  # fmt: skip
+    about = {
+        "data": "phantoms", "shape": [8, 8, 8], "cases": {"train": 4, "test": 2}, "epochs": 10, "seeds": [0, 1],
+        "split": "test", "tolerance_mm": 1.0, "settings": {"filters": 8}, "host": {"cpu": "made up", "cores": 2},
+    }  # fmt: skip
+    lines = comparisons_markdown([{"title": "old", "date": "2026-01-01", "about": about, "arms": arms}])
+    assert "| WT | r1-b1 | 0.750 ± 0.000 | 3.00 ± 0.00 |" in lines
+    assert "| WT | r0.5-b1 | Dice | **-0.050 (-0.050 to -0.050)** | 0.000 | 0 / 2 / 0 |" in lines
+    assert "| r0.5-b1 | 0.002 | 10 | **0.5000** | no | - |" in lines
+    assert "- `all`: `--filters 8`" in lines
+
+
+def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
+    from cpu3d.compare.command import Options
+    from cpu3d.compare.plan import Kept
+
+    kept = Kept({"evaluation": {}}, [0, 1], [])
+    how = {"budget": "6 epochs each", "options": Options(out=tmp_path, title="A & B")}
+    report.publish(comparison, kept, tiny_store, dataclasses.replace(Evaluation(), split="val"), tmp_path, **how)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>A &amp; B</h1>" in html
+    assert "NOT untouched" in html
+    assert html.count('<img src="data:image/png;base64,') == 4 + 3 + 2 + 4, "strips, intervals, curves, maps"
+    assert "<td>runs/patch-seed1</td>" in html, "a page says nothing of the machine"
+    assert not re.search(r"<script|url\(|@import|https?://", html)
+    assert len(html) < 2e6
+    assert json.loads((tmp_path / "compare.json").read_text())["results"]["baseline"] == "whole"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cpu3d.__main__ import main
 from cpu3d.distributed import launch
 from cpu3d.distributed.cluster import HOROVOD, OPEN_PORTS, from_tf_config
 from cpu3d.distributed.launch import Options, make_plan
@@ -144,7 +145,7 @@ def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"][1])
+    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"])
     return script
 
 
@@ -246,3 +247,13 @@ def test_horovod_is_started_by_its_own_launcher(alone, program, tmp_path, capsys
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="horovod must be installed"):
         launched(*words)
+
+
+def test_a_dry_run_as_json_is_the_plan_that_the_training_writes(alone, phantom_store, tmp_path, capsys):
+    options = ["--store", str(phantom_store.folder), "--run", str(tmp_path), "--filters", "4", "--depth", "2"]
+    options += ["--steps", "1", "--dtype", "float32", "--policy", "speed"]
+    assert launched("--dry-run", "--json", "--workers", 1, "train", *options) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == []
+    assert main(["train", *options]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == printed

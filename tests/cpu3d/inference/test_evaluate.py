@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.folds import with_fold
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import evaluate_split, scores_path, summarise
-from cpu3d.inference.options import Inference
-from cpu3d.inference.scores import CaseScores, RegionScores
+from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise, summary_table
+from cpu3d.inference.runs import Inference
+from cpu3d.inference.scores import METRICS
 from cpu3d.report.run_files import gather
 from cpu3d.util import atomic
 
@@ -93,24 +93,6 @@ def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_on
     assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_evaluation_cut_off_leaves_the_earlier_one_whole(tiny_store, tiny_run, fake_predictor, error):
-    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    before = {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
-    answer, fake_predictor.shift = fake_predictor.probabilities, 2
-
-    def cut_off(image, record):
-        if record.case_id == "f":
-            raise error
-        return answer(image, record)
-
-    fake_predictor.probabilities = cut_off
-    with pytest.raises(error):
-        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    assert {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()} == before
-    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
-
-
 @pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize("killed", [False, True], ids=["Ctrl-C", "killed"])
 def test_scores_and_predictions_are_replaced_together_or_not_at_all(
@@ -161,26 +143,11 @@ def test_files_of_others_are_never_replaced(tiny_run, tmp_path, monkeypatch, cap
     assert mine.read_text() == '{"schema": 3}'
 
 
-def test_an_earlier_evaluation_is_replaced_in_any_folder(tiny_store, tiny_run, fake_predictor, tmp_path, monkeypatch):
-    evaluate_split(fake_predictor, tiny_store, "test", tmp_path / "out")
-    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: [fake_predictor])
-    before = scores_path(tmp_path / "out").stat().st_mtime_ns
-    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 0
-    assert scores_path(tmp_path / "out").stat().st_mtime_ns > before
-
-
 def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):
     fake_predictor.sure = np.nan
     with pytest.raises(InputError, match="case e must be finite"):
         evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     assert not scores_path(tiny_run).exists()
-
-
-def test_a_network_that_finds_nothing_gets_the_rule_for_empty_masks(tiny_store, tiny_run, fake_predictor):
-    fake_predictor.sure = 0.4
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    assert scores["summary"]["WT"]["empty"] == {"both": 0, "truth": 0, "prediction": 2}
-    assert scores["summary"]["WT"]["hd95_mm"]["min"] == pytest.approx((12**2 + 10**2 + 16**2) ** 0.5)
 
 
 def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predictor, tmp_path):
@@ -209,53 +176,60 @@ def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fa
     assert [problem.split()[0] for problem in caught.value.problems] == ["channels", "labels"]
 
 
-def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run, trained):
-    split = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
-    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
-    with pytest.raises(InputError, match="may have been trained on"):
-        evaluate.run(arguments("--run", str(tiny_run)))
-    assert trained == []
-
-
-def test_a_folder_that_is_no_run_is_refused(trained, tmp_path):
-    with pytest.raises(InputError, match=r"must hold a config\.json"):
-        evaluate.run(arguments("--run", str(tmp_path)))
-
-
-def test_the_store_can_have_moved(tiny_store, tiny_run, trained, tmp_path):
-    moved = tiny_store.folder.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"must hold a finished manifest(.|\n)*--store must name"):
-        evaluate.run(arguments("--run", str(tiny_run)))
-    assert evaluate.run(arguments("--run", str(tiny_run), "--store", str(moved))) == 0
-
-
 def test_the_summary_is_worked_out_by_hand():
-    def case(name, dice, hd95_mm):
-        return CaseScores(name, {"WT": RegionScores(dice, hd95_mm, dice, 1, 1, 1.0, 1.0, "")})
+    def case(dice, hd95_mm):
+        return {"regions": {"WT": {"dice": dice, "hd95_mm": hd95_mm, "surface_dice": dice, "empty": ""}}}
 
-    summary = summarise([case("a", 0.5, 3.0), case("b", 1.0, 0.0), case("c", 0.9, 6.0)])["WT"]
+    summary = summarise([case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)])["WT"]
     assert summary["dice"] == pytest.approx(
         {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
     )
     assert summary["hd95_mm"]["median"] == 3.0
 
 
-def test_the_command_prints_a_table_and_says_nothing_of_seen_cases(tiny_run, trained, capsys):
+def test_the_command_prints_a_row_a_region_and_warns_of_seen_cases_alone(tiny_run, trained, capsys):
     assert evaluate.run(arguments("--run", str(tiny_run))) == 0
     out, err = capsys.readouterr()
-    assert "2 untouched cases of tiny" in out
+    assert "WT 1.000 ± 0.000 1.000 0.00 ± 0.00 0.00 1.000" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
+    assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "train")) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["split"] == "train"
+    assert "NOT untouched" in err
 
 
-def test_the_command_warns_loudly_of_seen_cases(tiny_run, trained, capsys):
-    assert evaluate.run(arguments("--run", str(tiny_run), "--split", "train")) == 0
-    assert "NOT untouched" in capsys.readouterr().err
+def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_run, trained, monkeypatch):
+    evaluate.run(arguments("--run", str(tiny_run)))
+    scores = json.loads(scores_path(tiny_run).read_text())
+    for name in ("fold", "inference", "peak_rss_bytes"):
+        del scores[name]
+    scores_path(tiny_run).write_text(json.dumps(scores))
+    monkeypatch.setitem(METRICS, "newer", METRICS["dice"])
+    assert gather(tiny_run).scores == scores
+    assert len(summary_table(scores).columns) == 7
+    del scores["cases"][0]["regions"]["WT"]["hd95_mm"]
+    scores_path(tiny_run).write_text(json.dumps(scores))
+    with pytest.raises(InputError, match=r"e\.WT\.hd95_mm must be float"):
+        read_scores(scores_path(tiny_run))
 
 
-def test_json_on_stdout_is_json_and_nothing_else(tiny_run, trained, capsys):
-    assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "val")) == 0
-    assert json.loads(capsys.readouterr().out)["split"] == "val"
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
+def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
+    with pytest.raises(InputError, match="tolerance must be"):
+        evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))
+
+
+def test_folds_that_cannot_be_scored_together_are_refused_before_a_network_is_loaded(fold_runs, trained, tmp_path):
+    runs, out = [str(run) for run in fold_runs("1/3", "3/3")], ("--out", str(tmp_path / "some"))
+    for words, problem in (
+        ((), "all folds of 3"),
+        (("--some-folds", "--split", "train"), "--split must be test or val"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            evaluate.run(arguments("--run", *runs, *out, *words))
+    assert trained == []
+    assert evaluate.run(arguments("--run", *runs, *out, "--some-folds", "--split", "val")) == 0
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tiny_run, trained):
@@ -263,12 +237,6 @@ def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tin
     with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
         evaluate.run(arguments("--run", str(tiny_run)))
     assert trained == []
-
-
-@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
-def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
-    with pytest.raises(InputError, match="--tolerance must be"):
-        evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))
 
 
 def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it_took(
@@ -283,15 +251,6 @@ def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it
     assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
     assert scores["peak_rss_bytes"] > 2**24
     assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
-
-
-def test_scores_from_before_folds_are_still_read(tiny_run, trained):
-    evaluate.run(arguments("--run", str(tiny_run)))
-    scores = json.loads(scores_path(tiny_run).read_text())
-    for name in ("fold", "inference", "peak_rss_bytes"):
-        del scores[name]
-    scores_path(tiny_run).write_text(json.dumps(scores))
-    assert gather(tiny_run).scores == scores
 
 
 def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
@@ -347,18 +306,3 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
     assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in " ".join(
         capsys.readouterr().out.split()
     )
-
-
-def test_several_folds_have_no_training_cases_in_common(fold_runs, trained, tmp_path):
-    runs = [str(run) for run in fold_runs("1/2", "2/2")]
-    with pytest.raises(InputError, match="--split must be test or val for 2 folds, got train"):
-        evaluate.run(arguments("--run", *runs, "--split", "train", "--out", str(tmp_path / "both")))
-
-
-def test_a_missing_fold_is_told_before_any_network_is_loaded(fold_runs, trained, tmp_path):
-    runs = [str(run) for run in fold_runs("1/3", "3/3")]
-    out = ("--out", str(tmp_path / "some"))
-    with pytest.raises(InputError, match=r"runs must be all folds of 3, got 1/3 and 3/3, missing 2/3; train those"):
-        evaluate.run(arguments("--run", *runs, *out))
-    assert trained == []
-    assert evaluate.run(arguments("--run", *runs, *out, "--some-folds", "--split", "val")) == 0

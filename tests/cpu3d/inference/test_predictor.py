@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from cpu3d.data.region import Region, crop, whole
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.inference.options import Inference
 from cpu3d.inference.predictor import Predictor, over_mirror_images
+from cpu3d.inference.runs import Inference
 from models.unet3d import build_unet3d
 from tests.cpu3d.runs import SMALL, decided
 

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cpu3d.config import load_config, save_config
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.report.run_files import gather
+from cpu3d.settings import load_config, save_config
 from cpu3d.training.run_log import read_events, recent_events
 
 VOID = {"meta", "img", "br", "link"}

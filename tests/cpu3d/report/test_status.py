@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from cpu3d.__main__ import main
-from cpu3d.config import RunConfig, save_config
 from cpu3d.errors import InputError
 from cpu3d.report import status
 from cpu3d.report.run_status import run_status
 from cpu3d.report.status import describe
+from cpu3d.settings import RunConfig, save_config
 from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.training.run_log import append_event, read_events, recent_events
 from tests.cpu3d.training.beats import beat
@@ -204,7 +204,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run):
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
     text = printed(run)
     assert "run: unknown" in text
-    assert "worker-0.json must be" in text
+    assert "must be a whole heartbeat" in text
     assert "step: 120 of 4,000" in text
 
 

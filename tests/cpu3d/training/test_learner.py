@@ -15,8 +15,8 @@ from cpu3d.training.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count, take_region
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.region import MIB
-from memory_estimator.training_step import training_step
+from memory_estimator.step.allocator import MIB
+from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 from models.unet3d import build_unet3d
 

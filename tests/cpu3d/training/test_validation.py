@@ -11,9 +11,8 @@ from cpu3d.training.learner import Learner, allocator_peak_bytes
 from cpu3d.training.losses import dice_cross_entropy, hard_dice_counts
 from cpu3d.training.validation import validate
 from memory_estimator.job import Job
-from memory_estimator.liveness import timeline
-from memory_estimator.program import Program
-from memory_estimator.training_step import training_step, validation_pass
+from memory_estimator.step.program import Program, timeline
+from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
 
 SHAPE = (48, 48, 44)

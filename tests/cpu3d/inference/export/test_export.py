@@ -10,25 +10,22 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.config import load_config, save_config
-from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
-from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import read_volume, write_volume
-from cpu3d.data.resume import identity
-from cpu3d.data.write_cases import Settings
-from cpu3d.inference.export import onnx_graph, verify
-from cpu3d.inference.export.usage import program
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.conversion import Settings, identity
+from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.inference.export import network
 from cpu3d.inference.predictor import load_predictor
-from cpu3d.resolve import resolve
+from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import save_checkpoint
 from cpu3d.training.learner import weight_names
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
-from memory_estimator.host import read_host
 from models.unet3d import build_unet3d
 from tests.cpu3d.conftest import LPS_2MM, make_store
+from tests.cpu3d.runs import decided
 
 NET = {"filters": 4, "depth": 3, "dtype": "float32"}
 
@@ -43,7 +40,7 @@ def store(tmp_path_factory):
 def make_run(store, folder, **settings):
     """A run whose network answers something, though it was never trained."""
     grid = settings.pop("grid", None)
-    config = resolve(store, folder, read_host(), {**NET, **settings}, None)
+    config = decided(store, folder, **{**NET, **settings})
     config = dataclasses.replace(config, grid=grid or config.grid)
     (folder / "checkpoints").mkdir(parents=True)
     save_config(config, folder)
@@ -85,7 +82,7 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, 
         image = tmp_path / "f.nii.gz"
         write_volume(image, volume[::-1, ::-1], LPS_2MM)
     script = out / "segment.py"
-    script.write_text(program((out / "USAGE.md").read_text()))
+    script.write_text((out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0])
     done = subprocess.run(
         [sys.executable, script, image, tmp_path / "label.nii.gz"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
@@ -116,6 +113,8 @@ def test_export_json_says_what_is_needed_to_use_it(export, store):
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert about["trained_dtype"] == config.unet.dtype
     assert about["versions"]["numpy"] == np.__version__
+    assert about["files"] == ["USAGE.md", about["file"]]
+    assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     (answer,) = about["outputs"]
     assert (answer, "mean" in about["inputs"]) == (("logits", True) if config.is_patch else ("probabilities", False))
     told = about["verification"]
@@ -123,14 +122,6 @@ def test_export_json_says_what_is_needed_to_use_it(export, store):
     assert told["largest_difference"] < 1e-4
     assert told["label_voxels"] > 0
     assert told["different_labels"]["float32"] == 0
-
-
-def test_an_export_has_nothing_but_what_it_tells(export):
-    _, out = export
-    about = json.loads((out / "export.json").read_text())
-    assert about["files"] == ["USAGE.md", about["file"]]
-    assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
-    assert not [path for path in out.parent.iterdir() if path.name.endswith(".partial")]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +143,7 @@ def call(tiny, tmp_path, capsys):
 
 
 def test_a_network_that_answers_otherwise_is_told_with_figures_and_gets_no_export_json(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(onnx_graph, "EPSILON", 0.5)
+    monkeypatch.setattr(network, "EPSILON", 0.5)
     code, said = call()
     assert code == 1
     assert "differ by 0." in said
@@ -162,7 +153,7 @@ def test_a_network_that_answers_otherwise_is_told_with_figures_and_gets_no_expor
 
 def test_files_that_no_program_can_run_are_told_and_get_no_export_json(call, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "cpu3d.inference.export.command.write_onnx", lambda contract, weights, path: path.write_bytes(b"no")
+        "cpu3d.inference.export.network.write_onnx", lambda contract, weights, path: path.write_bytes(b"no")
     )
     code, said = call()
     assert code == 1
@@ -205,7 +196,7 @@ def test_the_last_weights_are_those_of_the_newest_checkpoint(call, tiny, tmp_pat
 
 
 def test_weights_that_one_file_cannot_hold_lie_beside_it(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
+    monkeypatch.setattr(network, "MOST_BYTES", 1000)
     assert call()[0] == 0
     about = json.loads((tmp_path / "out/export.json").read_text())
     assert about["files"] == ["USAGE.md", "model.onnx", "model.onnx.data"]
@@ -227,21 +218,11 @@ def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(
     }
 
 
-def test_the_exported_network_is_asked_on_the_cpu(call, monkeypatch):
-    environments, run = [], subprocess.run
-    monkeypatch.setattr(
-        "cpu3d.inference.export.verify.subprocess.run",
-        lambda *a, **more: environments.append(more["env"]) or run(*a, **more),
-    )
-    assert call()[0] == 0
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["-1"]
-
-
 def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cpu3d.inference.export.command.write_onnx", full)
+    monkeypatch.setattr("cpu3d.inference.export.network.write_onnx", full)
     (tmp_path / "out").mkdir()
     assert call()[0] == 1
     assert not list((tmp_path / "out").iterdir())
@@ -254,25 +235,16 @@ def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
         (["--size", 16, 10, 8], "--size (16, 10, 8) must be divisible by 4; pad to (16, 12, 8)"),
         (["--size", 8, 8, 8], "case e must fit into 8 x 8 x 8, got a brain of 10 x 8 x 6; export with --size 12 8 8"),
         (["--case", "no.nii.gz"], "--case no.nii.gz must exist, found none"),
+        (["--case", "a.nii.gz", "b.nii.gz"], "--case must be one case, got 2"),
         (["--weights", "last"], "must hold its last weights, found none"),
     ],
 )
-def test_what_cannot_be_exported_is_told_and_nothing_is_written(call, tmp_path, words, told):
+def test_what_cannot_be_exported_is_told_and_nothing_is_written(call, store, tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(store.folder.parent / "source")
     code, said = call(*words)
     assert code == 2
     assert told in said
     assert not list(tmp_path.iterdir())
-
-
-def test_two_cases_are_one_too_many(call, store):
-    source = store.folder.parent / "source"
-    assert "--case must be one case, got 2" in call("--case", source / "a.nii.gz", source / "b.nii.gz")[1]
-
-
-def test_a_run_that_does_not_exist_is_told(call, tmp_path):
-    code, said = call(run=tmp_path / "none")
-    assert code == 2
-    assert "must hold a config.json, found none" in said
 
 
 def test_a_folder_that_holds_something_else_is_refused(call, tmp_path):
@@ -291,14 +263,6 @@ def test_a_run_of_a_smaller_resolution_is_refused(call, tiny, tmp_path):
     assert "must have a run of resolution 1, got 0.5" in call(run=run)[1]
 
 
-def test_a_store_that_is_gone_asks_for_a_case(call, tiny, tmp_path):
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints/best.npz").write_bytes((tiny / "checkpoints/best.npz").read_bytes())
-    save_config(dataclasses.replace(load_config(tiny), store=str(tmp_path / "gone")), run)
-    assert "--case must name a case" in call(run=run)[1]
-
-
 def test_a_store_with_another_split_is_not_the_run_s(call, tiny, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -307,8 +271,3 @@ def test_a_store_with_another_split_is_not_the_run_s(call, tiny, tmp_path):
     said = call(run=run)[1]
     assert "must have the split another that the run was trained with" in said
     assert "--case must name a case" in said
-
-
-def test_the_tolerance_is_what_is_held_against(call, monkeypatch):
-    monkeypatch.setattr(verify, "TOLERANCE", -1.0)
-    assert call()[0] == 1

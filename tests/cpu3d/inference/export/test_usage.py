@@ -9,12 +9,11 @@ import nibabel
 import numpy as np
 import pytest
 
-from cpu3d.config import RunConfig
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
-from cpu3d.inference.export.contract import Contract
-from cpu3d.inference.export.usage import program, usage
-from cpu3d.inference.sliding_window import sliding_window
+from cpu3d.inference.export.contract import Contract, usage
+from cpu3d.settings import RunConfig
+from cpu3d.training.sliding_window import sliding_window
 from models.config import UNetConfig
 
 REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}
@@ -79,6 +78,7 @@ def test_the_program_finds_the_voxels_that_predict_looks_at(mode, extent, tmp_pa
         (tmp_path / "export.json").write_text(json.dumps(contract.to_json()))
         nibabel.save(nibabel.Nifti1Image(image, np.diag([1, 1, 2, 1])), tmp_path / "image.nii")
         monkeypatch.setattr(sys, "argv", ["segment.py", str(tmp_path / "image.nii"), str(tmp_path / "label.nii")])
-        exec(program(usage(contract, "onnx")), {"__file__": str(tmp_path / "segment.py")})
+        program = usage(contract, "onnx").split("```python\n")[1].split("```")[0]
+        exec(program, {"__file__": str(tmp_path / "segment.py")})
         found = np.asarray(nibabel.load(tmp_path / "label.nii").dataobj)
         np.testing.assert_array_equal(found, expected)

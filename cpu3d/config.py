@@ -1,1 +1,0 @@
-from cpu3d.settings import *  # noqa

@@ -1,0 +1,321 @@
+"""Trained runs made ready to answer: their options, store, device and predictors, alone or several as one.
+
+    configs = load_configs(runs)  # and check that they may be put together
+    predictor = joined(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
+
+Of several runs the answer is the mean of their probabilities; of folds, for cross-validation, that of the one that has
+not seen the case. Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. The one
+place where commands that predict set up TensorFlow; importing this does not.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+import numpy as np
+from rich.console import Console
+
+from cpu3d.data.records import CaseRecord
+from cpu3d.data.region import Shape3
+from cpu3d.data.sampling import OVERLAP
+from cpu3d.data.splits import parse_fold, with_fold
+from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.conversion import settings_of
+from cpu3d.errors import InputError
+from cpu3d.host.apply import set_up
+from cpu3d.host.gpu import AUTO, CPU, Gpu, HostGpus, pick_device, why_no_card
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.util.records import listed
+from memory_estimator.schema import check, given, option
+
+T = TypeVar("T")
+
+COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
+"""Settings that runs must share to be averaged. The split is one of them: with another, test cases of one run are
+training cases of the other."""
+
+GROUP = "inference (default: as the run was trained)"
+
+STORE_HAS_MOVED = "--store must name the store's folder if it is no longer there"
+
+
+# --- Options ---
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Which runs answer, and with which of their weights."""
+
+    run: Tuple[Path, ...] = option(
+        help="run folder written by train; of several the mean, such as of all folds", metavar="DIR"
+    )
+    some_folds: bool = option(False, help="go on although folds are missing among the runs")
+    weights: str = option("best", help="checkpoint", choices=("best", "last"))
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How a network is applied. The default is as the run was trained: whole volumes in one pass, patches by windows.
+
+    Raises InputError for values out of range.
+    """
+
+    window: Optional[Shape3] = option(
+        None,
+        help="slide a window of so many voxels, also for a run on whole volumes",
+        metavar=("X", "Y", "Z"),
+        at_least=1,
+        group=GROUP,
+        one_of="size",
+    )
+    one_pass: bool = option(
+        False,
+        help="the whole volume at once, also for a run on patches",
+        group=GROUP,
+        one_of="size",
+    )
+    overlap: float = option(
+        OVERLAP,
+        help="least share of a window that the next one along an axis covers again; in one pass it is ignored",
+        metavar="S",
+        at_least=0,
+        below=1,
+        group=GROUP,
+    )
+    flips: bool = option(
+        False,
+        help="mean of the logits over eight mirror images, in eight times the time",
+        group=GROUP,
+    )
+    device: str = option(
+        AUTO,
+        help="auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)",
+        metavar="D",
+        group=GROUP,
+    )
+
+    def __post_init__(self):
+        check(self, InputError)
+        if self.window and self.one_pass:
+            raise InputError("--window and --one-pass must not be given together; choose one")
+
+    def to_json(self) -> Dict[str, Any]:
+        """What decides the answer: the device changes its last bits alone, so scores do not depend on it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "device"}
+
+
+def options_from(cls: Type[T], args: argparse.Namespace) -> T:
+    """The options of `cls` that were given. Raises InputError for values out of range."""
+    found = cls(**given(cls, args))
+    check(found, InputError)
+    return found
+
+
+def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
+    """Voxels X, Y, Z of the window that slides over this run's volumes; None for one pass."""
+    if inference.window:
+        return tuple(inference.window)
+    return tuple(config.grid) if config.is_patch and not inference.one_pass else None
+
+
+def check_inference(config: RunConfig, inference: Inference) -> None:
+    """Raise InputError, all problems together, where the run's network cannot be applied so."""
+    problems = []
+    window = window_of(config, inference)
+    if window and config.resolution < 1:
+        problems.append(f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out")
+    elif window:
+        try:
+            config.unet.check_shape(window, "--window")
+        except ValueError as error:
+            problems.append(str(error))
+    if inference.flips and not config.augment.flip:
+        problems.append(
+            "--flips must come with a run that was trained on mirror images, got one without (--no-flip or "
+            "--no-augment); leave it out"
+        )
+    if problems:
+        raise InputError(*problems)
+
+
+# --- The store ---
+
+
+def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: str = STORE_HAS_MOVED) -> Store:
+    """The store of a run, as its fold sees it: in the folder `given`, or in the one that the run names.
+
+    Raises InputError where there is none, and where its split is not the one that the run was trained with: its test
+    cases may have been seen then. Where no folder is given, `way_out` is said besides.
+    """
+    try:
+        store = open_store(given or config.store)
+        store.check_split()
+        if store.manifest.split_hash != config.split_hash:
+            raise InputError(
+                f"store {store.folder} must have the split {config.split_hash} that the run was trained with, got "
+                f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
+            )
+    except InputError as error:
+        raise InputError(*error.problems, *([] if given else [way_out])) from None
+    return with_fold(store, config.fold)
+
+
+def zeroes_nan(configs: Sequence[RunConfig]) -> bool:
+    """Whether NaN and infinite voxels became background in the store of any run.
+
+    False of a store that is gone, damaged or out of reach: prediction does not need it.
+    """
+    for config in configs:
+        with contextlib.suppress(OSError, InputError):
+            if settings_of(Path(config.store)).zero_nan:
+                return True
+    return False
+
+
+# --- Predictors ---
+
+
+def trained_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:
+    """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
+    return trained_predictors([run], weights, inference)[0]
+
+
+def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Optional[Inference] = None) -> List[Any]:
+    """The predictor of each run, all on the device that `inference` asks for.
+
+    Raises InputError, before TensorFlow is imported, for what a run cannot be applied as and for a device that is not
+    there; and as `load_predictor`.
+    """
+    inference = inference or Inference()
+    configs = [load_config(run) for run in runs]
+    for config in configs:
+        check_inference(config, inference)
+    set_up(device=_device(configs, inference, HostGpus()))
+    from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
+
+    return [load_predictor(run, weights, inference) for run in runs]
+
+
+class Ensemble:
+    """Predictors as one, with the interface of each. Their networks are small and all stay in memory."""
+
+    def __init__(self, predictors: Sequence[Any], held_out: Optional[Sequence[Sequence[str]]] = None):
+        """`held_out` are the case ids of each predictor's fold: each is answered by that one alone, which has not
+        trained on it. Without, the answer is the mean."""
+        first = predictors[0]
+        self.predictors = tuple(predictors)
+        self.channels: Tuple[str, ...] = first.channels
+        self.inputs: Tuple[str, ...] = tuple(
+            name for name in first.channels if any(name in predictor.inputs for predictor in predictors)
+        )
+        """What any of the runs needs: they may have learnt from different channels."""
+        self.labels: Dict[int, str] = first.labels
+        self.regions: Dict[str, Tuple[int, ...]] = first.regions
+        self._of: Optional[Mapping[str, Any]] = held_out and {
+            case_id: predictor for predictor, case_ids in zip(predictors, held_out) for case_id in case_ids
+        }
+
+    def probabilities(
+        self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
+    ) -> np.ndarray:
+        """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; of equal ones it is each.
+
+        Twice the memory of one run's answer, however many there are. KeyError for a case that no fold has held out.
+        """
+        if self._of is not None:
+            return self._of[record.case_id].probabilities(image, record, channels)
+        mean = self.predictors[0].probabilities(image, record, channels)
+        for count, predictor in enumerate(self.predictors[1:], start=2):
+            mean = mean + (predictor.probabilities(image, record, channels) - mean) / np.float32(count)
+        return mean
+
+
+def joined(predictors: Sequence[Any]) -> Any:
+    """The mean of several, or the only one."""
+    return predictors[0] if len(predictors) == 1 else Ensemble(predictors)
+
+
+def describe(run: Path, config: RunConfig, predictor: Any) -> Dict[str, Any]:
+    """What is written beside an answer of this run, as JSON: the folder, the fold, and how the network was applied."""
+    window = predictor.window
+    how = {**predictor.inference.to_json(), "window": window and list(window), "one_pass": not window}
+    return {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
+
+
+# --- Which runs may answer together ---
+
+
+def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:
+    """The settings of each run. Raises InputError, with all that is wrong, unless the runs can be one answer.
+
+    They must differ, and share store, regions and split. Where they are folds they must be all folds of one K, each
+    once, or with `some_folds` some of them. A single run always can.
+    """
+    configs, problems = [], []
+    for run in runs:
+        try:
+            configs.append(load_config(run))
+        except InputError as error:
+            problems += error.problems
+    if len(runs) > 1 and not problems:
+        folders = [Path(run).resolve() for run in runs]
+        problems += [
+            f"runs must differ, got {folder} {folders.count(folder)} times; name it once"
+            for folder in sorted({folder for folder in folders if folders.count(folder) > 1})
+        ]
+        problems += [
+            f"{name} of run {run} must be {_words(getattr(configs[0], name))}, as of run {runs[0]}, got "
+            f"{_words(getattr(config, name))}; put runs of one store and of the same regions together"
+            for run, config in zip(runs[1:], configs[1:])
+            for name in COMMON
+            if getattr(config, name) != getattr(configs[0], name)
+        ]
+        problems += _fold_problems(runs, [config.fold for config in configs], some_folds)
+    if problems:
+        raise InputError(*problems)
+    return configs
+
+
+# --- Private helpers ---
+
+
+def _words(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _fold_problems(runs: Sequence[Path], folds: Sequence[str], some_folds: bool) -> List[str]:
+    if not any(folds):
+        return []
+    if not all(folds):
+        bare = " and ".join(str(run) for run, fold in zip(runs, folds) if not fold)
+        return [f"runs must all be of folds, or none of them, got no fold for {bare}; leave out one kind"]
+    problems = [
+        f"runs must be of different folds, got {fold} for "
+        f"{' and '.join(str(run) for run, other in zip(runs, folds) if other == fold)}; leave one out"
+        for fold in dict.fromkeys(folds)
+        if folds.count(fold) > 1
+    ]
+    parsed = sorted({parse_fold(fold) for fold in folds})
+    there, parts = [f"{part}/{parts}" for part, parts in parsed], parsed[0][1]
+    if any(other != parts for _, other in parsed):
+        return [*problems, f"runs must be folds of one number of parts, got {listed(there)}; leave some out"]
+    missing = [fold for fold in (f"{part}/{parts}" for part in range(1, parts + 1)) if fold not in there]
+    if missing and not some_folds:
+        problems.append(
+            f"runs must be all folds of {parts}, got {listed(there)}, missing {', '.join(missing)}; train those, or "
+            "add --some-folds"
+        )
+    return problems
+
+
+def _device(configs: Sequence[RunConfig], inference: Inference, gpus: Sequence[Gpu]) -> str:
+    """Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory."""
+    mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
+    device = pick_device(inference.device, mode, gpus)
+    if device == CPU:
+        for line in why_no_card(inference.device, mode, gpus):
+            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    return device

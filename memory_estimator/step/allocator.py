@@ -1,0 +1,275 @@
+"""TensorFlow's best-fit allocator on paper: what it counts and what becomes resident for a sequence of requests.
+
+With oneDNN on, TensorFlow's CPU allocator hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
+(tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It grows by regions of 2 MiB, 4 MiB
+and so on, gives nothing back to the system, and hands out a free chunk whole unless it is at least twice as large as
+asked for or has 128 MiB to spare. So what it counts exceeds what was asked for, by an amount that depends on the order
+of all requests since the process began; this module plays them through.
+"""
+
+import bisect
+import itertools
+from dataclasses import dataclass
+from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+
+from memory_estimator.job import DTYPE_BYTES
+from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded
+from models.config import UNetConfig
+from models.layer_plan import layer_plan
+
+MIB = 2**20
+
+SMALL_BYTES = 256 * 1024
+"""Requests below this go to malloc and are not counted (mkl_cpu_allocator.h)."""
+
+FIRST_REGION_BYTES = 2 * MIB
+
+SPARE_BYTES = 128 * MIB
+"""A chunk with this much to spare is always split."""
+
+HANDLE_BYTES = 8
+"""A region's table has an entry of this size for every GRANULE_BYTES of it: 3 % of all regions, with malloc."""
+
+BINS = 21
+"""Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
+
+REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
+"""Of all the layers' outputs together; half as much again as the policies need at least, so that what is left at the
+region's end is larger than any gap."""
+
+COPIES_OF_WEIGHTS = 4
+"""Weights, the optimizer's two slots, gradients: float32 each."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a program makes of the allocator."""
+
+    peak_bytes: int
+    """Most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`."""
+    resident_bytes: int
+    """Memory that a tensor has lain in once, and that the process therefore keeps."""
+    small_bytes: int
+    """Resident tensors too small for it: they lie with malloc."""
+    reserved_bytes: int
+    """All regions together: address space, of which `resident_bytes` are touched."""
+    validated_bytes: int = 0
+    """`resident_bytes` once a validation and a step have followed: no less, as nothing is given back to the system."""
+
+
+class NoRegionError(MemoryError):
+    """The regions that are left under the limit hold no chunk of the size asked for; TensorFlow ends with
+    ResourceExhaustedError then."""
+
+
+def use(program: Program) -> Use:
+    """Play a program from the process's start through three steps, of which the third is like all that follow, and
+    through what comes between two of them, with the next one."""
+    allocator = Allocator()
+    third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
+    calls = requests(program, 3, after=True)
+    allocator.play(itertools.islice(calls, third))
+    allocator.forget_peak()
+    allocator.play(itertools.islice(calls, end - third))
+    peak, resident = allocator.peak_bytes, allocator.resident_bytes
+    allocator.play(calls)
+    small = sum(tensor.bytes for tensor in program.resident if tensor.bytes < SMALL_BYTES)
+    return Use(peak, resident, small, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
+
+
+def fits_regions(program: Program, limit_bytes: int) -> bool:
+    """Whether three steps get through with regions of at most `limit_bytes` together.
+
+    With oneDNN on, the limit is the machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is
+    left, and a tensor never lies in two regions. So a job may fail whose tensors would fit one beside the other.
+    """
+    try:
+        Allocator(limit_bytes).play(requests(program, 3, after=True))
+    except NoRegionError:
+        return False
+    return True
+
+
+def counted_by_op(program: Program) -> Tuple[int, ...]:
+    """The most that the allocator counts while each operation of the third step runs: a step's memory over time."""
+    allocator, calls = Allocator(), requests(program, 3)
+    allocator.play(itertools.islice(calls, sum(1 for _ in requests(program, 2))))
+    by_op: Dict[str, List[Request]] = {}
+    for request in calls:
+        by_op.setdefault(request.op, []).append(request)
+    found: List[int] = []
+    for op in program.ops:
+        allocator.forget_peak()
+        allocator.play(by_op.get(op.name, ()))
+        found.append(allocator.peak_bytes)
+    return tuple(found)
+
+
+def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
+    """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
+
+    Maps that are nearly all of one size lie scattered in regions that double: in the gaps of small ones, and at the end
+    of the last. From one region that is larger than the step needs, the gaps are filled first. Nothing but the pages
+    that tensors lie in becomes resident, and the region's table. "speed" gains nothing: its scratch needs gaps of its
+    own (docs/log.md).
+
+    A power of two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has, where it
+    has less than that. Raises ValueError for a shape that the network cannot take.
+    """
+    if unet.policy not in REGION_SHARES:
+        return 0
+    plan = layer_plan(unet, shape)
+    maps = micro * sum(op.elements for op in plan) * DTYPE_BYTES[unet.dtype]
+    weights = 4 * COPIES_OF_WEIGHTS * sum(op.trainable for op in plan)
+    size = MIB
+    while size < REGION_SHARES[unet.policy] * maps + weights:
+        size *= 2
+    while host_bytes is not None and size > host_bytes:
+        size //= 2
+    return size
+
+
+class Allocator:
+    """Takes and gives back by name; knows what is in use now and was at most since the last `forget_peak`."""
+
+    def __init__(self, limit_bytes: Optional[int] = None):
+        """`limit_bytes` is the most that all regions may take together; None is without end."""
+        self.counted_bytes = 0
+        self.peak_bytes = 0
+        self.reserved_bytes = 0
+        """All regions together."""
+        self._limit_bytes = limit_bytes
+        self._next_region_bytes = FIRST_REGION_BYTES
+        self._lowest = 2**62
+        """Start of the last region. The system hands out mappings downwards."""
+        self._touched: Set[Tuple[int, int]] = set()
+        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
+        """(size, start) of free chunks, sorted."""
+        self._chunks: Dict[int, _Chunk] = {}
+        self._by_name: Dict[str, Optional[_Chunk]] = {}
+
+    def play(self, calls: Iterable[Request]) -> None:
+        """Take and give back, as the requests' signs say."""
+        for request in calls:
+            if request.bytes >= 0:
+                self.take(request.name, request.bytes, request.touched)
+            else:
+                self.give_back(request.name)
+
+    def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's.
+
+        Raises NoRegionError where the limit leaves no region large enough.
+        """
+        if size_bytes < SMALL_BYTES:
+            self._by_name[name] = None
+            return
+        size = rounded(size_bytes)
+        chunk = self._find(size) or self._extend_and_find(size)
+        for first, last in touched or ((0, size),):
+            self._touched.add((chunk.start + first, chunk.start + last))
+        self._by_name[name] = chunk
+        self.counted_bytes += chunk.size
+        self.peak_bytes = max(self.peak_bytes, self.counted_bytes)
+
+    def give_back(self, name: str) -> None:
+        """Free. Raises KeyError for a name that holds nothing."""
+        chunk = self._by_name.pop(name)
+        if chunk is None:
+            return
+        self.counted_bytes -= chunk.size
+        for neighbour in (chunk.after, chunk.before):
+            if neighbour is not None and neighbour.free:
+                self._remove_free(neighbour)
+                chunk = self._merge(*((chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)))
+        self._add_free(chunk)
+
+    def forget_peak(self) -> None:
+        """Count the peak anew from what is in use now, as `reset_memory_stats` does."""
+        self.peak_bytes = self.counted_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks.
+
+        A chunk's spare end stays untouched. The tables are filled when a region is made.
+        """
+        total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
+        for first, last in sorted(self._touched):
+            total += max(0, last - max(first, end))
+            end = max(end, last)
+        return total
+
+    # --- Private helpers ---
+
+    def _find(self, size: int) -> "Optional[_Chunk]":
+        """The smallest free chunk that is large enough; of equals the one at the lowest address."""
+        for free in self._bins[_bin(size) :]:
+            index = bisect.bisect_left(free, (size, -1))
+            if index < len(free):
+                chunk = self._chunks[free[index][1]]
+                self._remove_free(chunk)
+                if chunk.size >= 2 * size or chunk.size - size >= SPARE_BYTES:
+                    self._add_free(self._split(chunk, size))
+                chunk.free = False
+                return chunk
+        return None
+
+    def _extend_and_find(self, size: int) -> "_Chunk":
+        doubled = False
+        while size > self._next_region_bytes:
+            self._next_region_bytes *= 2
+            doubled = True
+        region_bytes = self._next_region_bytes
+        if self._limit_bytes is not None:
+            left = self._limit_bytes - self.reserved_bytes
+            region_bytes = min(region_bytes, left // GRANULE_BYTES * GRANULE_BYTES)
+        if size > region_bytes:
+            raise NoRegionError(f"regions must leave {size} bytes under the limit, got {region_bytes}")
+        self._lowest -= region_bytes
+        self.reserved_bytes += region_bytes
+        if not doubled:
+            self._next_region_bytes *= 2
+        self._chunks[self._lowest] = _Chunk(self._lowest, region_bytes)
+        self._add_free(self._chunks[self._lowest])
+        return self._find(size)
+
+    def _split(self, chunk: "_Chunk", size: int) -> "_Chunk":
+        """Cut `chunk` down to `size`; returns the rest."""
+        rest = _Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
+        if chunk.after is not None:
+            chunk.after.before = rest
+        chunk.after, chunk.size = rest, size
+        self._chunks[rest.start] = rest
+        return rest
+
+    def _merge(self, first: "_Chunk", second: "_Chunk") -> "_Chunk":
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._chunks[second.start]
+        return first
+
+    def _add_free(self, chunk: "_Chunk") -> None:
+        chunk.free = True
+        bisect.insort(self._bins[_bin(chunk.size)], (chunk.size, chunk.start))
+
+    def _remove_free(self, chunk: "_Chunk") -> None:
+        free = self._bins[_bin(chunk.size)]
+        del free[bisect.bisect_left(free, (chunk.size, chunk.start))]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A piece of a region, between its neighbours there."""
+
+    start: int
+    size: int
+    before: "Optional[_Chunk]" = None
+    after: "Optional[_Chunk]" = None
+    free: bool = True
+
+
+def _bin(size: int) -> int:
+    return min(BINS - 1, (size // GRANULE_BYTES).bit_length() - 1)

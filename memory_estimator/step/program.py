@@ -1,0 +1,237 @@
+"""A training step as a list of operations that make and read tensors, and the memory that is live over its time.
+
+Both engines of the estimator produce a `Program`: `training_step.py` writes it down from the layer plan, replay/ reads
+it off a traced graph. A tensor lives from the operation that writes it to the last one that reads it. `allocator.py`
+replays its requests, `timing.py` turns it into seconds.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+GRANULE_BYTES = 256
+"""TensorFlow's allocator rounds every request up to this."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A buffer of the allocator."""
+
+    name: str
+    """Unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"."""
+    bytes: int
+    group: str
+    """The line of the bill it counts under, such as "activations, level 0"."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """Where bytes are written, as (first, past the last) offsets; () is everywhere. No other page becomes resident."""
+
+
+@dataclass(frozen=True)
+class StepOp:
+    """One operation of the step. Operations run one after the other, in the order of the program."""
+
+    name: str
+    """Unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"."""
+    kind: str
+    """What limits its speed: "conv", "norm", "pointwise" ... (`timing.group_of`)."""
+    reads: Tuple[str, ...] = ()
+    """Names of tensors that must live until it is done. A tensor goes with the last operation that reads it."""
+    writes: Tuple[Tensor, ...] = ()
+    scratch: Tuple[Tensor, ...] = ()
+    """Live during this operation alone, taken after its outputs."""
+    takes_over: Optional[str] = None
+    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory."""
+    keeps: Tuple[Tensor, ...] = ()
+    """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
+    hidden_bytes: int = 0
+    """Scratch outside the allocator: in the process's memory, not in the allocator's count."""
+    flops: int = 0
+    """Multiply-adds counted as 2."""
+    traffic_bytes: int = 0
+    """Bytes read and written, each tensor once: the least any implementation moves."""
+    in_channels: int = 0
+    out_channels: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole training step, and what was made before it."""
+
+    resident: Tuple[Tensor, ...]
+    """What lives before, during and after the step: weights, slots, the input batch."""
+    ops: Tuple[StepOp, ...]
+    """The step."""
+    before: Tuple[StepOp, ...] = ()
+    """What ran once to make the resident tensors; a resident tensor that none of these writes is simply there. The
+    order matters to the allocator alone, whose regions it shapes."""
+    region_bytes: int = 0
+    """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""
+    after: Tuple[StepOp, ...] = ()
+    """What runs between two steps now and then: a validation. Its `keeps` are other tensors than those of `ops`."""
+
+
+# --- Memory over the time of one step ---
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held while one operation runs."""
+
+    op: str
+    live_bytes: int
+    """At its most: outputs and scratch taken, nothing given back yet."""
+    hidden_bytes: int
+    """Scratch outside the allocator at that time."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step's memory, an entry an operation."""
+
+    moments: Tuple[Moment, ...]
+    peak: int
+    """Index of the moment with the most live bytes; the first of equals."""
+    peak_tensors: Tuple[Tensor, ...]
+    """Everything live then, the largest first."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes of the step."""
+        return self.moments[self.peak].live_bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to the allocator."""
+
+    name: str
+    """Of the tensor: memory is given back under the name it was taken under."""
+    bytes: int
+    """Positive takes, negative gives back; not rounded."""
+    op: str = ""
+    """The operation that makes the call; "" for a resident tensor that no operation made."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """As of `Tensor`."""
+
+
+def rounded(size_bytes: int) -> int:
+    """What the allocator counts for a request of this many bytes, where it finds a chunk that fits."""
+    return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+def timeline(program: Program) -> Timeline:
+    """Live bytes of a step, from the second on. Raises ValueError where an operation reads a tensor that is gone."""
+    moments: List[Moment] = []
+    best, peak, peak_tensors = -1, 0, ()
+    kept = tuple(tensor for op in program.ops for tensor in op.keeps)
+    live = {tensor.name: tensor for tensor in program.resident + kept}
+    held = sum(rounded(tensor.bytes) for tensor in live.values())
+    for op, taken, given in _walk(program.ops, _names(program.resident)):
+        missing = [name for name in op.reads if name not in live]
+        if missing:
+            raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; mend the program")
+        if op.takes_over:
+            held -= rounded(live.pop(op.takes_over).bytes)
+        for tensor in (op.writes[:1] if op.takes_over else ()) + taken:
+            live[tensor.name] = tensor
+            held += rounded(tensor.bytes)
+        if held > best:
+            best, peak = held, len(moments)
+            peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
+        moments.append(Moment(op.name, held, op.hidden_bytes))
+        for name in given:
+            held -= rounded(live.pop(name).bytes)
+    return Timeline(tuple(moments), peak, peak_tensors)
+
+
+def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
+    """The allocator's calls in order: the region, what ran before, then the first `steps` steps.
+
+    With `after`, what follows them and one step more, which meets what that has kept.
+    """
+    if program.region_bytes:
+        yield Request("region", program.region_bytes, touched=((0, 0),))
+        yield Request("region", -program.region_bytes)
+    stays = _names(program.resident)
+    made = {tensor.name for op in program.before for tensor in op.writes}
+    sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
+    yield from (Request(name, size) for name, size in sizes.items())
+    holder: Dict[str, str] = {}
+    passes = [(program.before, True)] + [(program.ops, step == 0) for step in range(steps)]
+    for ops, first in passes + ([(program.after, True), (program.ops, False)] if after and program.after else []):
+        for op, taken, given in _walk(ops, stays):
+            if op.takes_over:
+                holder[op.writes[0].name] = holder.pop(op.takes_over, op.takes_over)
+            for tensor in taken + (op.keeps if first else ()):
+                sizes[tensor.name] = tensor.bytes
+                yield Request(tensor.name, tensor.bytes, op.name, tensor.touched)
+            for name in given:
+                owner = holder.pop(name, name)
+                yield Request(owner, -sizes.pop(owner), op.name)
+
+
+# --- Before the first step: the allocator's regions keep traces of it ---
+
+
+def kernel_made(kernel: Tensor) -> List[StepOp]:
+    """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
+    drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
+    return [_made("update", drawn), _made("update", wide, drawn), _made("update", kernel, drawn, wide)]
+
+
+def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
+    """How (memory, dtype) of each input came to be: all drawn in order, in four bytes a value, then cast in order.
+
+    Floating point is noise scaled and shifted; in float32 that is the input already. All else is numbers compared with
+    one of them. What was drawn to be cast goes when everything has been. These are the inputs of
+    `cpu3d.bench.step.made_up`; what `train` reads from a store comes another way, with less in between.
+    """
+    drawn, cast, wide = [], [], []
+    for tensor, dtype in inputs:
+        bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
+        values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
+
+        def part(name: str, value_bytes: int, tensor: Tensor = tensor, values: int = values) -> Tensor:
+            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
+
+        if "float" in dtype:
+            noise, scaled = part("noise", 4), part("scaled", 4)
+            shifted = tensor if dtype == "float32" else part("shifted", 4)
+            drawn += [_made("pointwise", noise), _made("pointwise", scaled, noise)]
+            drawn.append(_made("pointwise", shifted, scaled, noise))
+            if dtype != "float32":
+                cast.append(_made("pointwise", tensor))
+                wide.append(shifted.name)
+        else:
+            numbers, hits = part("drawn", 4), part("hits", 1)
+            drawn.append(_made("pointwise", numbers))
+            cast += [_made("pointwise", hits), _made("pointwise", tensor, hits)]
+            wide.append(numbers.name)
+    return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
+
+
+# --- Private helpers ---
+
+
+def _made(kind: str, written: Tensor, *read: Tensor) -> StepOp:
+    return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))
+
+
+def _names(tensors: Sequence[Tensor]) -> Set[str]:
+    return {tensor.name for tensor in tensors}
+
+
+def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
+    """(operation, tensors it takes, names given back after it) in order."""
+    last: Dict[str, int] = {}
+    for index, op in enumerate(ops):
+        for name in (*op.reads, *(tensor.name for tensor in op.writes)):
+            last[name] = index
+    gone: Dict[int, List[str]] = {}
+    for name, index in last.items():
+        if name not in stays:
+            gone.setdefault(index, []).append(name)
+    for index, op in enumerate(ops):
+        taken = (op.writes[1:] if op.takes_over else op.writes) + op.scratch
+        given = [tensor.name for tensor in reversed(op.scratch)]
+        yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]

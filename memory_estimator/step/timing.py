@@ -1,0 +1,135 @@
+"""Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
+
+A convolution takes its multiply-adds at a rate that depends on how many vectors of 16 channels it writes and reads at a
+time, and its kernel's bytes once more; everything else takes its traffic, which is slower where the maps do not fit the
+cache. `features` says what is counted of an operation, `HostConstants.costs` what a unit of each costs. On top comes a
+constant for every operation, for what TensorFlow does between them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Tuple
+
+from memory_estimator.calibration import HostConstants
+from memory_estimator.job import Job
+from memory_estimator.step.program import Program, StepOp
+
+VECTOR = 16
+"""Channels that oneDNN's kernels work on at a time with AVX-512; fewer than these take as long."""
+
+Features = Dict[str, float]
+"""What is counted of an operation, by name."""
+
+CONVOLUTIONS = {
+    "conv": ("out", "in"),
+    "conv_filter_gradient": ("out", "in"),
+    "conv_input_gradient": ("in", "out"),
+    "up_conv": ("out", "in"),
+    "up_conv_filter_gradient": ("out", "in"),
+    "up_conv_input_gradient": ("in", "out"),
+}
+"""Kind -> which channels of the layer its kernel writes, and which it reads."""
+
+BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
+"""Kinds without a vector kernel, which take their time for every voxel."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and of its parts."""
+
+    op_s: Tuple[float, ...]
+    """What each operation of the program takes, in its order, its overhead included."""
+
+    @property
+    def step_s(self) -> float:
+        """All of them."""
+        return sum(self.op_s)
+
+
+def step_seconds(program: Program, constants: HostConstants, job: Job) -> StepTime:
+    """Time of a step of `job`, from the third on, on `job.threads` threads. Excludes waiting for data.
+
+    Raises ValueError where `constants` know nothing of the job's engine or dtype.
+    """
+    constants = constants.for_threads(job.threads)
+    speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
+    sizes = tensor_bytes(program)
+    op_s: List[float] = []
+    for op in program.ops:
+        group = group_of(op)
+        counted = features(op, sizes, cache_bytes)
+        seconds = sum(speeds[group].get(name, 0.0) * amount for name, amount in counted.items())
+        if group in CONVOLUTIONS:
+            # A 1x1x1 convolution does too little for the above: it is as slow as its traffic.
+            passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
+            seconds = max(seconds, op.traffic_bytes * passing)
+        op_s.append(seconds + speeds["every_op"]["seconds"])
+    return StepTime(tuple(op_s))
+
+
+def group_of(op: StepOp) -> str:
+    """What an operation's speed is looked up by: its kind, but for the network's two ends, whose channels are few."""
+    layer = op.name.partition("/")[0]
+    if op.kind in CONVOLUTIONS:
+        if "image" in op.reads:
+            return f"first_{op.kind}"
+        return f"head_{op.kind}" if layer.startswith("head") else op.kind
+    if op.kind in ("pointwise", "reduce"):
+        return "loss" if layer.startswith(("head", "target")) else "pointwise"
+    return op.kind
+
+
+def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Features:
+    """What is counted of an operation. Names that begin with "work" are multiply-adds, the others are bytes.
+
+    work          at full vectors: what is written is rounded up to whole vectors of channels
+    work/out      the same over the number of vectors written, and over its square: a kernel that writes few vectors
+    work/out^2    loads its inputs anew for each
+    work/in       over the number of vectors read
+    work, narrowing  the same where more channels are read than written
+    work, narrow  the same where either is less than a vector
+    kernel        bytes of the kernel, which is read or written once and bound to no grid
+    moved         bytes read and written, of a convolution
+    traffic       bytes read and written, of other operations too large for the cache
+    cached        bytes read and written, of the others
+    rows          bytes a channel, where every voxel costs something however few its channels
+    """
+    if op.kind not in CONVOLUTIONS:
+        passing = {("traffic" if op.traffic_bytes > cache_bytes else "cached"): float(op.traffic_bytes)}
+        if op.kind in BY_VOXEL:
+            passing["rows"] = op.traffic_bytes / op.out_channels
+        return passing
+    channels = {"in": op.in_channels, "out": op.out_channels}
+    written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
+    out_vectors, in_vectors = (max(1, math.ceil(number / VECTOR)) for number in (written, read))
+    work = op.flops * out_vectors * VECTOR / written
+    if group_of(op) != op.kind:
+        return {"work": work, "moved": float(op.traffic_bytes)}
+    return {
+        "work": work,
+        "work/out": work / out_vectors,
+        "work/out^2": work / out_vectors**2,
+        "work/in": work / in_vectors,
+        "work/out^2/in": work / out_vectors**2 / in_vectors,
+        "work, narrowing": work if written < read else 0.0,
+        "work, narrow": work if min(written, read) < VECTOR else 0.0,
+        "kernel": float(_kernel_bytes(op, sizes)),
+        "moved": float(op.traffic_bytes),
+    }
+
+
+def tensor_bytes(program: Program) -> Dict[str, int]:
+    """Every tensor's size by its name."""
+    made = (tensor for op in program.ops for tensor in (*op.writes, *op.keeps))
+    return {tensor.name: tensor.bytes for tensor in (*program.resident, *made)}
+
+
+# --- Private helpers ---
+
+
+def _kernel_bytes(op: StepOp, sizes: Mapping[str, int]) -> int:
+    """Of the kernel that a convolution reads, or of the gradient that it writes."""
+    if op.kind.endswith("filter_gradient"):
+        return op.writes[0].bytes
+    return sum(sizes[name] for name in op.reads if "/kernel" in name)

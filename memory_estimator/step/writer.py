@@ -1,0 +1,237 @@
+"""Writes a job's step down operation by operation: maps, gradients on their way down, weights and their update.
+
+Knows sizes and names, but no layer's rules: those are in `layers.py` and `blocks.py`.
+"""
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.step.allocator import region_bytes
+from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
+from models.layer_plan import LayerOp, layer_plan
+
+SLOTS = {"adam": 2, "sgd": 1}
+"""Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
+
+CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")
+"""Kinds of layers that have a kernel."""
+
+
+class Writer:
+    """A program in the making."""
+
+    def __init__(self, job: Job):
+        """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
+        self.job = job
+        self.plan = layer_plan(job.unet, job.shape)
+        self.layers = {op.name: op for op in self.plan}
+        self.itex = job.engine == "itex"
+        self.mixed = job.unet.dtype == "bfloat16"
+        self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
+        self.resident: List[Tensor] = []
+        self._kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
+        self._before: List[StepOp] = []
+        self._ops: List[StepOp] = []
+        self._bytes: Dict[str, int] = {}
+        self._arrived: Dict[str, List[str]] = {}
+        """Layer -> the tensors whose sum is the gradient of its output."""
+        self._make_weights()
+        self._make_inputs()
+
+    def program(self) -> Program:
+        """Everything written so far."""
+        region = region_bytes(self.job.unet, self.job.shape, self.job.micro)
+        return Program(tuple(self.resident), tuple(self._ops), tuple(self._before), region)
+
+    # --- Tensors ---
+
+    def tensor(
+        self, name: str, size_bytes: int, group: str = "transients", touched: Tuple[Tuple[int, int], ...] = ()
+    ) -> Tensor:
+        """Under a name that operations can read it by; without a group, of what no gradient reads."""
+        self._bytes[name] = size_bytes
+        return Tensor(name, size_bytes, group, touched)
+
+    def activation(self, op: LayerOp) -> Tensor:
+        """A layer's output, for its gradient to read."""
+        return self.tensor(op.name, self.map_bytes(op), self.kept_at(op))
+
+    def kept_at(self, op: LayerOp) -> str:
+        """The line of the bill for what a layer keeps for the backward pass."""
+        return f"activations, level {op.level}"
+
+    def map_bytes(self, op: LayerOp) -> int:
+        """Of a layer's output, for all volumes computed at a time."""
+        return self.job.micro * op.elements * DTYPE_BYTES[op.dtype]
+
+    # --- Operations ---
+
+    def run(
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        writes: Sequence[Tensor] = (),
+        *,
+        scratch: Sequence[int] = (),
+        touched: Tuple[Tuple[int, int], ...] = (),
+        takes_over: Optional[str] = None,
+        keeps: Sequence[Tensor] = (),
+        hidden_bytes: int = 0,
+        flops: int = 0,
+        layer: Optional[LayerOp] = None,
+    ) -> None:
+        """Add an operation; its traffic is what it reads and writes, each once. `touched` is of the first scratch.
+
+        `layer` is the one whose channels it works on, where its speed hangs on them.
+        """
+        beside = [
+            Tensor(f"{name}/scratch{i}", size, "scratch", () if i else touched)
+            for i, size in enumerate(scratch)
+            if size
+        ]
+        self._ops.append(
+            StepOp(
+                name=name,
+                kind=kind,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                scratch=tuple(beside),
+                takes_over=takes_over,
+                keeps=tuple(keeps),
+                hidden_bytes=hidden_bytes,
+                flops=flops,
+                traffic_bytes=sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes),
+                in_channels=layer.in_channels if layer else 0,
+                out_channels=layer.shape[3] if layer else 0,
+            )
+        )
+
+    def make(self, name: str, kind: str, reads: Sequence[str], size_bytes: int, group: str = "transients", **more):
+        """Add an operation that writes one tensor, which has its name, and return the name; `more` is as of `run`."""
+        self.run(name, kind, reads, [self.tensor(name, size_bytes, group)], **more)
+        return name
+
+    # --- Gradients of maps ---
+
+    def receive(self, name: str, *gradients: str) -> None:
+        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image.
+
+        Shares of several readers are added as soon as they are there; of a reader that has `gradients` only then.
+        """
+        if self.layers[name].kind == "input":
+            return
+        several = name in self._arrived
+        self._arrived[name] = [*self._arrived.get(name, ()), *gradients]
+        if several:
+            self._arrived[name] = [self.arrived(self.layers[name])]
+
+    def arrived(self, op: LayerOp) -> str:
+        """The gradient of a layer's output, all of it; the layer's own backward pass takes it away."""
+        return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
+
+    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
+        """Of maps that nobody else reads: of two in the memory of the second, which has just been written.
+
+        ITEX adds three in new memory.
+        """
+        if len(maps) == 1:
+            return maps[0]
+        over = maps[-1] if len(maps) == 2 or not self.itex else None
+        return self.make(name, "pointwise", maps, size_bytes, takes_over=over)
+
+    # --- Weights. Norms' and biases count in one lump: together they are smaller than what the allocator looks at. ---
+
+    def kernel_bytes(self, op: LayerOp) -> int:
+        """Of a kernel in the compute dtype, and in the layout that oneDNN prefers."""
+        return kernel_elements(op) * self.compute_bytes
+
+    def kernel_read(self, op: LayerOp) -> str:
+        """The name of the kernel that the convolution reads: the variable, or its bfloat16 copy."""
+        return f"{op.name}/kernel_cast" if self.mixed else f"{op.name}/kernel"
+
+    def cast_kernel(self, op: LayerOp) -> None:
+        """The bfloat16 copy that the convolution reads, made when its maps are there and kept for the gradients."""
+        if self.mixed:
+            size = 2 * kernel_elements(op)
+            self.make(self.kernel_read(op), "update", [f"{op.name}/kernel"], size, "weights, bfloat16 copies")
+
+    def update(self) -> None:
+        """What ends a step: all gradients cast and (Adam) squared, then weight by weight, with a temporary of its size.
+
+        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those.
+        """
+        adam, summed = self.job.optimizer == "adam", self.job.parts > 1
+        if summed:
+            for op in self._kernels:
+                self._cast_gradient(op)
+            for op in self._kernels:
+                self.run(f"sums/{op.name}", "pointwise", [self._float32_gradient(op), f"{op.name}/gradient_sum"])
+        for op in self._kernels:
+            if not summed:
+                self._cast_gradient(op)
+            if adam:
+                self.make(f"{op.name}/square", "update", [self._updated_from(op)], 4 * kernel_elements(op))
+        for op in self._kernels:
+            slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS[self.job.optimizer])]
+            squares = [f"{op.name}/square"] if adam else []
+            reads = [self._updated_from(op), *slots, *squares, f"{op.name}/kernel"]
+            self.make(f"{op.name}/update", "update", reads, 4 * kernel_elements(op))
+
+    # --- Private helpers ---
+
+    def _make_weights(self) -> None:
+        """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
+        kernels = self._kernels
+        for op in kernels:
+            kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
+            self._before += kernel_made(kernel)
+            self.resident.append(kernel)
+        in_kernels = sum(kernel_elements(op) for op in kernels)
+        small = sum(op.trainable + op.frozen for op in self.plan) - in_kernels
+        self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
+
+        slots = SLOTS[self.job.optimizer]
+        copies = [(op, f"slot{slot}", "optimizer slots") for op in kernels for slot in range(slots)]
+        if self.job.averaged:
+            copies += [(op, "average", "averaged weights") for op in kernels]
+        if self.job.parts > 1:
+            copies += [(op, "gradient_sum", "gradient sums") for op in kernels]
+        for op, suffix, group in copies:
+            copy = self.tensor(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
+            self._before.append(StepOp(copy.name, "update", writes=(copy,)))
+            self.resident.append(copy)
+        trained = sum(op.trainable for op in self.plan) - in_kernels
+        self.resident.append(self.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
+        if self.job.parts > 1:
+            self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
+
+    def _make_inputs(self) -> None:
+        """One batch, which every step is given again."""
+        unet, voxels = self.job.unet, self.job.voxels
+        image = self.tensor("image", self.compute_bytes * voxels * unet.channels, "input")
+        target = self.tensor("target", voxels * unet.outputs, "input")
+        self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
+        self.resident += [image, target]
+
+    def _updated_from(self, op: LayerOp) -> str:
+        """What the optimizer reads."""
+        return f"{op.name}/gradient_sum" if self.job.parts > 1 else self._float32_gradient(op)
+
+    def _float32_gradient(self, op: LayerOp) -> str:
+        return filter_gradient_name(op) + ("/float32" if self.mixed else "")
+
+    def _cast_gradient(self, op: LayerOp) -> None:
+        if self.mixed:
+            size = 4 * kernel_elements(op)
+            self.make(self._float32_gradient(op), "update", [filter_gradient_name(op)], size, "gradients")
+
+
+def kernel_elements(op: LayerOp) -> int:
+    """Weights of a layer without its bias, which only the head has."""
+    return op.trainable - (op.shape[3] if op.kind == "head" else 0)
+
+
+def filter_gradient_name(op: LayerOp) -> str:
+    """In the compute dtype, as the convolution's gradient writes it."""
+    return f"{op.name}/filter_gradient"

@@ -1,0 +1,128 @@
+"""The graph written from the layer plan is the Keras model: over every option of the network."""
+
+import dataclasses
+import itertools
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+import tensorflow as tf
+
+from cpu3d.errors import InputError
+from cpu3d.inference.export import network as networks
+from cpu3d.inference.export.contract import Contract, require_onnx
+from cpu3d.inference.export.network import exported_network, layer_weights, onnx_model, write_saved_model
+from cpu3d.settings import RunConfig
+from models.config import EPSILON, NETWORKS, NORMS, UPS, UNetConfig
+from models.unet3d import build_unet3d
+
+SIZE = (8, 4, 12)
+REGIONS = {"WT": (1, 2), "ET": (2,)}
+OPTIONS = [
+    {"network": network, "norm": norm, "up": up, "residual": residual}
+    for position, (network, norm, up, residual) in enumerate(itertools.product(NETWORKS, NORMS, UPS, (False, True)))
+    if position % 3 == 0  # every value of every option
+]
+OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for depth in (2, 3)]
+OPTIONS += [{"policy": "lean", "residual": True}]
+
+
+def contract_of(mode="whole", **options):
+    unet = UNetConfig(**{"channels": 2, "outputs": 2, "filters": 2, "depth": 3, "policy": "speed", **options})
+    config = RunConfig(
+        label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
+        regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
+    )  # fmt: skip
+    return Contract(config, "float32", "model.onnx"), unet
+
+
+def random_weights(unet, seed=0):
+    """Weights of a network that has moved away from where it began, in Keras' order."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for weight in build_unet3d(unet, SIZE, 1).weights:
+        positive = "gamma" in weight.name or "variance" in weight.name
+        spread = 1 / np.sqrt(np.prod(weight.shape[:-1])) if "kernel" in weight.name else 0.5
+        found.append(rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape))
+    return [array.astype(np.float32) for array in found]
+
+
+def raw_image(seed=1):
+    """Intensities of two channels of different scale, with background in places of their own."""
+    rng = np.random.default_rng(seed)
+    image = rng.integers(1, 2000, (*SIZE, 2)).astype(np.float32) * [1, 0.01]
+    image[rng.random(image.shape) < 0.3] = 0
+    return image.astype(np.float32)
+
+
+def normalised(image):
+    """By the definition, in NumPy."""
+    found = np.zeros(image.shape, np.float32)
+    for channel in range(image.shape[-1]):
+        inside = image[..., channel] != 0
+        values = image[..., channel][inside].astype(np.float64)
+        found[..., channel][inside] = (values - values.mean()) / values.std()
+    return found
+
+
+def run(model, **given):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, given)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(options):
+    contract, unet = contract_of(**options)
+    weights = random_weights(unet)  # of the run's own policy: their order is the same
+    network = exported_network(contract, weights)
+    image = raw_image()
+    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
+    assert expected.std() > 0.01  # it says something
+    found = run(onnx_model(contract, layer_weights(network)), image=image)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
+    contract, unet = contract_of(mode="patch")
+    network = exported_network(contract, random_weights(unet))
+    image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
+    scores = np.where(image == 0, 0, (image - mean) / std)
+    expected = network(scores[None], training=False)[0].numpy()
+    found = run(onnx_model(contract, layer_weights(network)), image=image, mean=mean, std=std)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    write_saved_model(contract, network, tmp_path / "saved")
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    given = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
+    np.testing.assert_allclose(loaded.signatures["serving_default"](**given)["logits"], expected, atol=1e-4)
+
+
+def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
+    contract, unet = contract_of()
+    network = exported_network(contract, random_weights(unet))
+    model = onnx_model(contract, layer_weights(network))
+    image = raw_image()
+    empty, constant = image.copy(), image.copy()
+    empty[..., 1], constant[..., 1] = 0, 5
+    found = run(model, image=empty)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(run(model, image=constant), found, atol=1e-6)
+
+
+def test_statistics_of_a_large_map_keep_their_digits():
+    onnx = require_onnx()
+    graph = networks._Graph(onnx)
+    size = (128, 128, 128)
+    weights = {"gamma": np.float32([1]), "beta": np.float32([0])}
+    networks._norm(graph, "instance", "image", lambda name: graph.constant(weights[name]), "answer")
+    model = graph.model({"image": {"shape": (1, 1, *size)}}, "answer", (1, 1, *size))
+    maps = np.random.default_rng(0).normal(3, 1, (1, 1, *size)).astype(np.float32)
+    expected = (maps - maps.mean(dtype=np.float64)) / np.sqrt(maps.var(dtype=np.float64) + EPSILON)
+    np.testing.assert_allclose(run(model, image=maps), expected, atol=1e-5)
+
+
+def test_without_onnx_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(InputError, match=r"onnx and onnxruntime must be installed .* run `\./run\.sh setup`"):
+        require_onnx()

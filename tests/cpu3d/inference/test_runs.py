@@ -1,0 +1,239 @@
+"""Trained runs: the store they rest on, the device they are put on, which of them answer together, and how."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cpu3d.data.augment import NO_AUGMENT
+from cpu3d.data.records import remake
+from cpu3d.data.store import write_store
+from cpu3d.errors import InputError
+from cpu3d.host import gpu
+from cpu3d.host.gpu import Gpu
+from cpu3d.inference import predictor, runs
+from cpu3d.inference.runs import (
+    Ensemble,
+    Inference,
+    joined,
+    load_configs,
+    store_of_run,
+    trained_predictor,
+    trained_predictors,
+)
+from cpu3d.settings import load_config, save_config
+from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
+
+CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
+
+OTHER_SPLIT = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
+
+
+# --- The store ---
+
+
+def test_a_run_finds_its_store_as_its_fold_sees_it(tiny_store, tiny_run):
+    config = load_config(tiny_run)
+    assert store_of_run(config).manifest == tiny_store.manifest
+    view = store_of_run(dataclasses.replace(config, fold="1/2"))
+    assert view.manifest.split["test"] == tiny_store.manifest.split["test"]
+    assert len(view.manifest.split["val"]) == 2
+
+
+def test_a_store_that_has_moved_is_asked_for_and_then_found(tiny_store, tiny_run, tmp_path):
+    moved = tiny_store.folder.rename(tmp_path / "moved")
+    config = load_config(tiny_run)
+    with pytest.raises(InputError) as caught:
+        store_of_run(config, way_out="--case must name a case")
+    assert caught.value.problems[-1] == "--case must name a case"
+    assert store_of_run(config, moved).folder == moved
+
+
+def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run):
+    write_store(tiny_store.folder, remake(tiny_store.manifest, split=OTHER_SPLIT))
+    with pytest.raises(InputError, match="may have been trained on"):
+        store_of_run(load_config(tiny_run), tiny_store.folder)
+    write_store(tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT))  # changed by hand
+    with pytest.raises(InputError, match="must have hash"):
+        store_of_run(load_config(tiny_run))
+
+
+# --- The device ---
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """host(cards, cuda=True): a made-up host; returns the devices that processes on it were set up with."""
+
+    def make(cards, cuda=True):
+        devices = []
+        monkeypatch.setattr(runs, "HostGpus", lambda: cards)
+        monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
+        monkeypatch.setattr(runs, "set_up", lambda *, device: devices.append(device))
+        monkeypatch.setattr(predictor, "load_predictor", lambda run, weights, how: (run, weights, how))
+        return devices
+
+    return make
+
+
+@pytest.fixture
+def run_of(tiny_run):
+    """run_of("patch"): a run of that mode."""
+
+    def make(mode, **settings):
+        folder = tiny_run.parent / f"run of {mode}"
+        folder.mkdir()
+        save_config(dataclasses.replace(load_config(tiny_run), mode=mode, **settings), folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("modes", "how", "device"),
+    [
+        (["patch"], {}, "gpu:0"),
+        (["whole"], {}, "cpu"),
+        (["patch", "whole"], {}, "cpu"),
+        (["patch", "whole"], {"window": (16, 16, 16)}, "gpu:0"),
+        (["patch"], {"one_pass": True}, "cpu"),
+        (["patch"], {"device": "cpu"}, "cpu"),
+        (["whole"], {"device": "gpu:0"}, "gpu:0"),
+    ],
+)
+def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(host, run_of, modes, how, device):
+    devices, inference = host((CARD,)), Inference(**how)
+    folders = [run_of(mode) for mode in modes]
+    assert trained_predictors(folders, "last", inference) == [(folder, "last", inference) for folder in folders]
+    assert devices == [device]
+
+
+def test_a_card_that_is_not_used_for_want_of_cuda_is_named(host, run_of, capsys):
+    devices = host((CARD,), cuda=False)
+    trained_predictor(run_of("patch"))
+    assert devices == ["cpu"]
+    assert "gpu:0 (made up) is not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ({"device": "gpu:3"}, ["device"]),
+        ({"device": "tpu"}, ["device"]),
+        ({"window": (16, 18, 16), "flips": True}, ["--window", "--flips"]),
+    ],
+)
+def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(host, run_of, how, names):
+    devices = host((CARD,))
+    with pytest.raises(InputError) as caught:
+        trained_predictor(run_of("whole", augment=NO_AUGMENT), "best", Inference(**how))
+    assert [problem.split()[0] for problem in caught.value.problems] == names
+    assert devices == []
+
+
+@pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}, {"window": (8, 8, 8), "one_pass": True}])
+def test_values_out_of_range_are_refused(how):
+    with pytest.raises(InputError, match=next(iter(how))):
+        Inference(**how)
+
+
+# --- Several as one ---
+
+
+def fake(**more):
+    return FakePredictor(None, REGIONS, LABELS, **more)
+
+
+def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny_store):
+    record, image = tiny_store.case("a"), tiny_store.image("a")
+    inside = fake(sure=1).probabilities(image, record)
+    three = Ensemble([fake(sure=sure) for sure in (0.2, 0.9, 0.7)])
+    np.testing.assert_allclose(three.probabilities(image, record), 0.6 * inside, rtol=1e-6)
+    same = Ensemble([fake(sure=0.7)] * 3).probabilities(image, record)
+    np.testing.assert_array_equal(same, fake(sure=0.7).probabilities(image, record))
+    assert same.dtype == np.float32
+    assert joined([three]) is three
+
+
+def test_the_answers_of_the_predictors_are_left_as_they_are(tiny_store):
+    kept = np.full((2, 2, 2, 3), 0.25, np.float32)
+
+    class Constant(FakePredictor):
+        def probabilities(self, image, record, channels=None):
+            return kept
+
+    ensemble = Ensemble([Constant(None, REGIONS, LABELS)] * 2)
+    np.testing.assert_array_equal(ensemble.probabilities(kept, tiny_store.case("a")), 0.25)
+    assert np.all(kept == 0.25)
+
+
+def test_an_image_needs_what_any_of_the_runs_needs_in_the_stores_order():
+    stores = ("FLAIR", "T1w", "T1gd", "T2w")
+    inputs = (("T1gd",), ("FLAIR",), ("T1gd", "FLAIR"))
+    ensemble = Ensemble([fake(channels=stores, inputs=own) for own in inputs])
+    assert (ensemble.inputs, ensemble.channels) == (("FLAIR", "T1gd"), stores)
+
+
+def test_a_case_held_out_is_answered_by_its_own_fold_alone(tiny_store):
+    both = Ensemble([fake(sure=0.9), fake(sure=0.1)], [("a", "c"), ("b",)])
+    for case_id, most in (("a", 0.9), ("b", 0.1), ("c", 0.9)):
+        answer = both.probabilities(tiny_store.image(case_id), tiny_store.case(case_id))
+        assert answer.max() == pytest.approx(most)
+    with pytest.raises(KeyError, match="d"):
+        both.probabilities(tiny_store.image("d"), tiny_store.case("d"))
+
+
+@pytest.mark.parametrize("folds", [("3/3", "1/3", "2/3"), ("", ""), ("",), ("2/5",)])
+def test_all_folds_in_any_order_runs_without_and_a_single_one_can_answer(fold_runs, folds):
+    assert tuple(config.fold for config in load_configs(fold_runs(*folds))) == folds
+
+
+@pytest.mark.parametrize(
+    ("folds", "problem"),
+    [
+        (("1/5", "2/5", "4/5"), "all folds of 5, got 1/5, 2/5 and 4/5, missing 3/5, 5/5"),
+        (("2/10", "10/10"), "all folds of 10, got 2/10 and 10/10, missing 1/10, 3/10"),
+        (("1/2", "1/2", "2/2"), r"different folds, got 1/2 for \S*run-1 and \S*run-2"),
+        (("1/2", "2/4"), "folds of one number of parts, got 1/2 and 2/4"),
+        (("1/2", "", "2/2"), r"all be of folds, or none of them, got no fold for \S*run-2"),
+    ],
+)
+def test_folds_that_are_no_cross_validation_are_refused(fold_runs, folds, problem):
+    with pytest.raises(InputError, match=problem):
+        load_configs(fold_runs(*folds))
+
+
+def test_some_folds_will_do_where_that_is_said_but_never_one_twice(fold_runs):
+    folders = fold_runs("1/5", "4/5", "4/5")
+    assert len(load_configs(folders[:2], some_folds=True)) == 2
+    with pytest.raises(InputError, match="different folds, got 4/5"):
+        load_configs(folders, some_folds=True)
+
+
+def test_the_same_run_twice_is_refused(tiny_run):
+    with pytest.raises(InputError, match=r"runs must differ, got \S*run 2 times"):
+        load_configs([tiny_run, tiny_run.parent / "." / tiny_run.name])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("store_channels", ("T1gd", "FLAIR")),
+        ("label_names", {0: "background", 1: "liver"}),
+        ("region_codes", {**REGIONS, "ET": (2,)}),
+        ("regions", ("WT", "ET", "TC")),
+        ("split_hash", "another"),
+    ],
+)
+def test_runs_of_another_store_or_split_or_of_other_regions_are_refused(fold_runs, name, value):
+    first, second = fold_runs("", "")
+    save_config(dataclasses.replace(load_config(second), **{name: value}), second)
+    with pytest.raises(InputError) as caught:
+        load_configs([first, second])
+    assert [problem.split()[:4] for problem in caught.value.problems] == [[name, "of", "run", str(second)]]
+
+
+def test_all_folders_that_are_no_runs_are_listed(tiny_run, tmp_path):
+    with pytest.raises(InputError) as caught:
+        load_configs([tiny_run, tmp_path / "none", tmp_path / "neither"])
+    assert len(caught.value.problems) == 2

@@ -1,0 +1,66 @@
+"""A window over a volume: exact where all tiles agree, weighted by the middle where they do not."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.training.sliding_window import gaussian, sliding_window
+
+PATCH = (8, 6, 4)
+
+
+def image(shape, channels=2, seed=0):
+    return np.random.default_rng(seed).standard_normal((1, *shape, channels)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(8, 6, 4), (9, 13, 17), (20, 6, 11)])
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 0.75])
+def test_a_network_without_a_neighbourhood_gives_the_whole_volumes_answer_to_the_bit(shape, overlap):
+    kernel = tf.constant(np.random.default_rng(1).standard_normal((1, 1, 1, 2, 3)), tf.float32)
+
+    def network(tile):
+        return tf.nn.relu(tf.nn.conv3d(tile, kernel, [1] * 5, "SAME"))
+
+    volume = image(shape)
+    np.testing.assert_array_equal(sliding_window(network, volume, PATCH, overlap), network(volume).numpy()[0])
+
+
+def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
+    told = iter([0.0, 1.0])
+    answer = sliding_window(lambda tile: np.full((1, 8, 6, 4, 1), next(told)), image((12, 6, 4)), PATCH, 0.5)
+    along = answer[:, 3, 2, 0]
+    np.testing.assert_array_equal(along[:4], 0)  # the first tile alone
+    np.testing.assert_array_equal(along[8:], 1)  # the second alone
+    weight = np.exp(-0.5 * (np.arange(8) - 3.5) ** 2)
+    np.testing.assert_allclose(along[4:8], weight[:4] / (weight[:4] + weight[4:]), rtol=1e-5)
+    assert np.all(np.diff(along) >= 0)
+
+
+def test_the_mean_of_many_tiles_is_the_weighted_mean():
+    volume, seen, parts = image((13, 11, 9), channels=1), [], []
+
+    def network(tile):
+        seen.append(tile)
+        parts.append(np.random.default_rng(len(seen)).standard_normal((1, *PATCH, 2)))
+        return parts[-1]
+
+    found = sliding_window(network, volume, PATCH, 0.5)
+    top, bottom = np.zeros((13, 11, 9, 2)), np.zeros((13, 11, 9, 1))
+    for tile, part in zip(seen, parts):
+        corner = np.argwhere(volume[0, ..., 0] == tile[0, 0, 0, 0, 0])[0]
+        here = tuple(slice(a, a + n) for a, n in zip(corner, PATCH))
+        top[here] += part[0] * gaussian(PATCH)[..., None]
+        bottom[here] += gaussian(PATCH)[..., None]
+    np.testing.assert_allclose(found, top / bottom, atol=1e-5)
+
+
+def test_weights_are_positive_symmetric_and_one_in_the_middle():
+    weight = gaussian((160, 5, 128))
+    assert weight.min() > 0
+    np.testing.assert_array_equal(weight, weight[::-1, ::-1, ::-1])
+    assert gaussian((5, 5, 5))[2, 2, 2] == 1
+
+
+def test_a_volume_smaller_than_the_patch_is_refused():
+    with pytest.raises(ValueError, match=r"at least as large as the patch \(8, 6, 4\), got \(8, 5, 4\)"):
+        sliding_window(lambda tile: tile, image((8, 5, 4)), PATCH)
