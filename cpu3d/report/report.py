@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     """Write the page of the run in `run_dir` to `out`, by default run/report.html, atomically; returns its path.
 
     Raises InputError when `run_dir` holds no readable config.json, for a scores.json that is damaged or of another
-    version, and when the page cannot be written there. Everything else that is missing is said on the page.
+    version, and when the page cannot be written there. What else is missing is named on the page.
     """
     run_dir = Path(run_dir).resolve()
     out = Path(out) if out else run_dir / "report.html"

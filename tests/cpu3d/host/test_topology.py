@@ -52,14 +52,14 @@ def write_tree(root, topology):
     for node in topology.nodes:
         place = f"sys/devices/system/node/node{node.number}"
         write(f"{place}/cpulist", cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number))
-        told = {
+        sizes = {
             "MemTotal": node.memory_bytes,
             "MemFree": node.free_bytes - 3 * GIB,
             "Active(file)": GIB,
             "Inactive(file)": 2 * GIB,
             "Active(anon)": 5 * GIB,
         }
-        lines = [f"Node {node.number} {name}:   {size // 1024} kB" for name, size in told.items()]
+        lines = [f"Node {node.number} {name}:   {size // 1024} kB" for name, size in sizes.items()]
         write(f"{place}/meminfo", "\n".join([*lines, f"Node {node.number} HugePages_Total:     0"]))
 
 

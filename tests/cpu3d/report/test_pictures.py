@@ -1,4 +1,4 @@
-"""Pictures: which way round they are, what colour is what, and that odd input still gives one."""
+"""Pictures: which way round they are, what colour is what, and that unusual input still gives one."""
 
 import io
 

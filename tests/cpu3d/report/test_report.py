@@ -144,7 +144,7 @@ ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
 
 
 @pytest.mark.parametrize(
-    ("about", "told"),
+    ("about", "words"),
     [
         ({}, "inference -"),
         ({"inference": ONE_PASS}, "inference in one pass"),
@@ -156,9 +156,9 @@ ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
         ),
     ],
 )
-def test_how_the_network_was_applied_for_the_scores(tiny_store, tiny_run, fake_predictor, no_pictures, about, told):
+def test_how_the_network_was_applied_for_the_scores(tiny_store, tiny_run, fake_predictor, no_pictures, about, words):
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run, about=about)
-    assert told in read(write_report(tiny_run))[1]
+    assert words in read(write_report(tiny_run))[1]
 
 
 def test_the_page_needs_no_script_and_no_network_and_names_from_outside_are_text(tiny_run):
@@ -241,7 +241,7 @@ def test_lines_of_the_log_that_are_no_events_are_left_out_by_all_who_read_it(tin
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "words"),
     [
         (None, "must hold a config"),
         ('{"store": ', "must be JSON"),
@@ -250,12 +250,12 @@ def test_lines_of_the_log_that_are_no_events_are_left_out_by_all_who_read_it(tin
     ],
     ids=["missing", "cut off", "a list", "another version"],
 )
-def test_a_folder_without_a_config_of_this_version_is_refused(tiny_run, content, told):
+def test_a_folder_without_a_config_of_this_version_is_refused(tiny_run, content, words):
     config = tiny_run / "config.json"
     config.unlink()
     if content is not None:
         config.write_text(content)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=words):
         write_report(tiny_run)
 
 
