@@ -171,9 +171,6 @@ BRAIN_BOX = (144, 192, 144)
 """The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
 136 voxels; the box of a store of one's own is in the first lines of `train`."""
 
-FULL_GRID = (240, 240, 160)
-"""The whole BraTS grid, 155 slices padded to a multiple of 16."""
-
 USUAL_PATCH = (128, 128, 128)
 """nnU-Net's patch for BraTS (Isensee et al. 2021), where nothing is said and no card sets a limit."""
 
@@ -209,7 +206,7 @@ RECIPES: Dict[str, Recipe] = {
     # reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's 484 cases.
     "paper-flair": Recipe(
         "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, the full grid.",
-        Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), FULL_GRID, cases=484),
+        Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
     # As published, on a grid cropped to 144 slices (`train` sees the store's whole one), but computed one volume at a
@@ -401,15 +398,10 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
 def notes_on_run(folder: Union[str, Path]) -> List[str]:
     """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
     _, content = _read_run(folder)
-    device, notes = content.get("device", "cpu"), []
-    if device != "cpu":
-        notes.append(
-            f"the run is on {device}, and this is what its steps would take on a CPU, of its host's memory; `train` "
-            "says what they take of a card's"
-        )
-    if content.get("mode") == "patch" or content.get("resolution", 1) != 1:
-        notes.append("the run validates on whole volumes of the store, which is not counted; `train` adds it")
-    return notes
+    device, whole = content.get("device", "cpu"), content.get("mode") != "patch" and content.get("resolution", 1) == 1
+    card = f"the run is on {device}: this is what its steps would take on a CPU; `train` says what they take of a card"
+    validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+    return [card] * (device != "cpu") + [validation] * (not whole)
 
 
 # --- Private helpers ---

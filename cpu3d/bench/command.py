@@ -5,7 +5,7 @@
     ./run.sh bench memory --shape 128 128 128 --dtype bfloat16
     ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
     ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
-    ./run.sh bench validate --record records/memory.jsonl
+    ./run.sh bench validate --record other-host.jsonl
     ./run.sh bench tables --records records --out docs/results.md
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
     ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl
@@ -19,13 +19,13 @@ constants to this host, is a command of its own: every user wants it, these few 
 import argparse
 import inspect
 
-from cpu3d.bench import data, faults, memory, scaling, step, tables, validate, windows
+from cpu3d.bench import data, faults, memory, scaling, step, tables, windows
 
 KINDS = {
     "step": (step, step.add_arguments, step.run),
     "memory": (memory, memory.add_arguments, memory.run),
     "engines": (step.run_engines, step.add_engine_arguments, step.run_engines),
-    "validate": (validate, validate.add_arguments, validate.run),
+    "validate": (memory.run_validate, memory.add_validate_arguments, memory.run_validate),
     "tables": (tables, tables.add_arguments, tables.run),
     "data": (data, data.add_arguments, data.run),
     "windows": (windows, windows.add_arguments, windows.run),

@@ -20,10 +20,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.bench import data, windows
 from cpu3d.bench.faults import faults_table
 from cpu3d.bench.harness import read_options, with_range, write_bytes
-from cpu3d.bench.memory import policies_table
+from cpu3d.bench.memory import describe, policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import engines_table, title_of
-from cpu3d.bench.validate import describe
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records

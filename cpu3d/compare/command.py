@@ -18,6 +18,8 @@ named, and the exit code is 1. Folders of --runs are only read: scores that they
 """
 
 import argparse
+import functools
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -29,11 +31,10 @@ from rich.console import Console
 from cpu3d.compare.plan import (
     Budget,
     Course,
-    Grouped,
     Json,
     Kept,
-    arms,
-    budget_of,
+    Search,
+    Variant,
     common_settings,
     courses,
     grouped,
@@ -44,13 +45,12 @@ from cpu3d.compare.plan import (
     planned_runs,
     resolve_variants,
     usual_variants,
-    with_search,
 )
 from cpu3d.compare.report import STUDY, plan_table, publish
 from cpu3d.compare.run import (
     Evaluation,
     PlannedRun,
-    RunDivergedError,
+    RunFailedError,
     by_dice,
     carry_out,
     evaluate_folder,
@@ -77,7 +77,7 @@ SEARCH_SHARE = 0.25
 VALIDATIONS = 4
 """Of every run, where no number is asked for."""
 
-GROUP = "resolution study"
+of_study = functools.partial(option, group="resolution study", above=0)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,10 @@ class Options:
         repeat=True,
     )
     runs: Tuple[Path, ...] = option((), help="compare these run folders; nothing is trained", metavar="DIR")
-    voxels: Optional[float] = option(None, help="budget of every run: voxels seen, instead of --epochs", metavar="V")
-    minutes: Optional[float] = option(None, help="budget of every run: wall time of its steps", metavar="M")
+    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf)
+    minutes: Optional[float] = option(
+        None, help="budget of every run: wall time of its steps", metavar="M", above=0, below=math.inf
+    )
     seeds: Tuple[int, ...] = option((0, 1, 2), metavar="S", at_least=0)
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
@@ -105,50 +107,22 @@ class Options:
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
     json: bool = option(False, help="print compare.json instead of tables")
     dry_run: bool = option(False, help="print the plan and stop")
-    force: bool = option(
-        False,
-        help="train although it may not fit the memory that is free; compare --runs that were cut off or had unequal "
-        "budgets",
+    force: bool = option(False, help="train although memory may not hold it; compare --runs that were cut off")
+    resolutions: Tuple[float, ...] = of_study(
+        (), help="train at these shares of the store's resolution, instead of variants, such as 0.5 0.75 1", at_most=1
     )
-    resolutions: Tuple[float, ...] = option(
-        (),
-        help="train at these shares of the store's resolution, instead of variants, such as 0.5 0.75 1",
-        metavar="R",
-        group=GROUP,
-        above=0,
-        at_most=1,
+    batches: Tuple[int, ...] = of_study((), help="effective batches, the second axis (default: the recipe's)")
+    learning_rates: Tuple[float, ...] = of_study(
+        (), help="rates to search, for all; one alone is no search", one_of="rates"
     )
-    batches: Tuple[int, ...] = option(
-        (), help="effective batches, the second axis (default: the recipe's)", metavar="N", group=GROUP, at_least=1
+    search_factors: Tuple[float, ...] = of_study(
+        SEARCH_FACTORS, help="search these multiples of --learning-rate, scaled to the batch", one_of="rates"
     )
-    learning_rates: Tuple[float, ...] = option(
-        (), help="rates to search, for all; one alone is no search", metavar="R", group=GROUP, above=0, one_of="rates"
-    )
-    search_factors: Tuple[float, ...] = option(
-        (),
-        help="search these multiples of --learning-rate, scaled to the batch (default: 0.5 1 2)",
-        metavar="F",
-        group=GROUP,
-        above=0,
-        one_of="rates",
-    )
-    search_share: Optional[float] = option(
-        None,
-        help=f"part of a full run's steps that a run of the search takes (default: {SEARCH_SHARE:g})",
-        metavar="S",
-        group=GROUP,
-        above=0,
-        at_most=1,
+    search_share: float = of_study(
+        SEARCH_SHARE, help="part of a full run's steps that a run of the search takes", at_most=1
     )
     validations: int = VALIDATIONS
     """Of every run; an option of training."""
-
-    def checked_store(self) -> Store:
-        """The store of --store, whose files of every case are as the manifest says, those to score among them."""
-        store = open_store(self.store)
-        store.check_split()
-        store.check(record for split in store.manifest.split for record in store.cases(split))
-        return store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
     """The options. Raises InputError for values out of range, and for options that do not go together, all at once."""
-    options = Options(**{**given(Options, args), "validations": settings.get("validations", VALIDATIONS)})
+    chosen = given(Options, args)
+    options = Options(**{**chosen, "validations": settings.get("validations", VALIDATIONS)})
     check(options, InputError)
     problems = []
     if not (options.runs or options.store):
@@ -186,63 +161,65 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
         f"--variant must have names of their own, got {name} twice; rename one"
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
-    chosen = [name for name in ("variant", "voxels", "minutes") if getattr(options, name)]
+    own = [name for name in ("variant", "voxels", "minutes") if name in chosen]
+    budgets = [f"--{name}" for name in ("epochs", *own) if name != "variant" and name in {**settings, **chosen}]
     if options.runs:
         wrong = [
             *(name for name in settings if name != "validations"),
             *(["recipe"] if hasattr(args, "recipe") else []),
-            *chosen,
+            *own,
         ]
         wrong += ["resolutions"] if options.resolutions else []
         rule = "must come without --runs, where nothing is trained"
     elif options.resolutions:
-        wrong = [*(name for name in ("resolution", "batch") if name in settings), *chosen]
+        wrong = [*(name for name in ("resolution", "batch") if name in settings), *own]
         wrong += ["mode patch"] if settings.get("mode", "whole") != "whole" else []
         rule = "must come without --resolutions, which trains whole volumes at --batches for --epochs"
     else:
         study = ("batches", "learning_rates", "search_factors", "search_share")
-        wrong, rule = [name for name in study if getattr(options, name)], "must come with --resolutions"
+        wrong, rule = [name for name in study if name in chosen], "must come with --resolutions"
+        if len(budgets) > 1:
+            problems.append(f"the budget must be one of --epochs, --voxels and --minutes, got {' and '.join(budgets)}")
     problems += [f"--{name.replace('_', '-')} {rule}; leave it out" for name in wrong]
     if problems:
         raise InputError(*problems)
     return options
 
 
-def _train_and_compare(options: Options, common: Dict[str, Any], recipe: Optional[str], epochs: Optional[float]) -> int:
-    store, evaluation = options.checked_store(), Evaluation(options.split, options.tolerance)
-    plan = _study if options.resolutions else _variants
-    asked, courses_now, budget = plan(options, store, evaluation, common, recipe, epochs)
+def _train_and_compare(options: Options, common: Json, recipe: Optional[str], epochs: Optional[float]) -> int:
+    store, evaluation = open_store(options.store), Evaluation(options.split, options.tolerance)
+    store.check_split()
+    store.check(record for split in store.manifest.split for record in store.cases(split))
+    asked, plan, budget = _planned(options, store, evaluation, common, recipe, epochs)
+    words, is_study = f"{budget.words(plan[0]['name'])} each", bool(options.resolutions)
 
     def taken_up() -> Kept:
         """What the folder holds with what is added, or a new plan. Results are of all seeds and variants or none."""
         before = load_same(asked, options.out)
         seeds = list(dict.fromkeys((*(before.seeds if before else ()), *options.seeds)))
-        now = before.plan if before else courses_now
-        if options.resolutions:
-            more_rates = bool(options.learning_rates or options.search_factors)
-            now = merged(before.plan if before else (), courses_now, more_rates)
+        now = before.plan if before else plan
+        if is_study:
+            more_rates = bool(options.learning_rates) or options.search_factors != SEARCH_FACTORS
+            now = merged(before.plan if before else (), plan, more_rates)
         same = before and before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
-        changing = {"search_seed": seeds[0]} if options.resolutions else {}
+        changing = {"search_seed": seeds[0]} if is_study else {}
         kept = Kept({**asked, **changing}, seeds, list(now), before.results if same else None)
         Console(stderr=True).print(plan_table(kept.plan, kept.seeds, words).rich())
         _warn(options.split)
         return kept
 
-    words = budget.words(courses_now[0]["name"])
     if options.dry_run:
         taken_up()
         return 0
     out, source = writable_folder(options.out, "folder of --out").resolve(), store.folder.resolve()
-    failed, search = [], {}
+    runs, failed, search = [], [], {}
     with locked(out, "comparison"):
         kept = taken_up()
         kept.save(out)
-        if options.resolutions:
-            runs = []
-            for arm in kept.plan:
-                of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
-                runs += of_arm
-        else:
+        for arm in kept.plan if is_study else ():
+            of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
+            runs += of_arm
+        if not is_study:
             runs = planned_runs(kept, out)
             failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
         lost = {(one.variant, one.seed) for one in failed}
@@ -252,33 +229,29 @@ def _train_and_compare(options: Options, common: Dict[str, Any], recipe: Optiona
             if (run.variant, run.seed) not in lost
         ]
         comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
-        publish(comparison, kept, store, evaluation, out, budget=f"{words} each", options=options, search=search)
+        publish(comparison, kept, store, evaluation, out, budget=words, options=options, search=search)
     return 1 if failed else 0
 
 
-def _variants(
+def _planned(
     options: Options, store: Store, evaluation: Evaluation, common: Json, recipe: Optional[str], epochs: Optional[float]
 ) -> Tuple[Json, List[Course], Budget]:
-    """What tells this comparison from others, its plan and its budget. There can always be more seeds."""
-    variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
-    variants = variants or usual_variants(common, recipe, store)
-    found = resolve_variants(variants, store)
-    budget = budget_of(epochs, options.voxels, options.minutes, found[0].config.epochs)
-    asked = {
-        "split_hash": store.manifest.split_hash,
-        "budget": vars(budget),
-        "validations": options.validations,
-        "evaluation": vars(evaluation),
-        "baseline": variants[0].name,
-        "variants": {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants},
-    }
-    return asked, courses(found, budget, options.validations), budget
+    """What tells this comparison from others, its plan and its budget.
 
-
-def _study(
-    options: Options, store: Store, evaluation: Evaluation, common: Json, recipe: Optional[str], epochs: Optional[float]
-) -> Tuple[Json, List[Course], Budget]:
-    """As `_variants`, of a resolution study. There can always be more seeds, resolutions, batches and rates."""
+    There can always be more seeds, and in a study more resolutions, batches and rates.
+    """
+    asked: Json = {"split_hash": store.manifest.split_hash, "validations": options.validations}
+    asked["evaluation"] = vars(evaluation)
+    if not options.resolutions:
+        variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
+        variants = variants or usual_variants(common, recipe, store)
+        found = resolve_variants(variants, store)
+        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
+        usual = ("epochs", found[0].config.epochs)
+        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
+        chosen = {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants}
+        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
+        return asked, courses(found, budget, options.validations), budget
     if not store.cases("val"):
         raise InputError(
             f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
@@ -287,22 +260,15 @@ def _study(
         base = with_settings(recipe_config(recipe), common)
     except ValueError as error:
         raise InputError(str(error)) from None
-    found = resolve_variants(arms(options.resolutions, options.batches or [base.batch], common, recipe), store)
-    budget, share = Budget("passes", epochs or base.epochs), options.search_share or SEARCH_SHARE
-    factors = options.search_factors or SEARCH_FACTORS
-    plan = with_search(courses(found, budget, options.validations), found, base, share, options.learning_rates, factors)
-    asked = {
-        "study": STUDY,
-        "split_hash": store.manifest.split_hash,
-        "recipe": recipe,
-        "settings": common,
-        "epochs": budget.amount,
-        "validations": options.validations,
-        "evaluation": vars(evaluation),
-        "search_share": share,
-        "search_seed": options.seeds[0],
-    }
-    return asked, plan, budget
+    arms = []
+    for batch, resolution in sorted(itertools.product(set(options.batches or [base.batch]), set(options.resolutions))):
+        own = {"mode": "whole", "resolution": resolution, "batch": batch}
+        arms.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}, recipe))
+    found, budget = resolve_variants(arms, store), Budget("passes", epochs or base.epochs)
+    search = Search(base, options.search_share, options.learning_rates, options.search_factors)
+    asked.update(study=STUDY, recipe=recipe, settings=common, epochs=budget.amount)
+    asked.update(search_share=options.search_share, search_seed=options.seeds[0])
+    return asked, merged((), courses(found, budget, options.validations, search), more_rates=False), budget
 
 
 def _arm_runs(
@@ -311,7 +277,7 @@ def _arm_runs(
     """Search an arm's learning rate, and train and score it with the best for every seed: the runs, and the search.
 
     A rate that diverges in full length, with any seed, makes place for the next best of the search. Raises
-    RunDivergedError where there is no other.
+    RunFailedError where there is no other.
     """
 
     def dice_of(rate: float) -> Optional[float]:
@@ -324,8 +290,8 @@ def _arm_runs(
         try:
             carry_out(runs, store, out, evaluation, force=force)
             break
-        except RunDivergedError:
-            if len(rates) < 2:
+        except RunFailedError as error:
+            if not error.diverged or len(rates) < 2:
                 raise
             diverged.append(rates.pop(0))
     search = {"rate": rates[0], "start_rate": arm["start_rate"], "steps": arm["search_steps"]}
@@ -340,50 +306,35 @@ def _warn(split: str) -> None:
 def _compare_folders(options: Options) -> int:
     found = grouped([folder.resolve() for folder in options.runs], force=options.force)
     evaluation = Evaluation(options.split, options.tolerance)
-    store = _store_of_folders(options, found, evaluation)
     asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": vars(evaluation)}
-    messages = Console(stderr=True)
     for variant, seed, folder in found:
-        messages.print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
+        Console(stderr=True).print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
     _warn(options.split)
     if options.dry_run:
         load_same(asked, options.out)
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
+    # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
+    places = [
+        folder if is_evaluated(folder, evaluation) else out / "evaluations" / f"{variant}-seed{seed}"
+        for variant, seed, folder in found
+    ]
+    missing = [not is_evaluated(run[2], evaluation, place) for run, place in zip(found, places)]
+    try:
+        store = store_of_run(load_config(found[0][2]), options.store)
+    except InputError:
+        if options.store or options.record or any(missing):
+            raise
+        store = None  # it is gone, and no run needs it
     with locked(out, "comparison"):
         if not load_same(asked, out):
             kept.save(out)  # whose folder it is, before anything else is in it
         results = []
-        for number, (variant, seed, folder) in enumerate(found, 1):
-            # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
-            suits = is_evaluated(folder, evaluation)
-            scored = folder if suits else _scored_folder(out, variant, seed)
-            if store and not suits and not is_evaluated(folder, evaluation, scored):
-                label = f"{number}/{len(found)} {variant}, seed {seed}"
-                evaluate_folder(folder, scored, store.folder.resolve(), out, evaluation, label)
-            results.append(read_run(variant, seed, folder, options.split, store=store, scored=scored))
+        for number, ((variant, seed, folder), place) in enumerate(zip(found, places)):
+            if missing[number]:
+                label = f"{number + 1}/{len(found)} {variant}, seed {seed}"
+                evaluate_folder(folder, place, store.folder.resolve(), out, evaluation, label)
+            results.append(read_run(variant, seed, folder, options.split, store=store, scored=place))
         publish(compare(results), kept, store, evaluation, out, budget="that of the runs", options=options)
     return 0
-
-
-def _scored_folder(out: Path, variant: str, seed: int) -> Path:
-    return out.resolve() / "evaluations" / f"{variant}-seed{seed}"
-
-
-def _store_of_folders(options: Options, found: Grouped, evaluation: Evaluation) -> Optional[Store]:
-    """The store of the runs; None where it is gone and no run needs it, as all are scored and no record is asked for.
-
-    Raises InputError where it is gone otherwise.
-    """
-    try:
-        return store_of_run(load_config(found[0][2]), options.store)
-    except InputError:
-        scored = all(
-            is_evaluated(folder, evaluation)
-            or is_evaluated(folder, evaluation, _scored_folder(options.out, variant, seed))
-            for variant, seed, folder in found
-        )
-        if options.store or options.record or not scored:
-            raise
-    return None

@@ -8,14 +8,13 @@ added. Run folders that are there already become variants by `grouped`: runs tha
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import PlannedRun, end_of, rounded, step_voxels
 from cpu3d.data.region import Shape3
@@ -64,8 +63,6 @@ nothing about resolution."""
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
 """Settings that a run on whole volumes does not have: given for all variants, they are for those on patches."""
 
-BUDGETS = ("epochs", "voxels", "minutes")
-
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 """Settings that compare decides for every run."""
 
@@ -81,9 +78,6 @@ SAME_VARIANT = {
 }
 """Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
 
-UNEQUAL = 1.1
-"""Times more that one run may have spent than another under what counts as one budget."""
-
 Json = Dict[str, Any]
 
 Grouped = List[Tuple[str, int, Path]]
@@ -93,8 +87,7 @@ Grouped = List[Tuple[str, int, Path]]
 # --- One budget ---
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """What every run may spend."""
 
     kind: str
@@ -104,43 +97,28 @@ class Budget:
 
     def words(self, baseline: str) -> str:
         """Such as "the voxels of 25 epochs of whole"."""
-        amount = f"{self.amount:,g}"
         return {
-            "epochs": f"the voxels of {amount} epochs of {baseline}",
+            "epochs": f"the voxels of {self.amount:,g} epochs of {baseline}",
             "voxels": f"{self.amount / 1e6:,.4g} million voxels",
-            "minutes": f"{amount} minutes of steps",
-            "passes": f"{amount} epochs",
+            "minutes": f"{self.amount:,g} minutes of steps",
+            "passes": f"{self.amount:,g} epochs",
         }[self.kind]
-
-
-def budget_of(epochs: Optional[float], voxels: Optional[float], minutes: Optional[float], usual_epochs: int) -> Budget:
-    """The budget asked for, by default the recipe's epochs. Raises InputError for several."""
-    given = {kind: amount for kind, amount in zip(BUDGETS, (epochs, voxels, minutes)) if amount is not None}
-    if len(given) > 1:
-        options = " and ".join(f"--{kind}" for kind in given)
-        raise InputError(f"the budget must be one of --epochs, --voxels and --minutes, got {options}; choose one")
-    for kind, amount in given.items():
-        if not (math.isfinite(amount) and amount > 0):
-            raise InputError(f"--{kind} must be positive, got {amount:g}; it is the budget of every run")
-    return Budget(*next(iter(given.items()), ("epochs", usual_epochs)))
 
 
 # --- Variants ---
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A way to train, by name."""
 
     name: str
     """Of its runs' folders and of the lines of every table."""
-    settings: Dict[str, Any] = field(default_factory=dict)
+    settings: Json
     """Chosen ones, by the names of `cpu3d.training_options.chosen_settings`; the common ones are among them."""
     recipe: Optional[str] = None
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A variant on one store and one host, with nothing left open that could differ from run to run."""
 
     variant: Variant
@@ -150,6 +128,34 @@ class Resolved:
     """To train on."""
     predicted: Optional[Estimate]
     """Time and memory of a step; None on a card, or where nothing is known of the engine."""
+
+
+class Search(NamedTuple):
+    """How the arms of a study come to their learning rates: by short runs."""
+
+    base: RunConfig
+    """Its rate, scaled to the batch, is where a search starts."""
+    share: float
+    """Of a full run's steps."""
+    rates: Sequence[float]
+    """To search and not to go beyond, where they are named."""
+    factors: Sequence[float]
+    """Else these multiples of the start."""
+
+    def of(self, batch: int, steps: int) -> Json:
+        """What an arm of so many steps has besides a course."""
+        start = start_rate(self.base.learning_rate, batch, self.base.batch, self.base.optimizer)
+        return {
+            "start_rate": start,
+            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in self.factors]}),
+            "goes_beyond": not self.rates,
+            "search_steps": max(round(self.share * steps), 1),
+        }
+
+
+def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> float:
+    """The learning rate at `batch` to start a search from, where `rate` is that at `base_batch`."""
+    return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
 
 
 def common_settings(args: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[str]]:
@@ -207,17 +213,6 @@ def half(grid: Shape3, divisor: int) -> Shape3:
     return tuple(min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in grid)
 
 
-def arms(
-    resolutions: Sequence[float], batches: Sequence[int], common: Dict[str, Any], recipe: Optional[str]
-) -> List[Variant]:
-    """A variant for every resolution at every batch."""
-    found = []
-    for resolution, batch in sorted(itertools.product(set(resolutions), set(batches))):
-        own = {"mode": "whole", "resolution": resolution, "batch": batch}
-        found.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}, recipe))
-    return found
-
-
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved]:
     """Every variant on this store and host. Raises InputError with the problems of all of them, each by name."""
     host, gpus, found, problems = read_host(), HostGpus(), [], []
@@ -232,7 +227,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
         settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
-        found.append(Resolved(dataclasses.replace(variant, settings=settings), config, cases, predicted))
+        found.append(Resolved(variant._replace(settings=settings), config, cases, predicted))
     if problems:
         raise InputError(*problems)
     return found
@@ -291,10 +286,11 @@ class Kept:
         write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
 
 
-def load(out: Path) -> Optional[Kept]:
+def load_same(asked: Json, out: Path) -> Optional[Kept]:
     """What a folder's compare.json holds; None for a folder that is new, or empty.
 
-    Raises InputError for a damaged one, and for other files without one: they are not a comparison's to replace.
+    Raises InputError for a damaged one, for other files without one, as they are not a comparison's to replace, and,
+    all differences at once, unless what is asked for is what the folder is of.
     """
     path = Path(out) / FILE
     if not path.is_file():
@@ -303,25 +299,16 @@ def load(out: Path) -> Optional[Kept]:
         return None
     try:
         content = read_json(path)
-        schema = content.pop("schema")
-        if schema != SCHEMA:
-            raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; choose another --out")
+        if content.pop("schema") != SCHEMA:
+            raise ValueError(f"another schema than {SCHEMA}")
         if "study" in content["asked"]:
             content["plan"] = [_arm_as_course(one, content["asked"]["validations"]) for one in content["plan"]]
         kept = typed(content, Kept)
         if not kept.seeds:
             raise ValueError("no seeds")
         json.dumps(content, allow_nan=False)  # raises ValueError for what could not be written back
-        return kept
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
-
-
-def load_same(asked: Json, out: Path) -> Optional[Kept]:
-    """As `load`. Raises InputError, all differences at once, unless what is asked for is what the folder is of."""
-    kept = load(out)
-    if kept is None:
-        return None
     if "search_seed" in asked:  # that of the first call, whichever seeds are added
         asked = {**asked, "search_seed": kept.seeds[0]}
     before, now = dict(flat(kept.asked)), dict(flat(asked))
@@ -339,64 +326,38 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
     return kept
 
 
-def courses(found: Sequence[Resolved], budget: Budget, validations: int) -> List[Course]:
-    """What every run of each variant does. Under a budget of minutes steps are None: each run times its own.
+def courses(
+    found: Sequence[Resolved], budget: Budget, validations: int, search: Optional[Search] = None
+) -> List[Course]:
+    """What every run of each variant does; with a `search` variants are arms of a study.
 
-    All have equally many validations, so none has more chances at a lucky one.
+    Under a budget of minutes steps are None: each run times its own. All variants have equally many validations, so
+    none has more chances at a lucky one.
     """
-    base = found[0].config
-    voxels = budget.amount
+    base, voxels, plan = found[0].config, budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
         voxels *= found[0].cases * base.patches_per_case * math.prod(base.grid)
-    plan: List[Course] = []
-    for one in found:
-        config, recipe, own = one.config, one.variant.recipe, voxels / step_voxels(one.config)
-        own = one.cases * budget.amount / config.batch if budget.kind == "passes" else own
-        steps = None if budget.kind == "minutes" else max(round(own), 1)
-        plan.append(
-            {
-                "name": one.variant.name,
-                "options": [*(["--recipe", recipe] if recipe else []), *as_options(one.variant.settings)],
-                "grid": config.grid,
-                "batch": config.batch,
-                "policy": config.unet.policy,
-                "steps_per_epoch": one.cases * config.patches_per_case // config.batch,
-                "step_s": one.predicted and one.predicted.step_s,
-                "peak_bytes": one.predicted and one.predicted.process_peak_bytes,
-                "warmup_steps": config.warmup_steps,
-                "steps": steps,
-                "voxels": steps and steps * step_voxels(config),
-                "validations": min(validations, steps or validations),
-            }
-        )
-    least = min(course["validations"] for course in plan)
-    return plan if budget.kind == "passes" else [{**course, "validations": least} for course in plan]
-
-
-def with_search(
-    plan: Sequence[Course],
-    found: Sequence[Resolved],
-    base: RunConfig,
-    share: float,
-    rates: Sequence[float],
-    factors: Sequence[float],
-) -> List[Course]:
-    """The courses of a study's arms with the learning rates that each searches, by runs of a `share` of its steps.
-
-    The `rates`, where they are named, else the `factors` of the start, which is that of `base` scaled to the batch.
-    """
-    arms = []
-    for course, one in zip(plan, found):
-        start = start_rate(base.learning_rate, course["batch"], base.batch, base.optimizer)
-        search = {
-            "resolution": one.config.resolution,
-            "start_rate": start,
-            "rates": sorted({rounded(rate) for rate in rates or [start * factor for factor in factors]}),
-            "goes_beyond": not rates,
-            "search_steps": max(round(share * course["steps"]), 1),
+    for (name, settings, recipe), config, cases, predicted in found:
+        steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
+        if budget.kind == "passes":
+            steps = max(round(cases * budget.amount / config.batch), 1)
+        course = {
+            "name": name,
+            "options": [*(["--recipe", recipe] if recipe else []), *as_options(settings)],
+            "grid": config.grid,
+            "batch": config.batch,
+            "policy": config.unet.policy,
+            "steps_per_epoch": cases * config.patches_per_case // config.batch,
+            "step_s": predicted and predicted.step_s,
+            "peak_bytes": predicted and predicted.process_peak_bytes,
+            "warmup_steps": config.warmup_steps,
+            "steps": steps,
+            "voxels": steps and steps * step_voxels(config),
+            "validations": min(validations, steps or validations),
         }
-        arms.append({**course, **search})
-    return arms
+        plan.append({**course, "resolution": config.resolution, **search.of(config.batch, steps)} if search else course)
+    least = min(course["validations"] for course in plan)
+    return plan if search else [{**course, "validations": least} for course in plan]
 
 
 def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) -> List[Course]:
@@ -411,11 +372,6 @@ def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) ->
         if more_rates or "rates" not in old:
             found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
     return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
-
-
-def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> float:
-    """The learning rate at `batch` to start a search from, where `rate` is that at `base_batch`."""
-    return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
 
 
 # --- Runs ---
@@ -467,33 +423,28 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
 
     A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
     once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
-    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline. Unless
-    `force`, for runs that were cut off or stopped, and where the runs had neither as many voxels nor as much time, too.
+    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
+    `force`, for runs that were cut off or stopped, too.
     """
     problems: List[str] = []
     configs: Dict[Path, RunConfig] = {}
-    spent: Dict[Path, Tuple[float, float]] = {}  # millions of voxels seen, seconds of steps
     for folder in folders:
         try:
-            config = load_config(folder)
+            configs[folder] = load_config(folder)
             if not (folder / "checkpoints" / "best.npz").is_file():
                 raise InputError(
                     f"run {folder} must have been trained, found no checkpoints/best.npz; run `train` on it"
                 )
             with locked(folder, "run"):
                 pass  # else it is being trained, and what is read now is not what it comes to
-            events = read_events(folder)
+            end = (end_of(read_events(folder)) or {}).get("reason", "none")
         except InputError as error:
             problems += error.problems
             continue
-        steps = [event for event in events if event.get("event") == "step"]
-        last, end = max((event["step"] for event in steps), default=0), (end_of(events) or {}).get("reason", "none")
-        configs[folder] = config
-        spent[folder] = last * step_voxels(config) / 1e6, sum(event.get("step_s", 0.0) for event in steps)
         if end not in FINISHED and not force:
             problems.append(
-                f"run {folder} must have been trained to its end, got {last:,} steps, end: {end}; continue it with "
-                "`train`, or add --force"
+                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
+                "--force"
             )
     first = next(iter(configs), None)
     problems += [
@@ -503,12 +454,6 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
         for name in SHARED
         if getattr(config, name) != getattr(configs[first], name)
     ]
-    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
-        words = " and ".join(
-            "{:,.4g} million voxels in {:,.0f} s in {}".format(*spent[folder], folder)
-            for folder in (max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__))
-        )
-        problems.append(f"runs must have had one budget, got {words}; leave some out, or add --force")
     if problems:
         raise InputError(*problems)
     return _named(configs)

@@ -3,31 +3,21 @@
 Every table is made of the results as compare.json and the records hold them, so that all places show the same rows.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
 
 from cpu3d.compare.plan import Course, Json, Kept
-from cpu3d.compare.run import Evaluation, Trial, rate_beyond, step_voxels
-from cpu3d.compare.statistics import (
-    COSTS,
-    MEAN,
-    Comparison,
-    Difference,
-    RunResult,
-    compare,
-    difference_from_json,
-    millions,
-    with_mean,
-)
+from cpu3d.compare.run import Evaluation, Trial, rate_beyond
+from cpu3d.compare.statistics import COSTS, MEAN, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.labels import region_mask
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store
@@ -39,7 +29,7 @@ from cpu3d.report.page import flat, gib, render_page
 from cpu3d.report.pictures import Line, chart, overlay, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, seconds, versions
+from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table
@@ -108,10 +98,13 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
 
 def scores_table(results: Json, tolerance_mm: float) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
+    metrics = [
+        name for name in METRICS if name in results["variants"][results["baseline"]]["scores"][results["regions"][0]]
+    ]
     return Table(
-        ("region", "variant", *(METRICS[metric].label for metric in _metrics(results))),
+        ("region", "variant", *(METRICS[metric].label for metric in metrics)),
         [
-            (region, variant, *(_spread(one["scores"][region][metric], metric) for metric in _metrics(results)))
+            (region, variant, *(_spread(one["scores"][region][metric], metric) for metric in metrics))
             for region in results["regions"]
             for variant, one in results["variants"].items()
         ],
@@ -128,11 +121,14 @@ def differences_table(results: Json) -> Table:
     rows = []
     for variant, regions in results["differences"].items():
         for region, metrics in regions.items():
-            for metric, content in metrics.items():
-                one, digits = difference_from_json(content), METRICS[metric].digits
-                bound = "-" if one.seed_bound is None else f"{one.seed_bound:.{digits}f}"
-                cases = f"{one.better} / {one.worse} / {one.equal}"
-                rows.append((region, variant, METRICS[metric].label, _in_words(one, digits), bound, cases))
+            for metric, one in metrics.items():
+                digits, bound = METRICS[metric].digits, one.get("seed_bound")
+                text = f"{one['mean']:+.{digits}f}"
+                if one["interval"]:
+                    text += " ({:+.{digits}f} to {:+.{digits}f})".format(*one["interval"], digits=digits)
+                cases = f"{one['better']} / {one['worse']} / {one['equal']}"
+                text, bound = Bold(text) if counts(one) else text, "-" if bound is None else f"{bound:.{digits}f}"
+                rows.append((region, variant, METRICS[metric].label, text, bound, cases))
     return Table(
         ("region", "variant", "score", "difference", "seeds alone", "cases"),
         rows,
@@ -174,23 +170,18 @@ def search_table(search: Json) -> Table:
     return Table(columns, rows, title="Search for the learning rate", caption=caption)
 
 
-def settings_tables(comparison: Comparison) -> Tuple[Table, Table]:
-    """(settings that differ, a column a variant; settings in common)."""
+def settings_table(comparison: Comparison) -> Table:
+    """The settings that differ, a column a variant."""
     of_variant = []
     for runs in comparison.runs.values():
         config, one = runs[0].config, dict(flat(dataclasses.asdict(runs[0].config)))
-        one["foreground"] = f"{config.foreground:.3g}"
         if not config.is_patch:  # these say nothing of whole volumes
             one.update(foreground="-", patches_per_case="-")
         of_variant.append(one)
     names = [name for name in sorted(set().union(*of_variant)) if not name.startswith(NOT_SETTINGS)]
     rows = [(name, *(one.get(name, "-") for one in of_variant)) for name in names]
     differing = [row for row in rows if len(set(row[1:])) > 1]
-    common = [row[:2] for row in rows if len(set(row[1:])) == 1]
-    return (
-        Table(("setting", *comparison.variants), differing, title="Settings that differ"),
-        Table(("setting", "value"), common, names=2),
-    )
+    return Table(("setting", *comparison.runs), differing, title="Settings that differ")
 
 
 def results_tables(results: Json, tolerance_mm: float) -> List[Table]:
@@ -204,15 +195,12 @@ def results_tables(results: Json, tolerance_mm: float) -> List[Table]:
 # --- What is published ---
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of the page."""
 
     heading: str
     tables: Sequence[Table] = ()
     figures: Sequence[Tuple[str, bytes]] = ()
-    wide: bool = False
-    """Whether a figure takes the page's width."""
 
 
 def publish(
@@ -231,16 +219,16 @@ def publish(
     The page is self-contained, pictures inside.
     """
     data = store.manifest.name if store else "data that is not there now"
-    title = options.title or f"{' against '.join(comparison.variants)}: {data}"
+    title = options.title or f"{' against '.join(comparison.runs)}: {data}"
     results = {**comparison.to_json(), **({"search": search} if search else {})}
     kept = dataclasses.replace(kept, results=results)
     kept.save(out)
     page = render_page(
         Path(__file__).with_name("report.html.j2"),
         title=title,
-        sections=page_sections(comparison, results, store, evaluation, budget=budget, out=out),
+        sections=page_sections(comparison, results, store, evaluation, budget, out),
         tiles=[
-            (name, _spread(one["scores"][comparison.headline]["dice"], "dice"), f"{comparison.headline} Dice")
+            (name, _spread(one["scores"][comparison.regions[-1]]["dice"], "dice"), f"{comparison.regions[-1]} Dice")
             for name, one in results["variants"].items()
         ],
         warning="" if evaluation.split == UNTOUCHED else warning(evaluation.split),
@@ -261,34 +249,33 @@ def publish(
 
 
 def page_sections(
-    comparison: Comparison, results: Json, store: Optional[Store], evaluation: Evaluation, *, budget: str, out: Path
+    comparison: Comparison, results: Json, store: Optional[Store], evaluation: Evaluation, budget: str, out: Path
 ) -> List[Section]:
     """What was compared, what came out, what it cost, where it went wrong. Folders in `out` are named from there."""
-    differing, common = settings_tables(comparison)
     config = comparison.runs[comparison.baseline][0].config
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     facts = (
         ("data", store.manifest.name if store else "not there now"),
         ("scored", f'{count(comparison.cases, "case")} of "{evaluation.split}", full original grids'),
         ("budget", budget),
-        ("seeds", ", ".join(map(str, sorted({run.seed for run in runs})))),
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
-        ("baseline", comparison.baseline),
         *(("left out", line) for line in results["failed"]),
     )
+    folders = [run.folder.resolve() for run in runs]
+    beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
+    rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
     hosts = [dict(pairs) for pairs in {tuple(flat(run.host)): 0 for run in runs if run.host}]
     about = [pair for one in (*hosts, versions()) for pair in flat(one)]
     scores, *tables = results_tables(results, evaluation.tolerance_mm)
-    forests = [forest(comparison, metric) for metric in comparison.metrics] if comparison.differences else []
+    forests = [forest(results, metric) for metric in comparison.metrics] if results["differences"] else []
     sections = [
-        Section("What was compared", [Table(("", ""), facts, names=2), differing]),
+        Section("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)]),
         Section("Scores and differences", [scores, *tables[:-1]], [*case_strips(comparison), *forests]),
         Section("Learning, a line a run", figures=learning_curves(comparison)),
         Section("Costs", tables[-1:]),
-        Section("Cases that differ most", figures=error_maps(comparison, store), wide=True),
+        Section("Cases that differ most", figures=error_maps(comparison, store)),
         Section(
-            "Runs, settings in common, host",
-            [_runs_table(runs, out), common, Table(("host and software", ""), about, names=2)],
+            "Runs and hosts", [Table(("variant", "seed", "folder"), rows, names=3), Table(("", ""), about, names=2)]
         ),
     ]
     return [section for section in sections if section.tables or section.figures]
@@ -297,27 +284,26 @@ def page_sections(
 # --- Pictures ---
 
 
-def forest(comparison: Comparison, metric: str) -> Tuple[str, bytes]:
+def forest(results: Json, metric: str) -> Tuple[str, bytes]:
     """Every difference to the baseline with its interval, a line each; 0 is the baseline; what is filled counts."""
-    rows = [(variant, region) for variant in comparison.variants[1:] for region in comparison.regions]
-    colours, of = _colours(comparison), METRICS[metric]
+    rows = [(variant, *one) for variant, regions in results["differences"].items() for one in regions.items()]
+    colours, of = _colours(results["variants"]), METRICS[metric]
     figure = new_figure(3.9, 0.9 + 0.26 * len(rows))
     axes = figure.add_subplot()
     axes.axvline(0, color="#222222", linewidth=1)
-    for y, (variant, region) in enumerate(rows):
-        difference, colour = comparison.differences[variant][region][metric], colours[variant]
-        if difference.interval:
-            axes.plot(difference.interval, [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-        marker, size = ("D", 7) if region == MEAN else ("o", 5.5)
-        filled = colour if difference.is_clear else "white"
-        axes.plot([difference.mean], [y], marker, color=colour, markerfacecolor=filled, markersize=size)
-    names = [f"{variant}  {region}" if len(comparison.variants) > 2 else region for variant, region in rows]
+    for y, (variant, region, metrics) in enumerate(rows):
+        one, colour = metrics[metric], colours[variant]
+        if one["interval"]:
+            axes.plot(one["interval"], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+        style = {"marker": "D" if region == MEAN else "o", "markerfacecolor": colour if counts(one) else "white"}
+        axes.plot([one["mean"]], [y], color=colour, markersize=6, **style)
+    names = [f"{variant}  {region}" if len(results["variants"]) > 2 else region for variant, region, _ in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -0.01), max(high, 0.01))  # 0 is in it, and differences of nothing stay small
     better, unit = "better" if of.larger_is_better else "worse", f" in {of.unit}" if of.unit else ""
-    axes.set_xlabel(f"difference to {comparison.baseline}{unit}; right of 0 is {better}", fontsize=8)
+    axes.set_xlabel(f"difference to {results['baseline']}{unit}; right of 0 is {better}", fontsize=8)
     plain(axes, f"Difference in {of.label}")
     figure.tight_layout(pad=0.6)
     return f"Difference in {of.label}", png(figure)
@@ -327,15 +313,15 @@ def case_strips(comparison: Comparison) -> Figures:
     """Dice of every case by variant, the mean over its seeds; a picture for each region."""
     found = []
     for region in comparison.regions:
-        columns = {name: comparison.values(name, region, "dice").mean(0).tolist() for name in comparison.variants}
-        picture = strips(columns, title=f"Dice, {region}", y_label="share", y_range=(-0.02, 1.02))
-        found.append((f"Dice of every case, {region}", picture))
+        columns = {name: comparison.values(name, region, "dice").mean(0).tolist() for name in comparison.runs}
+        title = f"Dice of every case, {region}"
+        found.append((title, strips(columns, title=title, y_label="Dice", y_range=(-0.02, 1.02))))
     return found
 
 
 def learning_curves(comparison: Comparison) -> Figures:
     """Validation Dice over voxels seen and over seconds, a line a run; none without validations."""
-    colours, found = _colours(comparison), []
+    colours, found = _colours(comparison.runs), []
     runs = [run for of_variant in comparison.runs.values() for run in of_variant if run.curve]
     for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)) if runs else ():
         lines, named = [], set()
@@ -354,10 +340,10 @@ def error_maps(comparison: Comparison, store: Optional[Store]) -> Figures:
 
     Each with the first seed, in the region that differs most there. Without a store none; what is gone is left out.
     """
-    found, each = [], max(MOST // max(len(comparison.variants) - 1, 1), 1)
-    for variant in comparison.variants[1:] if store else ():
+    found, each = [], max(MOST // max(len(comparison.runs) - 1, 1), 1)
+    for variant in list(comparison.runs)[1:] if store else ():
         both, seeds = (comparison.baseline, variant), comparison.shared_seeds(variant)
-        base, own = (comparison.values(name, comparison.headline, "dice", seeds).mean(0) for name in both)
+        base, own = (comparison.values(name, comparison.regions[-1], "dice", seeds).mean(0) for name in both)
         pair = [next(run for run in comparison.runs[name] if run.seed == seeds[0]) for name in both]
         for position in np.argsort(-np.abs(own - base), kind="stable")[:each]:
             case_id = comparison.cases[position]
@@ -367,8 +353,8 @@ def error_maps(comparison: Comparison, store: Optional[Store]) -> Figures:
             region = max(dice, key=lambda name: abs(dice[name][0] - dice[name][1]))
             for run, value in zip(pair, dice[region]) if own[position] != base[position] else ():
                 title = f"{run.variant}, case {case_id}, seed {seeds[0]}: {region} Dice {value:.3f}"
-                picture = _error_map(run, case_id, region, store, title)
-                found += [(title, picture)] if picture else []
+                with contextlib.suppress(InputError, KeyError, OSError, ValueError):
+                    found.append((title, _error_map(run, case_id, region, store, title)))
     return found
 
 
@@ -444,55 +430,21 @@ def _record(comparison: Comparison, kept: Kept, store: Store, budget: str) -> Js
     }
 
 
-def _runs_table(runs: Sequence[RunResult], out: Path) -> Table:
-    rows = []
-    for run in runs:
-        best, folder = max(run.curve, key=lambda point: point.mean_dice, default=None), run.folder.resolve()
-        found = (
-            run.variant,
-            f"{run.costs['steps']:,}",
-            f"{best.voxels // step_voxels(run.config):,}" if best else "-",
-            seconds(run.costs["train_s"]),
-            str(folder.relative_to(out.resolve()) if out.resolve() in folder.parents else folder),
-        )
-        rows.append(found)
-    return Table(("variant", "steps", "best at step", "in all", "folder"), rows)
-
-
-def _error_map(run: RunResult, case_id: str, region: str, store: Store, title: str) -> Optional[bytes]:
-    try:
-        truth = np.asarray(store.label(case_id))
-        prediction = to_ras(*read_volume(run.evaluation / "predictions" / f"{case_id}.nii.gz"))
-        record, image = store.case(case_id), store.image(case_id)
-    except (InputError, KeyError, OSError):
-        return None
-    if truth.shape != prediction.shape:
-        return None
+def _error_map(run: RunResult, case_id: str, region: str, store: Store, title: str) -> bytes:
+    """Raises InputError, KeyError, OSError or ValueError where the store's case or the prediction is not as it was."""
+    prediction = to_ras(*read_volume(run.evaluation / "predictions" / f"{case_id}.nii.gz"))
     channels = [name.lower() for name in store.manifest.channels]
-    channel = channels.index("flair") if "flair" in channels else 0
-    masks = (region_mask(label, run.config.region_codes[region]) for label in (truth, prediction))
-    return overlay(np.asarray(image[..., channel]), *masks, record.spacing_mm, title)
+    image = store.image(case_id)[..., channels.index("flair") if "flair" in channels else 0]
+    labels = np.stack([np.asarray(store.label(case_id)), prediction])
+    masks = (region_mask(label, run.config.region_codes[region]) for label in labels)
+    return overlay(np.asarray(image), *masks, store.case(case_id).spacing_mm, title)
 
 
-def _colours(comparison: Comparison) -> Dict[str, str]:
+def _colours(variants: Iterable[str]) -> Dict[str, str]:
     """The colour of each variant in every picture."""
-    return {name: PALETTE[position % len(PALETTE)] for position, name in enumerate(comparison.variants)}
-
-
-def _metrics(results: Json) -> List[str]:
-    """The METRICS that results hold."""
-    scores = results["variants"][results["baseline"]]["scores"]
-    return [name for name in METRICS if name in scores[results["regions"][0]]]
+    return {name: PALETTE[position % len(PALETTE)] for position, name in enumerate(variants)}
 
 
 def _spread(score: Mapping[str, Optional[float]], metric: str) -> str:
     """ "0.912 ± 0.004"."""
     return plus_minus(score["mean"], score["sd"], METRICS[metric].digits)
-
-
-def _in_words(difference: Difference, digits: int) -> str:
-    """ "-0.210 (-0.330 to -0.100)", bold where it counts."""
-    text = f"{difference.mean:+.{digits}f}"
-    if difference.interval is not None:
-        text += " ({:+.{digits}f} to {:+.{digits}f})".format(*difference.interval, digits=digits)
-    return Bold(text) if difference.is_clear else text

@@ -86,15 +86,15 @@ class RunFailedError(InputError):
 
     def __init__(self, problem: str, exit_code: int, why: str = "failed"):
         super().__init__(problem)
-        self.exit_code = exit_code
-        self.why = why
+        self.exit_code, self.why = exit_code, why
         """In a few words, without paths."""
         self.run: Optional[PlannedRun] = None
         """The run that failed, where it was one."""
 
-
-class RunDivergedError(RunFailedError):
-    """A training, or its evaluation, whose numbers are not finite. The same run would end so again."""
+    @property
+    def diverged(self) -> bool:
+        """Whether numbers were not finite: the same run would end so again."""
+        return self.exit_code == DivergedError.exit_code
 
 
 def carry_out(
@@ -109,10 +109,9 @@ def carry_out(
     """Train and, with an `evaluation`, score all of `runs`, in their order.
 
     What the processes say is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's. The
-    first failure ends it with RunFailedError, which has the last lines; RunDivergedError says that the run diverged,
-    now or when it was tried before. With `keep_going` the others are still done and the failed ones are returned; only
-    where all fail the first one's error is raised. A signal is passed on as SIGINT, the process saves, and
-    KeyboardInterrupt is raised.
+    first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried again.
+    With `keep_going` the others are still done and the failed ones are returned; only where all fail the first one's
+    error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
     """
     errors: List[RunFailedError] = []
     for number, run in enumerate(runs, 1):
@@ -237,8 +236,10 @@ def searched_dice(run: PlannedRun, store: Path, out: Path, *, force: bool = Fals
     """Train one run of a search; its highest mean Dice on the validation cases, None where it diverged."""
     try:
         carry_out([run], store, out, force=force)
-    except RunDivergedError:
-        return None  # an answer, which is kept, and not a failure of the search
+    except RunFailedError as error:
+        if error.diverged:
+            return None  # an answer, which is kept, and not a failure of the search
+        raise
     events = read_events(run.folder)
     return max((event["mean_dice"] for event in events if event.get("event") == "validation"), default=None)
 
@@ -254,7 +255,7 @@ def _carry_out(
         _say(f"{label}: trained already")
     elif last and last[0]["event"] == "diverged":
         problem = f"{run.name} diverged before, on {run.folder}; remove that to try again"
-        raise RunDivergedError(problem, DivergedError.exit_code, "train diverged")
+        raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
     else:
         command = ["train", "--store", str(store), "--run", str(run.folder), *run.options]
         _call([*command, *(["--force"] if force else [])], _log(out, run.folder, "train"), f"{label}: train", run=run)
@@ -273,7 +274,7 @@ def _say(line: str) -> None:
 def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[PlannedRun] = None) -> None:
     """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the `run` logs.
 
-    Raises RunDivergedError or RunFailedError with the last words, and KeyboardInterrupt when it ended after a signal.
+    Raises RunFailedError with the last words, and KeyboardInterrupt when it ended after a signal.
     """
     steps = run.steps or 1 if run else 1
     with log.open("a", encoding="utf-8") as file:
@@ -296,9 +297,8 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Planne
         return
     code, what, ended = child.returncode, command[0], how_ended(child.returncode)
     problem = f"{label} must end well, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
-    if code == DivergedError.exit_code:
-        raise RunDivergedError(problem, code, f"{what} diverged")
-    raise RunFailedError(problem, code if code in range(1, 7) else 1, f"{what} ended with {ended}")
+    why = f"{what} diverged" if code == DivergedError.exit_code else f"{what} ended with {ended}"
+    raise RunFailedError(problem, code if code in range(1, 7) else 1, why)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ alone may make it, which is what a t-test of the seeds' means asks. With one see
 difference each; nothing is corrected for their number.
 """
 
-import dataclasses
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -46,59 +45,42 @@ SHARE = 0.95
 EQUAL = 1e-9
 """A case whose difference is no larger is equal."""
 
+MEAN = "mean"
+"""In the place of a region's name: the mean over the regions."""
 
-@dataclass(frozen=True)
-class Difference:
-    """A variant less the baseline, on the same cases and seeds."""
-
-    mean: float
-    interval: Optional[Tuple[float, float]]
-    """95 %, over cases and seeds; over one of them where there is a single one of the other; None for a single pair."""
-    seeds: int
-    cases: int
-    better: int
-    """Cases that are better than with the baseline, on the mean over their seeds."""
-    worse: int
-    equal: int
-    seed_bound: Optional[float] = None
-    """Seeds alone make a mean larger than this once in 20 times, by Student's t; None with one seed, and in records
-    from before there was a bound."""
-
-    @property
-    def leaves_out_zero(self) -> bool:
-        """Whether the interval does. With few seeds that is not enough."""
-        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether it counts as a difference: the interval leaves out 0, and seeds alone do not make as much."""
-        return self.leaves_out_zero and self.seed_bound is not None and abs(self.mean) > self.seed_bound
+Scores = Dict[str, Dict[str, Dict[str, float]]]
+"""Region, or MEAN, -> metric -> case id -> value."""
 
 
-def difference_from_json(content: Mapping[str, Any]) -> Difference:
-    """The way back from `dataclasses.asdict`, of older records too."""
-    interval = content["interval"]
-    return Difference(**{**content, "interval": tuple(interval) if interval else None})
+def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_better: bool = True) -> Dict[str, Any]:
+    """The difference of two arrays (seeds, cases) of one shape, neither empty, as in compare.json and the records.
 
-
-def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_better: bool = True) -> Difference:
-    """The difference of two arrays (seeds, cases) of one shape, neither empty. Raises ValueError for others."""
+    "interval" is over cases and seeds, over one of them where there is a single one of the other, None for a single
+    pair. "better", "worse" and "equal" count cases, by the mean over their seeds. Seeds alone make a mean larger than
+    "seed_bound" once in 20 times, by Student's t; None for one seed. Raises ValueError for other arrays.
+    """
     values, baseline = np.asarray(values, float), np.asarray(baseline, float)
     if values.ndim != 2 or values.shape != baseline.shape or not values.size:
         raise ValueError(f"values must be (seeds, cases) as the baseline's {baseline.shape}, got {values.shape}")
     difference = values - baseline
     of_cases = difference.mean(0) * (1 if larger_is_better else -1)
     better, worse = int((of_cases > EQUAL).sum()), int((of_cases < -EQUAL).sum())
-    return Difference(
-        mean=float(difference.mean()),
-        interval=bootstrap_mean(difference),
-        seeds=difference.shape[0],
-        cases=difference.shape[1],
-        better=better,
-        worse=worse,
-        equal=difference.shape[1] - better - worse,
-        seed_bound=seed_bound(difference.mean(1)),
-    )
+    return {
+        "mean": float(difference.mean()),
+        "interval": bootstrap_mean(difference),
+        "seeds": difference.shape[0],
+        "cases": difference.shape[1],
+        "better": better,
+        "worse": worse,
+        "equal": difference.shape[1] - better - worse,
+        "seed_bound": seed_bound(difference.mean(1)),
+    }
+
+
+def counts(difference: Mapping[str, Any]) -> bool:
+    """Whether its interval leaves out 0, and seeds alone do not make as much. Records from before had no bound."""
+    bound, (low, high) = difference.get("seed_bound"), difference["interval"] or (0, 0)
+    return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
 def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
@@ -143,15 +125,8 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
 
 # --- What came out of a run ---
 
-MEAN = "mean"
-"""In the place of a region's name: the mean over the regions."""
 
-Scores = Dict[str, Dict[str, Dict[str, float]]]
-"""Region, or MEAN, -> metric -> case id -> value."""
-
-
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Something that a run takes."""
 
     label: str
@@ -169,9 +144,7 @@ COSTS = {
     "steps": Cost("steps", "{:,.0f}".format),
     "voxels": Cost("voxels seen", millions),
     "step_s": Cost("a step", seconds),
-    "case_train_s": Cost(
-        "a case trained once", seconds
-    ),  # as many voxels as a whole case has; not known without a store
+    "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
     "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
     "validation_s": Cost("validation", seconds),
     "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
@@ -214,6 +187,10 @@ class RunResult:
     evaluation: Path = Path()
     """Folder of its scores.json and predictions/."""
 
+    @property
+    def cases(self) -> List[str]:
+        return list(next(iter(self.scores.values()))["dice"])
+
 
 def read_run(
     variant: str,
@@ -232,6 +209,11 @@ def read_run(
     config, events = load_config(folder), read_events(folder)
     path = scores_path(scored or folder, split)
     content = read_scores(path)
+    cases = {case["case_id"]: case["regions"] for case in content["cases"]}
+    regions = {
+        region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
+        for region in content["regions"]
+    }
     host = next((event.get("host", {}) for event in reversed(events) if event.get("event") == "start"), {})
     curve, steps_s = [], 0.0
     for event in events:
@@ -239,34 +221,18 @@ def read_run(
             steps_s += event.get("step_s", 0.0)
         elif event.get("event") == "validation":
             curve.append(Point(event["step"] * step_voxels(config), steps_s, event["mean_dice"]))
-    metrics = metrics_in(content)
-    regions = {
-        region: {
-            one: {case["case_id"]: float(case["regions"][region][one]) for case in content["cases"]} for one in metrics
-        }
-        for region in content["regions"]
-    }
-    return RunResult(
-        variant,
-        seed,
-        with_mean(regions),
-        _costs(events, config, content, host.get("cores"), store),
-        folder=Path(folder),
-        config=config,
-        curve=tuple(curve),
-        host=host,
-        evaluation=path.parent,
-    )
+    costs = _costs(events, config, content, host.get("cores"), store)
+    more = {"folder": Path(folder), "config": config, "curve": tuple(curve), "host": host, "evaluation": path.parent}
+    return RunResult(variant, seed, with_mean(regions), costs, **more)
 
 
 def with_mean(scores: Scores) -> Scores:
     """The scores of several regions with the mean over them as one more; of one region as they are."""
     if len(scores) < 2:
         return scores
-    first = next(iter(scores.values()))
     mean = {
         metric: {case: statistics.fmean(of[metric][case] for of in scores.values()) for case in values}
-        for metric, values in first.items()
+        for metric, values in next(iter(scores.values())).items()
     }
     return {**scores, MEAN: mean}
 
@@ -276,32 +242,21 @@ def with_mean(scores: Scores) -> Scores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs grouped by variant, and what follows from them."""
+    """Runs grouped by variant."""
 
     runs: Dict[str, List[RunResult]]
     """Variant -> its runs by seed. The first variant is the baseline."""
     cases: List[str]
     """Scored in every run."""
     regions: List[str]
-    """With the mean over them last, where there are several."""
+    """With the mean over them last, where there are several: it stands for all."""
     metrics: List[str]
-    differences: Dict[str, Dict[str, Dict[str, Difference]]]
-    """Variant -> region -> metric -> its difference to the baseline."""
     failed: Tuple[Failed, ...] = ()
     """Runs that are not among `runs`, and why."""
 
     @property
-    def variants(self) -> List[str]:
-        return list(self.runs)
-
-    @property
     def baseline(self) -> str:
         return next(iter(self.runs))
-
-    @property
-    def headline(self) -> str:
-        """The region that stands for all: the mean over them where there are several."""
-        return self.regions[-1]
 
     def values(self, variant: str, region: str, metric: str, seeds: Optional[Sequence[int]] = None) -> np.ndarray:
         """(seeds, cases) of a variant, of its own seeds or of some of them."""
@@ -313,11 +268,6 @@ class Comparison:
         own = {run.seed for run in self.runs[variant]}
         return [run.seed for run in self.runs[self.baseline] if run.seed in own]
 
-    def cost(self, variant: str, name: str) -> Optional[float]:
-        """One of COSTS for all runs of a variant; None where no run knows it."""
-        known = [value for value in (run.costs.get(name) for run in self.runs[variant]) if value is not None]
-        return COSTS[name].of(known) if known else None
-
     def to_json(self) -> Dict[str, Any]:
         """The scores, differences and costs, as compare.json and the records hold them."""
         return {
@@ -327,23 +277,14 @@ class Comparison:
             "variants": {
                 variant: {
                     "seeds": [run.seed for run in runs],
-                    "scores": {
-                        region: {
-                            metric: dict(zip(("mean", "sd"), mean_and_sd(self.values(variant, region, metric).mean(1))))
-                            for metric in self.metrics
-                        }
-                        for region in self.regions
-                    },
-                    "costs": {name: self.cost(variant, name) for name in COSTS},
+                    "scores": self._by_metric(lambda *one, own=variant: self._mean_and_sd(own, *one)),
+                    "costs": {name: self._cost(variant, name) for name in COSTS},
                 }
                 for variant, runs in self.runs.items()
             },
             "differences": {
-                variant: {
-                    region: {metric: dataclasses.asdict(difference) for metric, difference in of_metrics.items()}
-                    for region, of_metrics in of_regions.items()
-                }
-                for variant, of_regions in self.differences.items()
+                variant: self._by_metric(lambda *one, own=variant: self._difference(own, *one))
+                for variant in list(self.runs)[1:]
             },
             "runs": [
                 {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **run.costs}
@@ -352,6 +293,21 @@ class Comparison:
             ],
             "failed": [str(one) for one in self.failed],
         }
+
+    def _by_metric(self, of: Callable[[str, str], Any]) -> Dict[str, Dict[str, Any]]:
+        return {region: {metric: of(region, metric) for metric in self.metrics} for region in self.regions}
+
+    def _mean_and_sd(self, variant: str, region: str, metric: str) -> Dict[str, Optional[float]]:
+        return dict(zip(("mean", "sd"), mean_and_sd(self.values(variant, region, metric).mean(1))))
+
+    def _difference(self, variant: str, region: str, metric: str) -> Dict[str, Any]:
+        seeds = self.shared_seeds(variant)
+        both = (self.values(name, region, metric, seeds) for name in (variant, self.baseline))
+        return paired_difference(*both, larger_is_better=METRICS[metric].larger_is_better)
+
+    def _cost(self, variant: str, name: str) -> Optional[float]:
+        known = [value for value in (run.costs.get(name) for run in self.runs[variant]) if value is not None]
+        return COSTS[name].of(known) if known else None
 
 
 def compare(
@@ -369,12 +325,11 @@ def compare(
     if not runs[baseline]:
         raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
     first = runs[baseline][0]
-    regions, cases = list(first.scores), _cases(first)
     problems = [
         f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
-        for what, found, wanted in (("regions", result.scores, regions), ("cases", _cases(result), cases))
+        for what, found, wanted in (("regions", result.scores, first.scores), ("cases", result.cases, first.cases))
         if set(found) != set(wanted)
     ]
     lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
@@ -386,27 +341,10 @@ def compare(
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
     metrics = [name for name in METRICS if all(name in of for run in results for of in run.scores.values())]
-    comparison = Comparison(runs, cases, regions, metrics, {}, (*failed, *left_out))
-    for variant in comparison.variants[1:]:
-        seeds = comparison.shared_seeds(variant)
-        comparison.differences[variant] = {
-            region: {
-                metric: paired_difference(
-                    *(comparison.values(name, region, metric, seeds) for name in (variant, baseline)),
-                    larger_is_better=METRICS[metric].larger_is_better,
-                )
-                for metric in metrics
-            }
-            for region in regions
-        }
-    return comparison
+    return Comparison(runs, first.cases, list(first.scores), metrics, (*failed, *left_out))
 
 
 # --- Private helpers ---
-
-
-def _cases(result: RunResult) -> List[str]:
-    return list(next(iter(result.scores.values()))["dice"])
 
 
 def _costs(
@@ -422,9 +360,6 @@ def _costs(
         values = (event.get(key) for event in events if event.get("event") == kind)
         return [value for value in values if isinstance(value, (int, float))]
 
-    def most(values: Sequence[float]) -> Optional[int]:
-        return int(max(values)) if values else None
-
     steps_s, count = column("step", "step_s"), int(max(column("step", "step"), default=0))
     step_s = statistics.median(steps_s) if steps_s else None
     train_s = (end_of(events) or {}).get("seconds")
@@ -432,7 +367,7 @@ def _costs(
     whole_voxels = None if config.is_patch else math.prod(config.grid)
     if config.is_patch and store is not None:
         whole_voxels = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
-    on_cpu, peak_bytes = config.device == "cpu", most(column("end", "allocator_peak_bytes"))
+    on_cpu, peak_bytes = config.device == "cpu", max(column("end", "allocator_peak_bytes"), default=None)
     return {
         "steps": count,
         "voxels": count * step_voxels(config),
@@ -442,7 +377,7 @@ def _costs(
         "validation_s": math.fsum(column("validation", "seconds")),
         "train_s": train_s,
         "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
-        "train_peak_bytes": most([*column("end", "peak_rss_bytes"), *column("step", "rss_bytes")]),
+        "train_peak_bytes": max([*column("end", "peak_rss_bytes"), *column("step", "rss_bytes")], default=None),
         "allocator_peak_bytes": peak_bytes if on_cpu else None,
         "card_peak_bytes": None if on_cpu else peak_bytes,
         "case_predict_s": statistics.median(predict_s) if predict_s else None,

@@ -78,7 +78,7 @@ class Stream:
     augment: AugmentConfig = NO_AUGMENT
     dtype: str = "float32"
     """Of images, "float32" or "bfloat16"."""
-    read_mode: Union[str, Reading] = "auto"
+    read_mode: Union[str, Reading, None] = None
     """One of READ_MODES, or a Reading that several datasets share."""
     page_budget_bytes: Optional[int] = None
     """How many pages of the store's files to leave in memory; half of what is free by default."""
@@ -220,7 +220,9 @@ def finish_of(
     return Finish(codes, dtype, augment.resamples)
 
 
-def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, Reading] = "auto") -> tf.data.Dataset:
+def stored_volumes(
+    store: Store, *, split: str = "train", read_mode: Union[str, Reading, None] = None
+) -> tf.data.Dataset:
     """The split's cases as they are stored: `(bits, is_half, label)`, in the manifest's order.
 
     bits: (X, Y, Z, C) int16; where `is_half` is true they are float16 bits (`tf.bitcast` them). label: (X, Y, Z) uint8.

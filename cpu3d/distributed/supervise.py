@@ -54,8 +54,7 @@ class Patience:
 
     poll_s: float = 0.2
     settle_s: float = 8.0
-    """From the first that lost another worker until that one is looked for elsewhere: a failing process takes a while
-    to end, and the others are told before it has."""
+    """From the first that lost another worker until that one is looked for elsewhere: it takes a while to end."""
     saving_s: float = 300.0
     """From the first that ended by agreement, after a signal or for want of memory: the chief saves."""
     hears_s: float = 20.0
@@ -64,14 +63,10 @@ class Patience:
     """From the request to end to SIGKILL, besides what is in flight."""
     unknown_s: float = 3600.0
     """For what is in flight where nothing tells how long it takes: a first step, a validation, a checkpoint."""
-    dies_s: float = 30.0
-    """From SIGKILL until a process counts as one that nothing ends, as where the kernel waits for a file system."""
     suspended_s: float = 60.0
     """Without a beat, of a worker that a signal has stopped: it holds up all others."""
     silent_s: float = 300.0
     """Of any other: there is a beat every few seconds, but importing a library from a slow disk may take long."""
-    file_system_s: float = 60.0
-    """Until it is said that the run's file system does not answer."""
 
     def before_stop_s(self, code: int, others: Sequence[Heartbeat]) -> float:
         """From a worker's end by `code` until the others, whose heartbeats these are, are asked to end."""
@@ -79,13 +74,13 @@ class Patience:
             return self.saving_s
         if code == LOST:
             return self.settle_s
-        busy = _busy(others)
-        return self.hears_s + max(beat.longest_step_s or 0.0 for beat in busy) if busy else 0.0
+        steps_s = [beat.longest_step_s or 0.0 for beat in others if _has_work(beat)]
+        return self.hears_s + max(steps_s) if steps_s else 0.0
 
     def before_kill_s(self, beats: Sequence[Heartbeat]) -> float:
         """From the request to end to SIGKILL, of the process with these heartbeats."""
-        known = [2 * (beat.longest_step_s or 0.0) if beat.phase in STEP_PHASES else 0.0 for beat in _busy(beats)]
-        return self.grace_s + max((seconds or self.unknown_s for seconds in known), default=0.0)
+        step_s = [beat.phase in STEP_PHASES and beat.longest_step_s for beat in beats if _has_work(beat)]
+        return self.grace_s + max((2 * seconds if seconds else self.unknown_s for seconds in step_s), default=0.0)
 
 
 class WorkerFailedError(InputError):
@@ -128,7 +123,7 @@ def supervise(
     with forward_signals(children, as_signal=_passed_on) as signals, _Observer(run, show, patience) as observer:
         try:
             for job in jobs:
-                running.append(_Running(job, patience))
+                running.append(_Running(job))
                 children.append(running[-1].child)
                 if signals:  # while it was being started
                     running[-1].child.send_signal(_passed_on(signals[0]))
@@ -157,7 +152,7 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not said:
             say(f"launch: waiting for {names} of an earlier attempt to end")
-            said = True
+        said = True
         time.sleep(0.2)
 
 
@@ -167,42 +162,37 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 class _Running:
     """A worker that was started, and what is known of it until it has ended."""
 
-    def __init__(self, job: Job, patience: Patience):
-        self.job, self._dies_s = job, patience.dies_s
+    stopped = False
+    """Whether it was still there when all were told to end."""
+    hangs = ""
+    """How one knows that it does."""
+    ended_s: Optional[float] = None
+
+    def __init__(self, job: Job):
+        self.job = job
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with job.log.open("ab") as file:
             file.write(f"--- {now} {job.name}: {shlex.join(job.command)}\n".encode())
             file.flush()
             self.child, self.begin, self.began_s = start(job.command, file, job.environ), file.tell(), time.monotonic()
-        self.ended_s: Optional[float] = None
-        self._killed_s: Optional[float] = None
-        self.stopped, self.hangs = False, ""
-        """Whether it was still there when all were told to end, and how one knows that it hangs."""
 
-    def note_end(self) -> bool:
-        """Whether it has ended, or nothing will end it."""
-        now = time.monotonic()
-        given_up = self._killed_s is not None and now - self._killed_s > self._dies_s
-        if self.ended_s is None and (self.child.poll() is not None or given_up):
-            self.ended_s = now
+    def has_ended(self) -> bool:
+        """Look whether it has."""
+        if self.ended_s is None and self.child.poll() is not None:
+            self.ended_s = time.monotonic()
         return self.ended_s is not None
 
     @property
-    def undying(self) -> bool:
-        return self.ended_s is not None and self.child.returncode is None
+    def code(self) -> int:
+        """What it has ended with, below 0 for a signal."""
+        return self.child.returncode or 0
 
     def kill(self, hangs: str = "") -> None:
         """With all that it has started."""
         self.hangs = self.hangs or hangs
-        if self._killed_s is None:
-            self._killed_s = time.monotonic()
-            for pid in family(self.child.pid) if self.child.poll() is None else ():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-
-    @property
-    def code(self) -> int:
-        return -signal.SIGKILL if self.undying else self.child.returncode or 0
+        for pid in family(self.child.pid) if self.child.poll() is None else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def failed(self, signals: Sequence[int]) -> bool:
         """Whether it ended in a way that ends all."""
@@ -211,12 +201,9 @@ class _Running:
     @property
     def ending(self) -> str:
         """In words, such as "exit code 4 (it diverged)"."""
-        hangs = f"hangs, {self.hangs}" if self.hangs else ""
-        if self.undying:
-            how = "see whether the file systems that it uses answer"
-            return f"{hangs or 'no end'}; SIGKILL does not end process {self.child.pid}: {how}"
-        words = f" ({WORDS[self.code]})" if self.code in WORDS else ""
-        return hangs or ("ended well" if self.code == 0 else f"{how_ended(self.code)}{words}")
+        if self.hangs or not self.code:
+            return f"hangs, {self.hangs}" if self.hangs else "ended well"
+        return how_ended(self.code) + (f" ({WORDS[self.code]})" if self.code in WORDS else "")
 
 
 class _Observer(threading.Thread):
@@ -226,13 +213,9 @@ class _Observer(threading.Thread):
         super().__init__(daemon=True)
         self._run, self._show, self._patience = run, show, patience
         self._done = threading.Event()
-        self._seen_s: Dict[int, float] = {}
-        """Process -> when its last beat was seen first, by a clock of our own: the time of day may jump."""
-        self.answered_s = time.monotonic()
-        """When the file system did last."""
-        self.beats: Dict[int, Heartbeat] = {}
-        """Process of this place -> its last beat."""
-        self.hanging: Dict[int, str] = {}
+        self._beats: Dict[int, Tuple[Heartbeat, float]] = {}
+        """Process of this place -> its last beat, and when that was seen first: the time of day may jump."""
+        self._hanging: Dict[int, str] = {}
         """Process -> how one knows that it hangs: it lives and beats no more."""
 
     def __enter__(self) -> "_Observer":
@@ -249,43 +232,30 @@ class _Observer(threading.Thread):
             done = self._done.wait(self._patience.poll_s)
             with contextlib.suppress(OSError):
                 self._show()
-            for beat in read_heartbeats(self._run).values():
-                if isinstance(beat, Heartbeat) and is_here(beat):
-                    self._note(beat)
-            self.answered_s = time.monotonic()
+                for beat in read_heartbeats(self._run).values():
+                    if isinstance(beat, Heartbeat) and is_here(beat):
+                        self._note(beat)
+
+    def beats_of(self, worker: _Running) -> List[Heartbeat]:
+        """Of a worker's process and of all that it has started, as Horovod's launcher has."""
+        return [self._beats[member][0] for member in family(worker.child.pid) if member in self._beats]
+
+    def hangs(self, worker: _Running) -> str:
+        """How one knows that a worker hangs; "" where it does not."""
+        return next((self._hanging[beat.pid] for beat in self.beats_of(worker) if beat.pid in self._hanging), "")
 
     def _note(self, beat: Heartbeat) -> None:
-        before, now = self.beats.get(beat.pid), time.monotonic()
-        self.beats[beat.pid] = beat
+        before, seen_s = self._beats.get(beat.pid, (None, 0.0))
         if before is None or before.beat != beat.beat:
-            self._seen_s[beat.pid] = now
-        silent_s, suspended = now - self._seen_s[beat.pid], is_suspended(beat.pid)
-        if suspended:
-            why, limit_s = "as a signal has stopped it", self._patience.suspended_s
-        else:
-            why, limit_s = "though it lives", self._patience.silent_s
-        # One that has noted its end waits for the chief. On a disk that takes no files beats are lost.
-        if silent_s > limit_s and (suspended or (beat.exit_code is None and self._takes_files())):
-            self.hanging[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
-
-    def _takes_files(self) -> bool:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self._run) as file:
-            return bool(file.write(bytes(2**16)))
-        return False
-
-    def beats_below(self, pid: int) -> List[Heartbeat]:
-        """Of a process and of all that it has started."""
-        return [self.beats[member] for member in family(pid) if member in self.beats]
-
-
-def _passed_on(number: int) -> int:
-    """What a worker is told when we are told `number`. A closed terminal is a request to end like any other."""
-    return signal.SIGTERM if number == signal.SIGHUP else number
-
-
-def _left(running: Sequence[_Running]) -> List[_Running]:
-    """Those that have not ended, after a look at all of them."""
-    return [worker for worker in running if not worker.note_end()]
+            seen_s = time.monotonic()
+        self._beats[beat.pid] = beat, seen_s
+        silent_s, suspended = time.monotonic() - seen_s, is_suspended(beat.pid)
+        limit_s = self._patience.suspended_s if suspended else self._patience.silent_s
+        if silent_s > limit_s and (suspended or beat.exit_code is None):  # one that has ended waits for the chief
+            with tempfile.TemporaryFile(dir=self._run) as file:  # raises on a full disk, where beats are lost
+                file.write(bytes(2**16))
+            why = "as a signal has stopped it" if suspended else "though it lives"
+            self._hanging[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
 
 
 def _watch(
@@ -296,54 +266,37 @@ def _watch(
     patience: Patience,
 ) -> None:
     """Until all have ended, or one has failed and the others have had the time that they need then."""
-    said = set()
+    said = False
     while True:
-        left = _left(running)
-        if not left:
-            return
+        left = [worker for worker in running if not worker.has_ended()]
         failed = [worker for worker in running if worker.ended_s is not None and worker.failed(signals)]
-        others = [beat for worker in left for beat in observer.beats_below(worker.child.pid)] if failed else []
-        for worker in failed:
-            if "failed" not in said:
-                said.add("failed")
-                say(f"launch: {worker.job.name} has ended with {worker.ending}; waiting for the others to end")
-            if time.monotonic() - worker.ended_s >= patience.before_stop_s(worker.code, others):
-                return
+        if failed and not said:
+            said = True
+            say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
+        others = [beat for worker in left for beat in observer.beats_of(worker)] if failed else []
+        waited_s = [(time.monotonic() - worker.ended_s, worker.code) for worker in failed]
+        if not left or any(seconds >= patience.before_stop_s(code, others) for seconds, code in waited_s):
+            return
         for worker in left:
-            for pid in set(observer.hanging).intersection(family(worker.child.pid)) - said:
-                said.add(pid)
-                if pid == worker.child.pid:
-                    worker.kill(hangs=observer.hanging[pid])
-                else:  # below Horovod's launcher, which ends all of them when one has ended
-                    say(f"launch: process {pid} hangs, {observer.hanging[pid]}; it is ended")
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-        no_answer_s = time.monotonic() - observer.answered_s
-        if no_answer_s > patience.file_system_s and "file system" not in said:
-            said.add("file system")
-            say(f"launch: the run's file system must answer, got nothing for {no_answer_s:.0f} s; the workers wait too")
+            if observer.hangs(worker):
+                worker.kill(observer.hangs(worker))
         time.sleep(patience.poll_s)
 
 
 def _stop(running: Sequence[_Running], observer: _Observer, patience: Patience) -> None:
     """Ask those that are left to end, and when they have had the time that they need make them."""
-    left, asked_s = _left(running), time.monotonic()
+    left, asked_s = [worker for worker in running if not worker.has_ended()], time.monotonic()
     for worker in left:
         if is_suspended(worker.child.pid):
-            worker.kill(hangs="suspended by a signal")
+            worker.kill("suspended by a signal")
         worker.stopped = True
         worker.child.terminate()
     while left:
         for worker in left:
-            if time.monotonic() - asked_s > patience.before_kill_s(observer.beats_below(worker.child.pid)):
+            if time.monotonic() - asked_s > patience.before_kill_s(observer.beats_of(worker)):
                 worker.kill()
         time.sleep(patience.poll_s)
-        left = _left(left)
-
-
-def _busy(beats: Sequence[Heartbeat]) -> List[Heartbeat]:
-    """Of workers that have something to save."""
-    return [beat for beat in beats if beat.phase not in ("starting", "ended")]
+        left = [worker for worker in left if not worker.has_ended()]
 
 
 def _culprit(running: Sequence[_Running], signals: Sequence[int]) -> Optional[_Running]:
@@ -352,7 +305,6 @@ def _culprit(running: Sequence[_Running], signals: Sequence[int]) -> Optional[_R
     failed = [worker for worker in by_end if worker.failed(signals)]
     of_stopping = (*STOPPED, -signal.SIGKILL)
     own = [w for w in failed if w.hangs or not (w.code == LOST or (w.stopped and w.code in of_stopping))]
-    own += [w for w in failed if w.undying]
     lost = [w for w in failed if w.code == LOST]
     return next(iter(own + lost + failed), None)
 
@@ -374,3 +326,13 @@ def _failure(failed: _Running, running: Sequence[_Running]) -> WorkerFailedError
     )
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
     return WorkerFailedError(problem, code)
+
+
+def _has_work(beat: Heartbeat) -> bool:
+    """Whether a worker has something to save."""
+    return beat.phase not in ("starting", "ended")
+
+
+def _passed_on(number: int) -> int:
+    """What a worker is told when we are told `number`. A closed terminal is a request to end like any other."""
+    return signal.SIGTERM if number == signal.SIGHUP else number

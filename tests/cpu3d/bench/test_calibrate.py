@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
-from cpu3d.bench.calibrate import Event, fit_costs, rows, straight_line
+from cpu3d.bench.calibrate import Event, fit_costs, rows
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import load_constants, shipped_constants
 from memory_estimator.host import read_host
@@ -87,14 +87,6 @@ def test_a_disturbed_calibration_says_so_and_never_replaces_a_quiet_one(fake, ca
     assert fake(0.5, everything=True).name == "0.5"  # the quiet one knows less
 
 
-def test_each_engine_has_a_minute_and_each_dtype_its_share(fake):
-    fake(0.0)
-    assert fake.budgets == [pytest.approx(30, abs=1), pytest.approx(60, abs=1)]
-    fake(0.0, everything=True)
-    assert fake.budgets[2:] == [pytest.approx(120 / left, abs=1) for left in (4, 3, 2, 1)]
-    assert json.loads(fake.out.read_text())["budget_s"] == 120
-
-
 def tiny(dtype):
     unets = [UNetConfig(depth=2, filters=filters, dtype=dtype, policy="speed") for filters in (4, 8)]
     return [{"unet": unet.__dict__, "shape": (16, 16, 16), "steps": steps} for unet, steps in zip(unets, (0, 2))]
@@ -153,13 +145,6 @@ def test_networks_that_were_not_timed_are_left_out_and_none_at_all_is_an_error()
     assert fit_costs([{"rows": [], "ops": 3, "step_s": None}, one]) == fit_costs([one])
     with pytest.raises(ValueError, match="must hold timed steps, got none"):
         fit_costs([{"rows": [], "ops": 3, "step_s": None}])
-
-
-def test_the_runtimes_memory_is_a_line_over_operations_that_never_falls():
-    points = [{"bytes": 600, "ops": 50}, {"bytes": 700, "ops": 100}]
-    assert straight_line(points) == {"bytes": 500, "op_bytes": 2}
-    assert straight_line(points[:1]) == {"bytes": 600, "op_bytes": 0}
-    assert straight_line([points[0], {"bytes": 500, "ops": 100}]) == {"bytes": 550, "op_bytes": 0}
 
 
 # --- Which operation of the step a profiled event belongs to ---

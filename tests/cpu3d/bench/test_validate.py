@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import validate
+from cpu3d.bench import memory
 from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench.memory import configurations, describe
 from cpu3d.bench.tables import page
-from cpu3d.bench.validate import configurations, describe
 from cpu3d.errors import InputError
 from memory_estimator.estimate import Accuracy, Bound
 from memory_estimator.host import read_host
@@ -29,7 +29,7 @@ def measured(monkeypatch):
     """The campaign without its measurements; what was asked for, in order. Every third one fails."""
     asked = []
 
-    def fake(request, threads):
+    def fake(request):
         asked.append(request)
         if len(asked) % 3 == 0:
             raise ProcessFailedError("the measured step must end with a line of JSON, exited with -9 saying: nothing")
@@ -40,15 +40,15 @@ def measured(monkeypatch):
             "process_peak_bytes": 3 * GIB,
             "allocator_peak_bytes": 2 * GIB,
             "moments": [["step", 0, 1]],
-            "threads": {"TF_NUM_INTRAOP_THREADS": str(threads)},
+            "threads": {"TF_NUM_INTRAOP_THREADS": str(request["threads"])},
             "host": read_host().summary(),
         }
         return result, []
 
-    monkeypatch.setattr(validate, "measure_memory", fake)
-    monkeypatch.setattr(validate, "estimate", lambda job, constants: SAID)
-    monkeypatch.setattr(validate, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
-    monkeypatch.setattr(validate, "installed", lambda engine: True)
+    monkeypatch.setattr(memory, "measure_memory", fake)
+    monkeypatch.setattr(memory, "estimate", lambda job, constants: SAID)
+    monkeypatch.setattr(memory, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(memory, "installed", lambda engine: True)
     return asked
 
 
@@ -57,10 +57,10 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(measured, tmp_path,
     assert main(["bench", "validate", "--record", str(record), "--first", "2"]) == 0
     assert len(measured) == 2
 
-    one_more = validate.measure_memory
-    monkeypatch.setattr(validate, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    one_more = memory.measure_memory
+    monkeypatch.setattr(memory, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["bench", "validate", "--record", str(record), "--first", "7"]) == 130
-    monkeypatch.setattr(validate, "measure_memory", one_more)
+    monkeypatch.setattr(memory, "measure_memory", one_more)
 
     assert main(["bench", "validate", "--record", str(record), "--first", "7"]) == 0
     assert len(measured) == 7
@@ -75,7 +75,7 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(measured, tmp_path,
 
 def test_what_does_not_fit_is_left_out_and_not_recorded(measured, tmp_path, monkeypatch, capsys):
     huge = SimpleNamespace(**{**vars(SAID), "upper_bound_bytes": 2**60})
-    monkeypatch.setattr(validate, "estimate", lambda job, constants: huge)
+    monkeypatch.setattr(memory, "estimate", lambda job, constants: huge)
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "2"]) == 0
     assert measured == []
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_left_out_and_not_recorded(measured, tmp_path, monk
 
 
 def test_an_engine_that_is_not_installed_is_left_out(measured, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(validate, "installed", lambda engine: engine == "stock")
+    monkeypatch.setattr(memory, "installed", lambda engine: engine == "stock")
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "4"]) == 0
     assert {request["engine"] for request in measured} == {"stock"}
@@ -96,7 +96,7 @@ def test_what_was_refused_before_a_process_started_is_no_failure_of_the_job(meas
     def refuse(*_):
         raise InputError("something must be otherwise, got this; do that")
 
-    monkeypatch.setattr(validate, "measure_memory", refuse)
+    monkeypatch.setattr(memory, "measure_memory", refuse)
     record = tmp_path / "memory.jsonl"
     assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 2
     assert not record.exists()
@@ -137,15 +137,6 @@ def test_none_or_a_damaged_record_is_refused_before_anything_is_measured(measure
     assert measured == []
 
 
-def test_threads_are_those_of_the_plan_whatever_the_environment_says(measured, tmp_path, monkeypatch):
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
-    record = tmp_path / "memory.jsonl"
-    for _ in range(2):
-        assert main(["bench", "validate", "--record", str(record), "--first", "1"]) == 0
-    assert len(measured) == 1
-    assert read_measured(record)[0].job.threads == read_host().usable_cores
-
-
 ACCURACY = Accuracy("r.jsonl", 3, Bound(0, 0), Bound(0, 0), Bound(0, 0), 0.045, 64 * 2**20)
 
 
@@ -166,22 +157,6 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     assert text.rindex("| 64x64x64") > text.index("## 96^3 voxels and less")
     assert "- 128x128x128 f16 d5 b3/1 c4 k3 float32 itex instance adam: exited with -9" in text
     assert "some CPU, 1 threads, 2026-11-20" in text
-
-
-def test_the_page_says_what_is_demanded_beside_what_was_found():
-    base = Measured(Job(), 1.5, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
-    over = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(batch=2))
-    text = " ".join(page([base, over], compare([base, over], lambda one: SAID), ACCURACY))
-    assert "| allocator peak, median error | 1.0 % | 0.0 % | met |" in text
-    assert "| process peak, worst error | 5.0 % | 25.0 % | **not met** |" in text
-    assert "| peaks above their upper bound | 0 | 1 | **not met** |" in text
-    assert "adds 4.5 % of the peak and 64 MiB" in text
-
-
-def test_a_page_of_nothing_has_no_numbers():
-    text = "\n".join(page([], [], ACCURACY))
-    assert "| all | 0 | - | - | - (-) | - |" in text
-    assert "nan" not in text
 
 
 def test_the_configurations_are_those_of_the_published_record_on_this_host_s_threads():

@@ -1,6 +1,5 @@
 """One pass against windows: distances to tile borders, rows by made-up answers, a real network's seams, bad input."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,9 +16,7 @@ from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_
 from cpu3d.data.region import whole
 from cpu3d.data.sampling import patch_grid
 from cpu3d.inference.runs import Inference
-from cpu3d.settings import load_config, save_config
 from cpu3d.util.records import read_records
-from models.config import UNetConfig
 
 MIB = 2**20
 HOST = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
@@ -30,20 +27,6 @@ WAYS = {
 }
 
 # --- Distances ---
-
-
-@pytest.mark.parametrize(
-    ("patch", "overlap", "expected"),
-    [
-        (4, 0.0, [3, 2, 1, 0, 0, 1, 2, 3]),  # | 0 1 2 3 | 4 5 6 7 |: the outer faces are no borders
-        (4, 0.5, [1, 0, 0, 0, 0, 0, 0, 1]),  # tiles 0..3, 2..5, 4..7: planes before 2, 4 and 6
-        (8, 0.5, [8] * 8),  # a single tile has none
-        (10, 0.5, [8] * 8),  # nor has one that reaches outside
-    ],
-)
-def test_distances_along_one_axis(patch, overlap, expected):
-    tiles = patch_grid(whole((8, 1, 1)), (patch, 1, 1), overlap)
-    assert border_distance((8, 1, 1), tiles)[:, 0, 0].tolist() == expected
 
 
 @settings(max_examples=40)
@@ -225,10 +208,3 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny_run, arguments, m
     (tiny_run / "checkpoints" / "best.npz").touch()
     assert main(["bench", "windows", "--run", str(tiny_run), *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_run_at_less_resolution_is_refused(tiny_run, capsys):
-    config = load_config(tiny_run)
-    save_config(dataclasses.replace(config, resolution=0.5, unet=UNetConfig(depth=3)), tiny_run)
-    assert main(["bench", "windows", "--run", str(tiny_run)]) == 2
-    assert "must be at full resolution, got 0.5" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Tuple
 import pytest
 
 from cpu3d.compare import run as compare_run
-from cpu3d.compare.run import RunDivergedError, RunFailedError
+from cpu3d.compare.run import RunFailedError
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.settings import load_config, save_config
 from tests.cpu3d.compare import stand_in
@@ -103,8 +103,8 @@ def stage(make_run, monkeypatch) -> Stage:
     def call(command, log, label, *, run=None):
         code = stand_in.main(template, *command)
         if code:
-            error = RunDivergedError if code == 4 else RunFailedError
-            raise error(f"{label} must end well", code, f"{command[0]} {'diverged' if code == 4 else 'failed'}")
+            why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
+            raise RunFailedError(f"{label} must end well", code, why)
 
     monkeypatch.setattr(compare_run, "_call", call)
     return Stage(template.parent, ())

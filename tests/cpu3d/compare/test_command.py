@@ -11,7 +11,7 @@ import pytest
 
 from cpu3d.compare import command, report
 from cpu3d.compare.report import comparisons_markdown
-from cpu3d.compare.run import RunDivergedError
+from cpu3d.compare.run import RunFailedError
 from cpu3d.errors import InputError
 from cpu3d.settings import load_config
 from cpu3d.util.records import read_records
@@ -285,7 +285,7 @@ def test_a_chosen_rate_that_diverges_in_full_length_makes_place_for_the_next_bes
 
 def test_a_study_whose_every_rate_diverges_in_full_length_fails(study, stage):
     stage.tell("fail", "r1* 4 loss must be finite")
-    with pytest.raises(RunDivergedError):
+    with pytest.raises(RunFailedError):
         study("--resolutions", "1")
     tried = [call for call in stage.calls() if call.startswith("train r")]
     assert tried == [f"train r1-b1-lr{rate}-seed0" for rate in ("0.002", "0.001", "0.004")], "from the best on"
@@ -345,6 +345,9 @@ STORE = ["--store", "s"]
         ([*STORE, "--seeds", "1", "1"], ["--seeds"]),
         ([*STORE, *VARIANTS, *VARIANTS], ["--variant", "--variant"]),
         ([*STORE, "--tolerance", "nan"], ["tolerance"]),
+        ([*STORE, "--voxels", "0"], ["voxels"]),
+        ([*STORE, "--minutes", "inf"], ["minutes"]),
+        ([*STORE, "--epochs", "3", "--minutes", "10"], ["the"]),
         (["--runs", "a", "--epochs", "3", "--resolutions", "1", *VARIANTS], ["--epochs", "--variant", "--resolutions"]),
         ([*STORE, "--batches", "1", "--search-factors", "1", "2"], ["--batches", "--search-factors"]),
         (

@@ -7,7 +7,6 @@ import pytest
 from cpu3d.compare.plan import (
     Budget,
     Variant,
-    budget_of,
     courses,
     grouped,
     half,
@@ -22,17 +21,6 @@ from cpu3d.settings import chosen_settings
 from cpu3d.training.train import add_arguments
 from cpu3d.util.lock import locked
 from tests.cpu3d.runs import decided
-
-
-@pytest.mark.parametrize("amount", [0, -1, float("nan"), float("inf")])
-def test_a_budget_that_is_none_is_refused(amount):
-    with pytest.raises(InputError, match="--voxels must be positive"):
-        budget_of(None, amount, None, 100)
-
-
-def test_two_budgets_are_refused():
-    with pytest.raises(InputError, match="--epochs and --minutes"):
-        budget_of(3, None, 10, 100)
 
 
 @pytest.mark.parametrize(
@@ -213,16 +201,6 @@ def test_a_run_that_is_being_trained_is_refused(make_run):
     folders = [make_run("whole"), make_run("other", learning_rate=0.5)]
     with locked(folders[1], "run"), pytest.raises(InputError, match=r"other-seed0 must be written by one process"):
         grouped(folders)
-
-
-def test_unequal_budgets_are_refused_unless_time_was_equal(make_run):
-    """Steps of 1.5 s and a first one of 9 s."""
-    whole, long = make_run("whole", step_s=1.5), make_run("long", learning_rate=0.5, step_s=3.0, batch=2)
-    with pytest.raises(InputError, match=r"must have had one budget, got 0\.03277 million voxels in 18 s in .*long"):
-        grouped([whole, long])
-    assert len(grouped([whole, long], force=True)) == 2
-    same_time = make_run("other", learning_rate=0.1, batch=2)
-    assert len(grouped([whole, same_time])) == 2
 
 
 @pytest.mark.parametrize(

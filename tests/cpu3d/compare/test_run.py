@@ -14,7 +14,6 @@ from cpu3d.compare import run as compare_run
 from cpu3d.compare.run import (
     Evaluation,
     PlannedRun,
-    RunDivergedError,
     RunFailedError,
     Trial,
     by_dice,
@@ -64,7 +63,7 @@ def test_a_failed_run_stops_all_with_its_last_words_and_where_they_are(processes
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
     assert processes.calls() == ["train a"]
     processes.tell("fail", "a 4 loss must be finite, got nan")
-    with pytest.raises(RunDivergedError, match="be finite, got nan") as caught:
+    with pytest.raises(RunFailedError, match="be finite, got nan") as caught:
         carry_out(planned(out, "a"), tmp_path / "store", out)
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
 
@@ -144,7 +143,7 @@ def test_the_rest_is_done_where_that_is_asked_for_unless_all_fail(stage, tmp_pat
 def test_a_diverged_run_is_not_trained_again_to_find_out(stage, tmp_path):
     stage.tell("fail", "a 4 loss must be finite")
     for _ in range(2):
-        with pytest.raises(RunDivergedError) as caught:
+        with pytest.raises(RunFailedError) as caught:
             carry_out(planned(tmp_path, "a"), tmp_path / "store", tmp_path)
         assert (caught.value.run.variant, caught.value.why) == ("a", "train diverged")
         stage.tell("fail", "nobody 0 ")

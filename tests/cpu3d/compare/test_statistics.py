@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import numpy as np
@@ -12,7 +11,7 @@ from cpu3d.compare.statistics import (
     Point,
     bootstrap_mean,
     compare,
-    difference_from_json,
+    counts,
     paired_difference,
     read_run,
     seed_bound,
@@ -25,27 +24,25 @@ BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases
 
 def test_a_constant_shift_is_that_difference_with_an_interval_of_no_width():
     found = paired_difference(BASE - 0.125, BASE)
-    assert (found.mean, found.interval) == (-0.125, (-0.125, -0.125))
-    assert (found.better, found.worse, found.equal) == (0, 3, 0)
-    assert (found.seeds, found.cases) == (2, 3)
-    assert found.is_clear
-    content = json.loads(json.dumps(dataclasses.asdict(found)))
-    assert difference_from_json(content) == found
-    del content["seed_bound"]  # as records from before had it
-    assert not difference_from_json(content).is_clear
+    assert (found["mean"], found["interval"]) == (-0.125, (-0.125, -0.125))
+    assert (found["better"], found["worse"], found["equal"]) == (0, 3, 0)
+    assert (found["seeds"], found["cases"]) == (2, 3)
+    assert counts(found)
+    del found["seed_bound"]  # as records from before had it
+    assert not counts(found)
 
 
 def test_a_single_pair_has_no_interval_and_does_not_count():
     found = paired_difference([[0.5]], [[0.25]])
-    assert (found.mean, found.interval, found.is_clear) == (0.25, None, False)
+    assert (found["mean"], found["interval"], counts(found)) == (0.25, None, False)
 
 
 def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are_better():
     shift = np.array([[1.0, -1.0, 2.0], [-1.0, -1.0, 1.0]])
     larger, smaller = (paired_difference(BASE + shift, BASE, larger_is_better=way) for way in (True, False))
-    assert (larger.better, larger.worse, larger.equal) == (1, 1, 1)
-    assert (smaller.better, smaller.worse, smaller.equal) == (1, 1, 1)
-    assert paired_difference(BASE + 1, BASE, larger_is_better=False).worse == 3
+    for found in (larger, smaller):
+        assert (found["better"], found["worse"], found["equal"]) == (1, 1, 1)
+    assert paired_difference(BASE + 1, BASE, larger_is_better=False)["worse"] == 3
 
 
 def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
@@ -92,11 +89,11 @@ def test_a_difference_that_seeds_alone_may_make_does_not_count():
     """Three seeds are all better, by 0.1, 0.2 and 0.6: the interval leaves out 0, but Student's t is 0.657."""
     differences = np.array([[0.1], [0.2], [0.6]]) + np.zeros((1, 4))
     found = paired_difference(differences, np.zeros((3, 4)))
-    assert found.interval[0] > 0
-    assert found.mean == pytest.approx(0.3)
-    assert found.seed_bound == pytest.approx(2.4841 * 0.264575, rel=1e-3)
-    assert not found.is_clear
-    assert paired_difference(differences + 1, np.zeros((3, 4))).is_clear
+    assert found["interval"][0] > 0
+    assert found["mean"] == pytest.approx(0.3)
+    assert found["seed_bound"] == pytest.approx(2.4841 * 0.264575, rel=1e-3)
+    assert not counts(found)
+    assert counts(paired_difference(differences + 1, np.zeros((3, 4))))
 
 
 def results(make_run, **shifts):
@@ -107,38 +104,33 @@ def results(make_run, **shifts):
     ]
 
 
-def test_runs_that_are_alike_do_not_differ(make_run):
-    found = compare(results(make_run, whole=0, same=0))
-    one = found.differences["same"][MEAN]["dice"]
-    assert (found.baseline, one.mean, one.interval, one.equal) == ("whole", 0, (0, 0), 2)
-
-
 def test_the_first_variant_is_what_others_are_paired_with(make_run):
-    found = compare(results(make_run, whole=0, off=1))
-    one = found.differences["off"]["ET"]
-    assert (one["dice"].mean, one["dice"].interval, one["dice"].worse) == (-1, (-1, -1), 2)
-    assert (one["hd95_mm"].mean, one["hd95_mm"].worse) == (1, 2), "a voxel of 1 mm along X"
-    assert found.cost("off", "train_peak_bytes") == 3 * 2**30
-    json.dumps(found.to_json(), allow_nan=False)
+    found = compare(results(make_run, whole=0, same=0, off=1)).to_json()
+    same, off = found["differences"]["same"][MEAN]["dice"], found["differences"]["off"]["ET"]
+    assert (found["baseline"], same["mean"], same["interval"], same["equal"]) == ("whole", 0, (0, 0), 2)
+    assert (off["dice"]["mean"], off["dice"]["interval"], off["dice"]["worse"]) == (-1, (-1, -1), 2)
+    assert (off["hd95_mm"]["mean"], off["hd95_mm"]["worse"]) == (1, 2), "a voxel of 1 mm along X"
+    assert found["variants"]["off"]["costs"]["train_peak_bytes"] == 3 * 2**30
+    json.dumps(found, allow_nan=False)
 
 
-def test_only_seeds_that_both_have_are_paired(make_run):
-    runs = results(make_run, whole=0, off=1)
-    assert compare(runs[:3]).differences["off"]["WT"]["dice"].seeds == 1
-    assert compare([runs[0], *runs[2:]]).differences["off"]["WT"]["dice"].seeds == 1
+def test_only_seeds_that_both_have_are_paired_and_failed_runs_are_named(make_run):
+    def seeds(*found, **more):
+        return compare(found, **more).to_json()["differences"]["off"]["WT"]["dice"]["seeds"]
+
+    whole, more, off, least = results(make_run, whole=0, off=1)
+    assert seeds(whole, more, off) == seeds(whole, off, least) == 1
     with pytest.raises(InputError, match=r"off must share a seed with whole, got \[1\] and \[0\]"):
-        compare([runs[0], runs[3]])
-
-
-def test_failed_runs_are_told_and_the_others_compared(make_run):
-    runs = results(make_run, whole=0, off=1)
+        compare([whole, least])
     lost = [Failed("off", 0, "train diverged")]
-    found = compare([*runs[:2], runs[3]], baseline="whole", failed=lost)
-    assert found.differences["off"]["WT"]["dice"].seeds == 1
-    assert found.to_json()["failed"] == ["off, seed 0, is left out: train diverged."]
-    found = compare([runs[0], runs[3]], baseline="whole", failed=[*lost, Failed("whole", 1, "train diverged")])
-    assert found.variants == ["whole"]
-    assert str(found.failed[-1]) == "off, seed 1, is left out: whole has no such seed."
+    assert seeds(whole, more, least, baseline="whole", failed=lost) == 1
+    found = compare([whole, least], baseline="whole", failed=[*lost, Failed("whole", 1, "train diverged")])
+    assert list(found.runs) == ["whole"]
+    assert [str(one) for one in found.failed] == [
+        "off, seed 0, is left out: train diverged.",
+        "whole, seed 1, is left out: train diverged.",
+        "off, seed 1, is left out: whole has no such seed.",
+    ]
 
 
 def test_without_a_baseline_there_is_nothing_to_compare(make_run):

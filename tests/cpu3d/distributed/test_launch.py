@@ -48,17 +48,14 @@ PLANS = [
     ({"hosts": "fd00::1,fd00::2", "workers": 1, "host_index": 0}, {}, 2,
      ["[fd00::1]:29500", "[fd00::2]:29500"], (0,), "--hosts"),
     ({}, TF, 4, ["a:1", "b:1"], (1,), "TF_CONFIG"),
-    ({"workers": 1}, TF, 4, ["a:1", "b:1"], (1,), "TF_CONFIG"),
     ({"hosts": "c,d", "workers": 1, "host_index": 0}, TF, 2, ["c:29500", "d:29500"], (0,), "--hosts"),
     ({}, {**TF, **slurm("n[1-2]", "1(x2)", 0)}, 2, ["a:1", "b:1"], (1,), "TF_CONFIG"),
     # each task of srun starts the workers of its host
     ({}, slurm("n[1-2]", "1(x2)", 0), 2, N1 + N2, (0, 1), "Slurm"),
     ({}, slurm("n[1-2]", "1(x2)", 1), 2, N1 + N2, (2, 3), "Slurm"),
-    ({"workers": 1}, slurm("n[1-2]", "1(x2)", 1), 2, [N1[0], N2[0]], (1,), "Slurm"),
     # each task of srun is a worker
     ({}, slurm("n[1-2]", "2(x2)", 2), 2, N1 + N2, (2,), "Slurm"),
     ({"workers": 1, "port": 7000}, slurm("n1", "2", 1), 2, ["n1:7000", "n1:7001"], (1,), "Slurm"),
-    ({}, slurm("n1", "2", 1, SLURM_STEP_RESV_PORTS="9000-9001"), 2, ["n1:9000", "n1:9001"], (1,), "Slurm"),
     ({}, slurm("n1", "2", 1, SLURM_STEP_RESV_PORTS="9000"), 2, ["n1:9000", "n1:9001"], (1,), "Slurm"),
 ]  # fmt: skip
 
@@ -67,7 +64,7 @@ PLANS = [
 def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, found):
     plan = plan_of(environ, sockets, **options)
     assert list(plan.cluster.addresses) == addresses
-    assert (plan.ranks, plan.found) == (ranks, found)
+    assert (tuple(plan.ranks), plan.found) == (ranks, found)
     assert plan.cluster.rank == ranks[0]
     for rank in ranks:
         told = plan.environ_of(rank, {**TF, "HOROVOD_RANK": "3", "HOME": "/"})
@@ -98,19 +95,6 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
 def test_what_does_not_agree_is_refused(options, environ, said):
     with pytest.raises(InputError, match=said):
         plan_of(environ, **options)
-
-
-def test_workers_with_cpus_of_their_own_share_with_nobody():
-    bound = {"SLURM_CPU_BIND_LIST": "0x3,0xC"}
-    assert plan_of({**slurm("n1", "2", 1), **bound}).sharing_here == 1
-    assert plan_of(slurm("n1", "2", 1)).sharing_here == 2
-    assert plan_of({**slurm("n1", "1", 0), **bound}, 3).sharing_here == 3
-
-
-def test_a_batch_script_that_leaves_hosts_idle_is_told_so():
-    script = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}
-    assert plan_of(script, workers=1).note.startswith("the job has 2 other hosts, which srun")
-    assert plan_of(workers=1).note == ""
 
 
 # --- The launch ---
@@ -174,18 +158,6 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert told.endswith(f"logs in {tmp_path / 'run' / 'logs'}")
 
 
-def test_under_tf_config_a_launch_is_that_worker(program, tmp_path, monkeypatch, capsys):
-    content = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(content))
-    (port,) = launch.free_ports(1)
-    content["cluster"]["worker"][1] = f"b:{port}"
-    monkeypatch.setenv("TF_CONFIG", json.dumps(content))
-    launched(*train(tmp_path, "--batch", 2))
-    assert os.listdir(tmp_path / "run" / "logs") == ["worker-1.log"]
-    assert "worker 1 of 2" in (tmp_path / "run" / "logs" / "worker-1.log").read_text()
-    assert "worker 1 of 2" not in capsys.readouterr().err, "it is not the chief"
-
-
 def test_the_exit_code_is_the_failing_workers(program, tmp_path):
     (tmp_path / "ends").write_text('{"0": 6, "1": 4}')
     with pytest.raises(WorkerFailedError, match=r"worker 1 on .* got exit code 4 \(it diverged\)") as caught:
@@ -216,11 +188,8 @@ def test_options_of_train_are_read_before_anything_starts(program, tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "workers"), [("small-1x2", 1), ("xeon-2x28", 2), ("paper-4x20", 4),
-                                               ("amx-2x60-snc4", 2), ("container-7-of-64", 1)])  # fmt: skip
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys, name, workers, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
+@pytest.mark.parametrize(("name", "workers"), [("small-1x2", 1), ("paper-4x20", 4), ("container-7-of-64", 1)])
+def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys, name, workers):
     monkeypatch.setattr(launch, "read_topology", lambda: pytest.fail("this host was read"))
     assert launched("--dry-run", "--on-host", name, *train(ROOT / "none-such", "--batch", 4)) == 0
     told = capsys.readouterr().out
@@ -229,14 +198,7 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
     assert f"{topology.host.usable_cores // workers} " in told
     assert told.count("-m cpu3d train") == workers
     assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)
-    for line in told.splitlines():
-        assert len(line) <= columns or "cpu3d train" in line
     assert not (ROOT / "none-such").exists()
-
-
-def test_the_example_hosts_are_told(alone, capsys):
-    assert launched("--dry-run", "--on-host", "list") == 0
-    assert "paper-4x20" in capsys.readouterr().out
 
 
 def test_horovod_is_started_by_its_own_launcher(alone, program, tmp_path, capsys, monkeypatch):

@@ -6,7 +6,7 @@ from cpu3d.errors import InputError
 GIB = 2**30
 
 
-def choose(asked="auto", kind="ext4", needed=10, free=100, patches=True):
+def choose(asked=None, kind="ext4", needed=10, free=100, patches=True):
     return choose_read_mode(asked, file_system=kind, needed_bytes=needed * GIB, free_bytes=free * GIB, patches=patches)
 
 

@@ -175,10 +175,10 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
     prepare(dataset, store, **THIRDS)
     before = content_of(store)
     other = decathlon(tmp_path / "other", 4, name="SPLEEN")
-    with pytest.raises(InputError, match="name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
+    with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
         prepare(other, store, **THIRDS)
     (store / "manifest.json").unlink()
-    with pytest.raises(InputError, match="name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
+    with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
         prepare(other, store, **THIRDS)
     (store / "manifest.json").write_text(json.dumps({"schema": 7}))
     with pytest.raises(InputError, match="schema 2, got 7"):
