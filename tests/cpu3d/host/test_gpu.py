@@ -1,4 +1,4 @@
-"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is told."""
+"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is given."""
 
 import dataclasses
 import stat
@@ -181,7 +181,7 @@ def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
         pick_device(asked, "patch", gpus)
 
 
-# --- What TensorFlow is told ---
+# --- What TensorFlow is given ---
 
 
 class FakeTensorFlow:
