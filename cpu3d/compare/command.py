@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare_folders(options)
     common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
     refuse("compare", common)
-    return _train_and_compare(options, common, args.recipe, settings.get("epochs"))
+    return _train_and_compare(options, common, getattr(args, "recipe", None), settings.get("epochs"))
 
 
 # --- Private helpers ---

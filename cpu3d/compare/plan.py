@@ -175,7 +175,7 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
         args = parser.parse_args(shlex.split(options))
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    own, recipe = chosen_settings(args), args.recipe or recipe
+    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
     refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accuracy
-from memory_estimator.job import Job
+from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import with_policy
 from memory_estimator.step.program import Moment, Tensor, Timeline
 from memory_estimator.step.timing import step_seconds
