@@ -42,7 +42,6 @@ from cpu3d.compare.plan import (
     merged,
     parse_variant,
     planned_run,
-    planned_runs,
     refuse,
     resolve_variants,
     usual_variants,
@@ -219,7 +218,9 @@ def _train_and_compare(options: Options, common: Json, recipe: Optional[str], ep
             of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
             runs += of_arm
         if not is_study:
-            runs = planned_runs(kept, out)
+            # Seed by seed, so that what is there when a long comparison is cut off can be compared.
+            order = itertools.product(kept.seeds, kept.plan)
+            runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
             failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
         lost = {(one.variant, one.seed) for one in failed}
         results = [
@@ -240,7 +241,7 @@ def _planned(
     There can always be more seeds, and in a study more resolutions, batches and rates.
     """
     asked: Json = {"split_hash": store.manifest.split_hash, "validations": options.validations}
-    asked["evaluation"] = vars(evaluation)
+    asked["evaluation"] = evaluation._asdict()
     if not options.resolutions:
         variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
         variants = variants or usual_variants(common, recipe, store)
@@ -305,7 +306,7 @@ def _warn(split: str) -> None:
 def _compare_folders(options: Options) -> int:
     found = grouped([folder.resolve() for folder in options.runs], force=options.force)
     evaluation = Evaluation(options.split, options.tolerance)
-    asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": vars(evaluation)}
+    asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": evaluation._asdict()}
     for variant, seed, folder in found:
         Console(stderr=True).print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
     _warn(options.split)

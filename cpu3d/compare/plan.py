@@ -366,12 +366,6 @@ def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) ->
 # --- Runs ---
 
 
-def planned_runs(kept: Kept, out: Path) -> List[PlannedRun]:
-    """All runs, seed by seed, so that what is there when a long comparison is cut off can be compared."""
-    minutes = kept.asked["budget"]["amount"]  # of that kind where a course has no steps
-    return [planned_run(course, seed, out, minutes=minutes) for seed in kept.seeds for course in kept.plan]
-
-
 def planned_run(
     course: Course, seed: int, out: Path, *, minutes: float = 0.0, rate: Optional[float] = None, search: bool = False
 ) -> PlannedRun:
