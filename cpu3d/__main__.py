@@ -14,9 +14,9 @@ from memory_estimator.schema import OptionError
 
 COMMANDS = {
     "demo": "cpu3d.demo",
-    "phantom": "cpu3d.data.phantom",
-    "prepare": "cpu3d.data.prepare",
-    "store": "cpu3d.data.upkeep.command",
+    "phantom": "cpu3d.data.stores.phantom",
+    "prepare": "cpu3d.data.stores.prepare",
+    "store": "cpu3d.data.stores.command",
     "train": "cpu3d.training.train",
     "launch": "cpu3d.distributed.launch",
     "status": "cpu3d.report.status",

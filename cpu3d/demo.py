@@ -11,10 +11,12 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional
 
 from cpu3d.distributed.cluster import VARIABLES
+from memory_estimator.schema import add_options, from_args, option
 from models.config import POLICIES
 
 CASES = 12
@@ -24,10 +26,17 @@ BUDGET_MINUTES = 4
 """For the training's steps, so that a slow host ends within 10 minutes: it takes fewer of them."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """Command-line options of `demo`."""
+
+    out: Path = option(Path("demo"), "folder to write", "DIR")
+    smoke: bool = option(False, "small volumes and a small network")
+    policy: Optional[str] = option(None, "memory policy of the run (default: what `train` picks)", choices=POLICIES)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder to write (default: demo)")
-    parser.add_argument("--smoke", action="store_true", help="small volumes and a small network")
-    parser.add_argument("--policy", choices=POLICIES, help="memory policy of the run (default: what `train` picks)")
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     for name in VARIABLES:  # left over, it would make the training one of several that nobody has started
         os.environ.pop(name, None)
-    for command in commands(args.out / "smoke" if args.smoke else args.out, args.smoke, args.policy):
+    options = from_args(Options, args)
+    out = options.out / "smoke" if options.smoke else options.out
+    for command in commands(out, options.smoke, options.policy):
         print(f"\n$ ./run.sh {shlex.join(command)}", file=sys.stderr, flush=True)
         code = main(command)
         if code:

@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of, network_grid
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
 from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.recipes import RECIPES
 from cpu3d.settings import (
     AUTO,
     RATE_SCALES,
@@ -32,7 +30,9 @@ from cpu3d.settings import (
     RunConfig,
     config_from_json,
     differences,
+    left_open,
     load_config,
+    recipe_config,
     with_settings,
 )
 from cpu3d.util.atomic import write_json
@@ -213,7 +213,7 @@ def make_plan(
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     config = _decided(store, host, settings, recipe, saved, gpus, workers)
     asked = settings.get("device", saved.device if saved else AUTO)
-    unused = why_no_card(asked, config.mode, gpus) if config.device == "cpu" else []
+    unused = why_no_card(left_open(asked), config.mode, gpus) if config.device == "cpu" else []
     reasons = dict(zip(["device"], unused))
     pick = settings.get("policy", saved.unet.policy if saved else AUTO) == AUTO
     plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons)
@@ -397,7 +397,7 @@ def _decided(
     workers: int,
 ) -> RunConfig:
     """Every setting but the memory policy of a new run."""
-    start = saved if saved is not None and recipe is None else RECIPES[recipe or "brats-regions"]()
+    start = saved if saved is not None and recipe is None else recipe_config(recipe)
     if saved and "micro_batch" not in settings:
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:
@@ -493,7 +493,7 @@ def _for_host(
 ) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
     own = saved.device if saved else config.device if config.device != "cpu" else AUTO
-    device = pick_device(settings.get("device", own), config.mode, gpus)
+    device = pick_device(left_open(settings.get("device", own)), config.mode, gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
     dtype = settings.get("dtype") or (saved.unet.dtype if saved else AUTO)

@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import EXTENTS
-from cpu3d.data.files.read_mode import READ_MODES
-from cpu3d.data.folds import parse_fold
+from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.region import EXTENTS
+from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import OPTIMIZERS, Architecture, check_micro_batch, micro_of
+from memory_estimator.job import DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from memory_estimator.schema import add_options, check, given, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
 
 AUTO = "auto"
 """What an option says that `cpu3d.plan` decides."""
+
+
+def left_open(value: Optional[str]) -> Optional[str]:
+    """`value`, or None where it is AUTO: what decides takes None for nothing said."""
+    return None if value == AUTO else value
+
 
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
@@ -82,7 +88,10 @@ class RunConfig:
     channels: Tuple[str, ...] = option((), "image channels to use, such as FLAIR; default: all", "NAME", group="data")
     regions: Tuple[str, ...] = option((), "regions to learn, such as WT; default: all", "NAME", group="data")
     read_mode: str = option(
-        AUTO, "how files are read; auto: with pread from a network, else mmap", choices=READ_MODES, group="data"
+        AUTO,
+        "how files are read; auto: with pread from a network, else mmap",
+        choices=(AUTO, *READ_MODES),
+        group="data",
     )
     fold: str = option("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K", group="data")
     """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
@@ -156,7 +165,7 @@ class RunConfig:
     """On a CPU the bits are the same without."""
     seed: int = option(0, "of weights, order and augmentation", "S", group="training")
     """The split has the store's own."""
-    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=ENGINES, group="training")
+    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES), group="training")
 
     def __post_init__(self):
         check(self, InputError)
@@ -216,6 +225,9 @@ class Network(Architecture):
 class Shorthand:
     """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
 
+    recipe: Optional[str] = option(
+        None, f"settings to start from (default: {DEFAULT_RECIPE})", choices=sorted(RECIPES), group="data"
+    )
     patch: Optional[Tuple[int, int, int]] = option(
         None,
         "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
@@ -251,18 +263,22 @@ DECLARED = (RunConfig, Shorthand, Network, AugmentConfig)
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
-    from cpu3d.recipes import RECIPES, overview  # a recipe is a RunConfig
-
-    parser.epilog = overview()
-    parser.add_argument("--recipe", choices=sorted(RECIPES), help="settings to start from (default: brats-regions)")
+    lines = [f"  {name:13}  {recipe.summary}" for name, recipe in RECIPES.items()]
+    parser.epilog = "\n".join(["recipes (their costs and scores are in memory_estimator/job.py):", *lines])
     add_options(parser, *DECLARED, group="network")
 
 
+def recipe_config(name: Optional[str]) -> RunConfig:
+    """The settings of a recipe, by default of DEFAULT_RECIPE; dtype and grid follow from host and store."""
+    recipe = RECIPES[name or DEFAULT_RECIPE]
+    names = ("unet", "batch", "micro_batch", "optimizer")
+    return with_settings(RunConfig(**{one: getattr(recipe.job, one) for one in names}), recipe.settings)
+
+
 def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
-    """The settings that were given on the command line, by their fields' names in DECLARED."""
-    found: Dict[str, Any] = {}
-    for cls in DECLARED:
-        found.update(given(cls, args))
+    """The settings that were given on the command line, by their fields' names in DECLARED; the recipe is none."""
+    found = {name: value for cls in DECLARED for name, value in given(cls, args).items()}
+    found.pop("recipe", None)
     return found
 
 

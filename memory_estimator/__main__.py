@@ -25,7 +25,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
@@ -142,20 +142,20 @@ def size_lines(
     divisor = job.unet.divisor
     grids = sorted({(-(-side // divisor) * divisor,) * 3 for side in sides})
 
-    def line(name: str, of: Job) -> SizeLine:
-        alike = [one for one in measured if not one.failure and _settings(one.job) == _settings(of)]
-        return SizeLine(
-            name,
-            tuple((math.prod(grid), predict(dataclasses.replace(of, shape=grid))) for grid in grids),
-            tuple((math.prod(one.job.shape), one.process_peak_bytes) for one in alike),
-        )
+    def settings(of: Job) -> Job:
+        unet = dataclasses.replace(of.unet, seed=0)
+        return Job(unet, (unet.divisor,) * 3, of.micro, of.micro, of.optimizer, of.engine)
 
-    parts = f", {job.micro} at a time" if job.parts > 1 else ""
+    def line(name: str, of: Job) -> SizeLine:
+        points = [(math.prod(grid), predict(dataclasses.replace(of, shape=grid))) for grid in grids]
+        alike = [one for one in measured if not one.failure and settings(one.job) == settings(of)]
+        return SizeLine(name, points, [(math.prod(one.job.shape), one.process_peak_bytes) for one in alike])
+
     by_batch = [line(f"batch {n}", dataclasses.replace(job, batch=n, micro_batch=n)) for n in BATCHES]
     by_filters = [line(f"{n} filters", job.with_unet(filters=n)) for n in FILTERS]
     return [
         (f"by batch at once, {job.unet.filters} filters", by_batch),
-        (f"by filters, batch {job.batch}{parts}", by_filters),
+        (f"by filters, batch {job.batch}, {job.micro} at a time", by_filters),
     ]
 
 
@@ -186,55 +186,45 @@ def _answer(args: argparse.Namespace) -> int:
         return _answer_for_hosts(args, scaling, job, price, constants, share)
     memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
-    picked = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else ""
     asked = choice.estimate if choice else price(job)
     job = asked.job
-    fits = asked.upper_bound_bytes <= memory_bytes
-    advice = planner.advice(asked, price, memory_bytes)
-    notes = notes_on_run(options.run) if options.run else []
-    caveats = asked.constants.for_threads(job.threads).caveats(None if named else host())
-    plans, savings = [], []
+    content: Dict[str, Any] = {
+        **asked.to_json(),
+        "host_memory_bytes": memory_bytes,
+        "fits": asked.upper_bound_bytes <= memory_bytes,
+        "advice": planner.advice(asked, price, memory_bytes),
+        "policy": {
+            "name": job.policy,
+            "picked": bool(choice),
+            "reason": choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given",
+        },
+        "notes": notes_on_run(options.run) if options.run else [],
+    }
+    content["constants"]["caveats"] = asked.constants.for_threads(job.threads).caveats(None if named else host())
+    tables = []
     if options.plan:
-        plans = [planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in POLICIES]
+        plans = {policy: planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in POLICIES}
+        content["plan"] = [
+            {"policy": policy, **{name: one and planner.figures(one) for name, one in found.items()}}
+            for policy, found in plans.items()
+        ]
         # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is.
         savings = planner.savings(job, price, ENGINES if installed_engine() == "itex" else ("stock",))
-    patch = planner.largest_patch(job, gpu_bytes) if gpu_bytes else None
+        content["savings"] = [one.to_json() for one in savings]
+        tables += [_plan_table(plans, memory_bytes), _savings_table(savings, asked)]
+    if gpu_bytes:
+        patch = planner.largest_patch(job, gpu_bytes)
+        content["gpu"] = patch and _patch(patch, job)
+        tables.append(_patch_table(content["gpu"], gpu_bytes))
     if options.picture:
         measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
         panels = size_lines(job, lambda one: price(one).process_peak_bytes, measured)
         _write_picture(options.picture, draw_sizes(panels, title=job.describe(), host_bytes=memory_bytes))
     if options.json:
-        content = {**asked.to_json(), "host_memory_bytes": memory_bytes, "fits": fits, "advice": advice}
-        content["policy"] = {"name": job.policy, "picked": bool(choice), "reason": picked or "given"}
-        content["constants"]["caveats"] = caveats
-        content["notes"] = notes
-        if options.plan:
-            content["plan"] = [one.to_json() for one in plans]
-            content["savings"] = [one.to_json() for one in savings]
-        if gpu_bytes:
-            content["gpu"] = patch and patch.to_json()
         print(json.dumps(content))
-        return FITS if fits else DOES_NOT_FIT
-    console = new_console()
-    console.print(job.describe())
-    if picked:
-        console.print(f"policy {job.policy} picked: {picked}")
-    for table in _tables(asked):
-        console.print(table.rich())
-    of = asked.constants
-    console.print(f"errors: {asked.accuracy.basis}")
-    console.print(f"speed and baseline: {'; '.join((f'{of.origin}, {of.name}', *caveats))} ({of.record})")
-    statistics = statistics_note(job.unet.norm, job.batch, job.micro)
-    for note in (*([STORE_NOTE] if job.from_store else []), *notes, *([statistics] if statistics else [])):
-        console.print(f"note: {note}")
-    console.print(verdict(asked, memory_bytes, whose))
-    for line in advice:
-        console.print(f"  {line}")
-    for table in _plan_tables(plans, savings, asked, memory_bytes) if options.plan else ():
-        console.print(table.rich())
-    if gpu_bytes:
-        console.print(_patch_table(patch, gpu_bytes).rich())
-    return FITS if fits else DOES_NOT_FIT
+    else:
+        _print(asked, content, tables, verdict(asked, memory_bytes, whose))
+    return FITS if content["fits"] else DOES_NOT_FIT
 
 
 def _answer_for_hosts(
@@ -248,8 +238,7 @@ def _answer_for_hosts(
     """Time on several hosts. Memory is looked at where that of a host was given: this one's says nothing of it."""
     price_of_worker = price_of_one(price, options.most_workers)
     if worker_memory_bytes and policy_is_open(args):
-        policy = planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy
-        job = planner.with_policy(job, policy)
+        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy)
     request = scaling_report.request_from(options, price(job), constants.of(job.engine, job.unet.dtype))
     worker = price_of_worker(job)
     fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
@@ -265,77 +254,88 @@ def _answer_for_hosts(
     return FITS if fits else DOES_NOT_FIT
 
 
-def _tables(asked: Estimate) -> List[Table]:
-    """The bill, the predictions with their errors, and the largest tensors."""
-    bound, time = asked.accuracy, asked.accuracy.error("step_s")
-    epoch = ("epoch", "-", "add --cases N")
+def _print(asked: Estimate, content: Dict[str, Any], more: Sequence[Table], verdict: str) -> None:
+    """The bill, the predictions with their errors, the largest tensors, the verdict, and `more` tables."""
+    console, job, bound, of = new_console(), asked.job, asked.accuracy, asked.constants
+    console.print(job.describe())
+    if content["policy"]["picked"]:
+        console.print(f"policy {job.policy} picked: {content['policy']['reason']}")
+    bill = [(line.name, format_bytes(line.bytes), line.source) for line in asked.components]
+    largest = [(tensor.name, format_bytes(tensor.bytes), tensor.group) for tensor in asked.largest]
+    time, epoch = bound.error("step_s"), ("epoch", "-", "add --cases N")
     if asked.epoch_s is not None:
-        epoch = ("epoch", format_seconds(asked.epoch_s), f"{time}; {asked.job.cases} cases, validation not counted")
+        epoch = ("epoch", format_seconds(asked.epoch_s), f"{time}; {job.cases} cases, validation not counted")
+    margin = f"{bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
+    margin += f"; exceeded by {bound.exceeded} of {bound.configurations}" if bound.is_measured else ""
     predicted = (
         ("allocator peak", format_bytes(asked.allocator_peak_bytes), bound.error("allocator_peak")),
         ("process peak", format_bytes(asked.process_peak_bytes), bound.error("process_peak")),
-        ("upper bound", format_bytes(asked.upper_bound_bytes), bound.margin),
+        ("upper bound", format_bytes(asked.upper_bound_bytes), margin),
         ("step", format_seconds(asked.step_s), time),
         ("volume", format_seconds(asked.volume_s), time),
         epoch,
     )
-    error = "error over the measured configurations: median, worst" if bound.is_measured else "error"
-    bill = [(line.name, format_bytes(line.bytes), line.source) for line in asked.components]
-    largest = [(tensor.name, format_bytes(tensor.bytes), tensor.group) for tensor in asked.largest]
-    return [
+    error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
+    for table in (
         Table(("", "bytes", "how it is known"), bill, f"Held at the peak, while {asked.peak_op} runs", names=3),
         Table(("", "", error), predicted, "Predicted", names=3),
         Table(("", "bytes", "counted under"), largest, "The largest tensors at the peak", names=3),
-    ]
-
-
-def _plan_tables(
-    plans: Sequence[planner.Plan], savings: Sequence[planner.Option], asked: Estimate, memory_bytes: int
-) -> List[Table]:
-    """What fits a memory under each policy, and what would save what."""
-    fitting = []
-    for one in plans:
-        for name, found, value in (
-            ("batch at once", one.batch, lambda job: str(job.batch)),
-            ("filters", one.filters, lambda job: str(job.unet.filters)),
-            ("extent", one.extent, lambda job: " x ".join(map(str, job.shape))),
-        ):
-            taken = found and (format_bytes(found.upper_bound_bytes), format_seconds(found.volume_s))
-            fitting.append((one.policy, name, *((value(found.job), *taken) if found else ("none", "", ""))))
-    rows = []
-    for label, taken in (
-        (f"as asked for, policy {asked.job.policy}", asked),
-        *((s.change, s.estimate) for s in savings),
     ):
-        saved = asked.process_peak_bytes - taken.process_peak_bytes
-        peak, time = format_bytes(taken.process_peak_bytes), format_seconds(taken.volume_s)
-        rows.append((label, peak, format_bytes(saved) if saved else "", time))
-    return [
-        Table(
-            ("policy", "", "largest", "upper bound", "a volume"),
-            fitting,
-            f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for",
-            "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients",
-            names=2,
-        ),
-        Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself"),
-    ]
+        console.print(table.rich())
+    caveats = content["constants"]["caveats"]
+    console.print(f"speed and baseline: {'; '.join((f'{of.origin}, {of.name}', *caveats))} ({of.record})")
+    statistics = statistics_note(job.unet.norm, job.batch, job.micro)
+    for note in filter(None, (STORE_NOTE if job.from_store else "", *content["notes"], statistics)):
+        console.print(f"note: {note}")
+    console.print("\n  ".join((verdict, *content["advice"])))
+    for table in more:
+        console.print(table.rich())
 
 
-def _patch_table(patch: Optional[planner.Patch], memory_bytes: int) -> Table:
-    """The largest patch that a GPU trains, and what that assumes."""
-    row = ("none", "", "", "")
+def _plan_table(plans: Dict[str, Dict[str, Optional[Estimate]]], memory_bytes: int) -> Table:
+    rows = []
+    for policy, found in plans.items():
+        for name, value in (
+            ("batch", lambda job: str(job.batch)),
+            ("filters", lambda job: str(job.unet.filters)),
+            ("extent", lambda job: " x ".join(map(str, job.shape))),
+        ):
+            one = found[name]
+            taken = one and (value(one.job), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
+            rows.append((policy, "batch at once" if name == "batch" else name, *(taken or ("none", "", ""))))
+    title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
+    note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
+    return Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
+
+
+def _savings_table(savings: Sequence[planner.Option], asked: Estimate) -> Table:
+    rows = []
+    for name, one in ((f"as asked for, policy {asked.job.policy}", asked), *((s.change, s.estimate) for s in savings)):
+        saved = asked.process_peak_bytes - one.process_peak_bytes
+        peak, time = format_bytes(one.process_peak_bytes), format_seconds(one.volume_s)
+        rows.append((name, peak, format_bytes(saved) if saved else "", time))
+    return Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself")
+
+
+def _patch(patch: Job, job: Job) -> Dict[str, Any]:
+    share = math.prod(patch.shape) / math.prod(job.shape)
+    return {
+        "patch": list(patch.shape),
+        "batch": patch.batch,
+        "peak_bytes": planner.gpu_bytes(patch),
+        "share_of_volume": share,
+        "holds_volume": share == 1,
+        "assumptions": planner.ASSUMPTIONS,
+    }
+
+
+def _patch_table(patch: Optional[Dict[str, Any]], memory_bytes: int) -> Table:
+    row = ("none", "", "")
     if patch:
-        shape, share = " x ".join(map(str, patch.job.shape)), f"{patch.share_of_volume:.0%} of a volume"
-        row = (shape, f"{patch.job.micro}", format_bytes(patch.bytes), share)
+        share = f"{patch['share_of_volume']:.0%} of a volume"
+        row = (" x ".join(map(str, patch["patch"])), format_bytes(patch["peak_bytes"]), share)
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
-    return Table(("patch", "at a time", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
-
-
-def _settings(job: Job) -> Job:
-    """All but the shape, the number of micro-batches, the threads, the data and the seed."""
-    unet = dataclasses.replace(job.unet, seed=0)
-    return Job(unet, (unet.divisor,) * 3, job.micro, job.micro, job.optimizer, job.engine)
+    return Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 
 
 def _write_picture(path: Path, content: bytes) -> None:

@@ -16,7 +16,6 @@ from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_by
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
-from memory_estimator.units import format_bytes
 
 ACCURACY_SCHEMA = 1
 
@@ -103,23 +102,6 @@ class Accuracy:
     def error(self, name: str) -> str:
         """A figure's error for printing, such as "± 0.4%, worst 2.1%"; `name` is that of a field."""
         return str(getattr(self, name)) if self.is_measured else "error not measured"
-
-    @property
-    def basis(self) -> str:
-        """What the errors rest on, for printing."""
-        if not self.is_measured:
-            return "not measured"
-        return f"{self.record}, {self.configurations} configurations larger than any that constants were fitted to"
-
-    @property
-    def margin(self) -> str:
-        """What the upper bound is and how it has held, for printing."""
-        rule = f"{self.margin_share:.1%} and {format_bytes(self.margin_bytes)} above the process peak"
-        if not self.is_measured:
-            return f"{rule}; chosen, not measured"
-        if self.exceeded is None:
-            return rule
-        return f"{rule}; exceeded by {self.exceeded or 'none'} of {self.configurations}"
 
     def to_json(self) -> Dict[str, Any]:
         """The content of accuracy.json."""
@@ -264,12 +246,15 @@ def estimate(
         ),
         Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
     )
+    # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
+    op_s = step_seconds(program, constants, job).op_s
+    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
-        step_s=_step_s(program, constants, job),
+        step_s=job.parts * sum(op_s[:part]) + sum(op_s[part:]),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,
@@ -291,13 +276,6 @@ def live_at_peak(line: Timeline) -> List[Component]:
 
 
 # --- Private helpers ---
-
-
-def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
-    """The program is that of one micro-batch and, at its end, of the update, which comes once a step."""
-    times = step_seconds(program, constants, job)
-    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
-    return job.parts * sum(times.op_s[:part]) + sum(times.op_s[part:])
 
 
 def _with_store(program: Program, job: Job) -> Program:

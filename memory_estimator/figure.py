@@ -1,10 +1,9 @@
 """The look that all charts share, and the estimator's own: memory over the input's size and over the time of a step."""
 
 import io
-import re
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from typing import Any, List, Optional, Sequence, Tuple
+from itertools import accumulate
+from typing import Any, Optional, Sequence, Tuple
 
 from memory_estimator.units import GIB, format_bytes
 
@@ -14,18 +13,15 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 NAMED_SIZES = {"64³": 64**3, "96³": 96**3, "128³": 128**3, "240x240x160": 240 * 240 * 160, "512³": 512**3}
 """Marks of the size axis."""
 
-LEVEL_COLOURS = ("#08519c", "#3182bd", "#6baed6", "#9ecae1", "#c6dbef", "#deebf7", "#eff3ff", "#f7fbff")
-"""A level's colour, the finest first; what belongs to none is grey."""
-
 
 @dataclass(frozen=True)
 class SizeLine:
     """Predicted memory over the voxels of one volume, with what was measured of it."""
 
     name: str
-    points: Tuple[Tuple[int, int], ...]
+    points: Sequence[Tuple[int, int]]
     """(voxels, bytes)."""
-    measured: Tuple[Tuple[int, int], ...] = ()
+    measured: Sequence[Tuple[int, int]] = ()
 
 
 def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
@@ -103,11 +99,10 @@ def draw_timeline(
     `ops`, `live_bytes` and `seconds` are the predicted operations, the most that each finds live (`counted_by_op`) and
     their times; `measured` are the allocator's calls as (seconds into the step, operation, bytes live after it). With
     both, the prediction is stretched to the measured length, so that like stands over like: it is the memory that is
-    compared here. Without either the axes stay empty. The strip on top shows the level of resolution at work, by the
-    prediction.
+    compared here. Without either the axes stay empty.
     """
     figure = new_figure(9.4, 3.9)
-    strip, axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1, 15), "hspace": 0.04})
+    axes = figure.subplots()
     length = measured[-1][0] if measured else sum(seconds)
     notes = []
     if measured:
@@ -123,26 +118,15 @@ def draw_timeline(
         axes.step(edges, live, where="post", color=PALETTE[1], linewidth=1.3, label="predicted")
         axes.plot([edges[peak]], [live[peak]], "v", color=PALETTE[1], markersize=6)
         notes.insert(0, f"predicted peak {live[peak]:.3f} GiB in {ops[peak]}")
-        _level_strip(strip, ops, edges)
-    strip.set_axis_off()
-    plain(axes, "")
-    strip.set_title(title, fontsize=10, loc="left", fontweight="bold", pad=6)
+    plain(axes, title)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, length or 1)
     axes.set_xlabel("seconds into the step, which the profiler slows" if measured else "seconds into the step")
     axes.set_ylabel("live bytes, GiB")
     if notes:
         axes.legend(frameon=False, fontsize=8, loc="lower center", title="\n".join(notes), title_fontsize=8)
-    figure.subplots_adjust(left=0.065, right=0.99, top=0.90, bottom=0.12)
+    figure.tight_layout(pad=0.6)
     return png(figure)
-
-
-def level_of(name: str) -> Optional[int]:
-    """The level of resolution in an operation's name, as in "decoder0_conv1/filter_gradient"; None for none."""
-    found = re.search(r"(?:encoder|decoder|head)(\d+)(?:_|/|$)", name)
-    if found:
-        return int(found[1])
-    return 0 if re.search(r"(?:^|/)head(?:/|_|$)", name) else None
 
 
 # --- Private helpers ---
@@ -152,24 +136,3 @@ def _tick(gib: float) -> str:
     if gib >= 1024:
         return f"{gib / 1024:g} TiB"
     return f"{gib:g} GiB" if gib >= 1 else f"{1024 * gib:g} MiB"
-
-
-def _level_strip(axes: Any, names: Sequence[str], edges: Sequence[float]) -> None:
-    """A coloured band for every run of operations of one level, named where there is room.
-
-    An operation without a level, such as a cast of weights, counts to the one before it.
-    """
-    axes.set_ylim(0, 1)
-    levels: List[Optional[int]] = []
-    for name in names:
-        level = level_of(name)
-        levels.append(levels[-1] if level is None and levels else level)
-    for level, run in groupby(range(len(names)), key=lambda index: levels[index]):
-        indices = list(run)
-        begin, end = edges[indices[0]], edges[indices[-1] + 1]
-        colour = "#c8c8c8" if level is None else LEVEL_COLOURS[min(level, len(LEVEL_COLOURS) - 1)]
-        axes.axvspan(begin, end, color=colour, linewidth=0)
-        share = (end - begin) / (edges[-1] or 1)
-        if share > 0.012 and level is not None:
-            text, ink = f"level {level}" if share > 0.07 else str(level), "white" if level <= 1 else "#222222"
-            axes.text((begin + end) / 2, 0.47, text, fontsize=7, ha="center", va="center", color=ink)

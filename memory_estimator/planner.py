@@ -59,7 +59,8 @@ class Option:
         )
 
     def to_json(self) -> Dict[str, Any]:
-        return {"change": self.change, **_figures(self.estimate)}
+        """The change and its figures."""
+        return {"change": self.change, **figures(self.estimate)}
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,6 @@ class Choice:
         return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The largest of each kind that fits, all else as asked for; None where not even the smallest does."""
-
-    policy: str
-    batch: Optional[Estimate]
-    """Computed at once. In micro-batches a larger one takes no more than one of them and a set of gradients."""
-    filters: Optional[Estimate]
-    extent: Optional[Estimate]
-
-    def to_json(self) -> Dict[str, Any]:
-        found = {"batch": self.batch, "filters": self.filters, "extent": self.extent}
-        return {"policy": self.policy, **{name: one and _figures(one) for name, one in found.items()}}
-
-
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
 
@@ -117,17 +103,35 @@ def with_policy(job: Job, policy: str) -> Job:
     return job.with_unet(policy=policy)
 
 
-def plan(job: Job, price: Price, budget_bytes: int) -> Plan:
-    """The largest batch at once, filters (multiples of 8) and extent (in the job's proportions) within the budget.
+def figures(found: Estimate) -> Dict[str, Any]:
+    """Of an estimate what tells it from others, as JSON content."""
+    job = found.job
+    return {
+        "policy": job.policy,
+        "batch": job.batch,
+        "micro_batch": job.micro,
+        "filters": job.unet.filters,
+        "shape": list(job.shape),
+        "process_peak_bytes": found.process_peak_bytes,
+        "upper_bound_bytes": found.upper_bound_bytes,
+        "volume_s": found.volume_s,
+    }
 
-    No batch is larger than the training cases, where their number is known. For another policy give another job.
+
+# --- The largest that fits ---
+
+
+def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
+    """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
+
+    All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
+    one of them and a set of gradients. No batch is larger than the training cases, where their number is known.
     """
-    return Plan(
-        policy=job.policy,
-        batch=largest(batches(job), price, budget_bytes, job.cases or LARGEST),
-        filters=largest(widths(job), price, budget_bytes),
-        extent=largest(extents(job), price, budget_bytes),
-    )
+    return {
+        "batch": largest(batches(job), price, budget_bytes, job.cases or LARGEST),
+        "filters": largest(widths(job), price, budget_bytes),
+        "extent": largest(extents(job), price, budget_bytes),
+    }
 
 
 def largest(chain: Chain, price: Price, budget_bytes: int, last: int = LARGEST) -> Optional[Estimate]:
@@ -181,10 +185,38 @@ def extents(job: Job) -> Chain:
     """Grids of about the job's proportions, every side a multiple of what the network divides by."""
     divisor, longest = job.unet.divisor, max(job.shape)
 
-    def grid(number: int) -> Shape3:
-        return tuple(divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape)
+    def grid(number: int) -> Job:
+        return _with_shape(job, tuple(divisor * max(1, (2 * number * n + longest) // (2 * longest)) for n in job.shape))
 
-    return lambda number: dataclasses.replace(job, shape=grid(number))
+    return grid
+
+
+# --- Changes ---
+
+
+def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Option]:
+    """Single changes that take less, each for itself, the one that saves most first. `engines` are those to be had."""
+    unet, smaller = job.unet, divisors(job.batch)[: divisors(job.batch).index(job.micro)]
+    found = [(f"--policy {policy}", with_policy(job, policy)) for policy in POLICIES if policy != job.policy]
+    for micro in sorted({*smaller[:1], *smaller[-1:]}):
+        found.append((f"--micro-batch {micro}", dataclasses.replace(job, micro_batch=micro)))
+    if unet.dtype == "float32":
+        found.append(("--dtype bfloat16", job.with_unet(dtype="bfloat16")))
+    if job.parts > 1:  # no sums of gradients are kept then
+        found.append((f"--batch {job.micro}", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
+    if unet.filters > 1:
+        found.append((f"--filters {unet.filters // 2}", job.with_unet(filters=unet.filters // 2)))
+    if unet.depth > 2:
+        found.append((f"--depth {unet.depth - 1}", job.with_unet(depth=unet.depth - 1)))
+    box = tuple(-(-side // unet.divisor) * unet.divisor for side in BRAIN_BOX)
+    if all(a < b for a, b in zip(box, job.shape)):
+        found.append((_shape_option(box), _with_shape(job, box)))
+    if job.optimizer == "adam":
+        found.append(("--optimizer sgd", dataclasses.replace(job, optimizer="sgd")))
+    found += [(f"--engine {one}", dataclasses.replace(job, engine=one)) for one in engines if one != job.engine]
+    options, asked = (Option(change, price(changed)) for change, changed in found), price(job)
+    less = [option for option in options if option.estimate.process_peak_bytes < asked.process_peak_bytes]
+    return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
 
 
 def advice(asked: Estimate, price: Price, budget_bytes: int) -> List[str]:
@@ -193,14 +225,6 @@ def advice(asked: Estimate, price: Price, budget_bytes: int) -> List[str]:
         return []
     found = nearest(asked.job, price, budget_bytes)
     return [f"fits with {option}" for option in found] or ["nothing smaller fits either; use another host"]
-
-
-def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Option]:
-    """Single changes that take less, each for itself, the one that saves most first. `engines` are those to be had."""
-    asked = price(job)
-    options = [Option(change, price(changed)) for change, changed in _changes(job, engines)]
-    less = [option for option in options if option.estimate.process_peak_bytes < asked.process_peak_bytes]
-    return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
 
 
 def nearest(
@@ -218,12 +242,11 @@ def nearest(
     micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
     than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
+    kinds = [_leaner_policy, _smaller_micro_batch]
     if not same_training:
-        kinds = (_leaner_policy, _smaller_micro_batch, _lighter_dtype, _smaller_grid(grids), _fewer_filters)
+        kinds += [_lighter_dtype, _smaller_grid(grids), _fewer_filters]
     elif job.unet.norm == "batch":
-        kinds = (_leaner_policy,)
-    else:
-        kinds = (_leaner_policy, _smaller_micro_batch)
+        kinds = [_leaner_policy]
     options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
@@ -241,43 +264,14 @@ def nearest(
 # --- What a GPU could train of the same network: patches, since a whole volume does not fit ---
 
 
-@dataclass(frozen=True)
-class Patch:
-    """The largest patch that fits."""
-
-    job: Job
-    """With the patch for its shape."""
-    bytes: int
-    share_of_volume: float
-    """Voxels of the patch over those of the volume, 0 to 1."""
-
-    @property
-    def holds_volume(self) -> bool:
-        """Whether the card trains a whole volume, so that no patches are needed."""
-        return self.share_of_volume == 1
-
-    def to_json(self) -> Dict[str, Any]:
-        return {
-            "patch": list(self.job.shape),
-            "batch": self.job.batch,
-            "peak_bytes": self.bytes,
-            "share_of_volume": self.share_of_volume,
-            "holds_volume": self.holds_volume,
-            "assumptions": ASSUMPTIONS,
-        }
-
-
-def largest_patch(job: Job, memory_bytes: int) -> Optional[Patch]:
-    """The largest of `patch_shapes` of the volumes of `job` that a GPU trains; None where not even the smallest fits.
+def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
+    """With the largest of `patch_shapes` of its volumes that a GPU trains; None where not even the smallest fits.
 
     As many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm.
     """
     shapes = patch_shapes(job.shape, job.unet.divisor)
     found = largest_number(lambda number: gpu_bytes(_with_shape(job, shapes[number - 1])), memory_bytes, len(shapes))
-    if not found:
-        return None
-    patch = _with_shape(job, shapes[found - 1])
-    return Patch(patch, gpu_bytes(patch), math.prod(patch.shape) / math.prod(job.shape))
+    return _with_shape(job, shapes[found - 1]) if found else None
 
 
 def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
@@ -287,7 +281,7 @@ def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
     """
     found = largest_patch(job, memory_bytes)
     if found:
-        return found.job.shape
+        return found.shape
     least = _with_shape(job, least_patch(job.shape, job.unet.divisor))
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
@@ -320,66 +314,20 @@ def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
 
 def gpu_bytes(job: Job) -> int:
     """Memory of a card that one training step takes under policy speed, by ASSUMPTIONS."""
-    unet = dataclasses.replace(job.unet, policy="speed")  # the others are measured on CPUs alone
-    program = training_step(dataclasses.replace(job, unet=unet, engine="stock", threads=1))
-    ops = tuple(dataclasses.replace(op, scratch=_workspace(op), hidden_bytes=0) for op in program.ops)
+
+    def workspace(op: StepOp) -> Tuple[Tensor, ...]:
+        size = min(op.traffic_bytes, WORKSPACE_BYTES)
+        return (Tensor(f"{op.name}/workspace", size, "scratch"),) if "conv" in op.kind else ()
+
+    # The other policies are measured on CPUs alone.
+    program = training_step(dataclasses.replace(job.with_unet(policy="speed"), engine="stock", threads=1))
+    ops = tuple(dataclasses.replace(op, scratch=workspace(op), hidden_bytes=0) for op in program.ops)
     return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
 
 
 # --- Private helpers ---
-
-
-def _figures(found: Estimate) -> Dict[str, Any]:
-    job = found.job
-    return {
-        "policy": job.policy,
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "filters": job.unet.filters,
-        "shape": list(job.shape),
-        "process_peak_bytes": found.process_peak_bytes,
-        "upper_bound_bytes": found.upper_bound_bytes,
-        "volume_s": found.volume_s,
-    }
-
-
-def _changes(job: Job, engines: Sequence[str]) -> List[Tuple[str, Job]]:
-    """Single changes that may save something, as (options, job)."""
-    unet = job.unet
-    found = [(f"--policy {policy}", with_policy(job, policy)) for policy in POLICIES if policy != unet.policy]
-    smaller = divisors(job.batch)[: divisors(job.batch).index(job.micro)]
-    for micro in sorted({*smaller[:1], *smaller[-1:]}):
-        found.append((f"--micro-batch {micro}", dataclasses.replace(job, micro_batch=micro)))
-    if unet.dtype == "float32":
-        found.append(("--dtype bfloat16", job.with_unet(dtype="bfloat16")))
-    if job.parts > 1:  # no sums of gradients are kept then
-        found.append((f"--batch {job.micro}", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
-    if unet.filters > 1:
-        found.append((f"--filters {unet.filters // 2}", job.with_unet(filters=unet.filters // 2)))
-    if unet.depth > 2:
-        found.append((f"--depth {unet.depth - 1}", job.with_unet(depth=unet.depth - 1)))
-    box = _brain_box(job)
-    if box:
-        found.append((_shape_option(box), dataclasses.replace(job, shape=box)))
-    if job.optimizer == "adam":
-        found.append(("--optimizer sgd", dataclasses.replace(job, optimizer="sgd")))
-    others = (engine for engine in engines if engine != job.engine)
-    return found + [(f"--engine {other}", dataclasses.replace(job, engine=other)) for other in others]
-
-
-def _brain_box(job: Job) -> Optional[Shape3]:
-    """The typical box around a brain on the job's divisor, where the job's grid is larger on every side."""
-    divisor = job.unet.divisor
-    box = tuple(-(-side // divisor) * divisor for side in BRAIN_BOX)
-    return box if all(a < b for a, b in zip(box, job.shape)) else None
-
-
-def _shape_option(shape: Shape3) -> str:
-    return "--shape " + " ".join(map(str, shape))
-
-
-# Each of the following gives the mildest change of its kind that fits; where none does, the strongest; None where there
-# is nothing to change.
+#
+# Each kind of change gives the mildest one that fits; where none does, the strongest; None where there is none.
 
 
 def _mildest(chain: Chain, count: int, change: Callable[[Job], str], price: Price, budget: int) -> Optional[Option]:
@@ -406,9 +354,8 @@ def _smaller_micro_batch(job: Job, price: Price, budget_bytes: int) -> Optional[
 
 
 def _lighter_dtype(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    if job.unet.dtype == "bfloat16":
-        return None
-    return Option("--dtype bfloat16", price(job.with_unet(dtype="bfloat16")))
+    is_light = job.unet.dtype == "bfloat16"
+    return None if is_light else Option("--dtype bfloat16", price(job.with_unet(dtype="bfloat16")))
 
 
 def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
@@ -420,8 +367,8 @@ def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option
 
 def _smaller_grid(grids: Optional[Sequence[Tuple[str, Shape3]]]):
     def among(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-        priced = (Option(name, price(dataclasses.replace(job, shape=shape))) for name, shape in grids)
-        return next((option for option in priced if option.estimate.job.shape != job.shape), None)
+        others = ((name, shape) for name, shape in grids if shape != job.shape)
+        return next((Option(name, price(_with_shape(job, shape))) for name, shape in others), None)
 
     def of_any_size(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
         count = max(job.shape) // job.unet.divisor - 1
@@ -434,7 +381,5 @@ def _with_shape(job: Job, shape: Shape3) -> Job:
     return dataclasses.replace(job, shape=shape)
 
 
-def _workspace(op: StepOp) -> Tuple[Tensor, ...]:
-    if "conv" not in op.kind:
-        return ()
-    return (Tensor(f"{op.name}/workspace", min(op.traffic_bytes, WORKSPACE_BYTES), "scratch"),)
+def _shape_option(shape: Shape3) -> str:
+    return "--shape " + " ".join(map(str, shape))

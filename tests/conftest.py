@@ -65,9 +65,9 @@ def waits_for():
 @pytest.fixture(scope="session")
 def phantom_store(tmp_path_factory):
     """A store of six small phantoms: four to train, one to validate, one to test. Read only."""
-    from cpu3d.data.phantom import write_phantom
-    from cpu3d.data.prepare import prepare
     from cpu3d.data.store import open_store
+    from cpu3d.data.stores.phantom import write_phantom
+    from cpu3d.data.stores.prepare import prepare
 
     folder = tmp_path_factory.mktemp("phantom")
     write_phantom(folder / "raw", cases=6, shape=(40, 48, 36), seed=5, workers=1)

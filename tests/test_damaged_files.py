@@ -33,8 +33,8 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.compare import run as compare_run
-from cpu3d.data.extent import case_region
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.region import case_region
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
 from cpu3d.host.topology import read_topology, to_json

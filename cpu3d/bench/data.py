@@ -4,9 +4,9 @@
     ./run.sh bench data --workdir bench-data --rows s4 s0
     ./run.sh bench data --workdir bench-data --clean
 
-Rows: s4 (a case), s0 (a patch of a CT), ladder (S1's samples of whole cases), many (48,884 entries). All files are
-made up and lie in the work folder, 4 GB; a later run finds them there. Every way takes its turn in every round; a line
-is the median over the rounds. "Cold" means that the files' pages were dropped from memory before.
+Rows: s4 (a case), s0 (a patch of a CT), many (48,884 entries). All files are made up and lie in the work folder, 3 GB;
+a later run finds them there. Every way takes its turn in every round; a line is the median over the rounds. "Cold"
+means that the files' pages were dropped from memory before.
 """
 
 import argparse
@@ -27,23 +27,16 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, read_options, show, write_bytes
-from cpu3d.data.augment import AugmentConfig, sample_params
-from cpu3d.data.case_index import KEPT
-from cpu3d.data.extent import case_region
-from cpu3d.data.files import page_cache
-from cpu3d.data.files.arrays import decode_b2nd, encode
-from cpu3d.data.files.file_map import map_file
-from cpu3d.data.files.read_mode import file_system
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files import pages
+from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
-from cpu3d.data.patches import PatchSampling, patch_at
-from cpu3d.data.phantom import write_phantom
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import Geometry
-from cpu3d.data.region import crop
-from cpu3d.data.store import open_store
-from cpu3d.data.upkeep.repeat import repeat_entries
-from cpu3d.data.write_cases import FORMAT_CHOICES, Settings
+from cpu3d.data.sampling import PatchSampling, patch_at
+from cpu3d.data.store import KEPT, open_store
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
@@ -61,13 +54,11 @@ Shape3 = Tuple[int, int, int]
 
 MIB = 2**20
 
+MARKER = "bench-data.json"
+"""Says that a folder is the benchmark's own, and so may be cleaned."""
+
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
-
-WITH_TURNS = AugmentConfig(rotation_deg=15.0, scaling=0.1)
-"""Flips, intensity, rotation and zoom: what S1's images undergo, give or take the shifts."""
-
-STORE_RUNG = "+ zero-copy, augmentation in the graph (the store)"
 
 NAMES = {
     "s4": "a case",
@@ -90,9 +81,7 @@ class Scale:
     """Voxels of a brain, four channels each: BraTS."""
     ct: Shape3 = (512, 512, 300)
     patch: Shape3 = (96, 96, 96)
-    """S0's patch, and what the ladder's network sees of a brain."""
-    count: int = 3
-    """Different brains and CTs."""
+    cts: int = 3
     patches: int = 8
     """Of a round, where one alone would be over before the clock has moved."""
     entries: int = 48_884
@@ -101,7 +90,7 @@ class Scale:
     """Streamed from the large store."""
 
 
-SMOKE = Scale(case=(32, 40, 28), ct=(40, 36, 30), patch=(16, 16, 16), count=1, patches=2, entries=12, samples=12)
+SMOKE = Scale(case=(32, 40, 28), ct=(40, 36, 30), patch=(16, 16, 16), cts=2, patches=2, entries=12, samples=12)
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Options:
     """What `bench data` measures."""
 
     workdir: Path = option(help="folder for the files that are read; kept")
-    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0", "ladder", "many"))
+    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0", "many"))
     rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
     smoke: bool = option(False, help="tiny files: a trial of the benchmark")
     clean: bool = option(False, help="remove what earlier runs made in --workdir, and end")
@@ -125,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     scale = SMOKE if options.smoke else Scale()
     folder = work_folder(options.workdir)
     if options.clean:
-        shutil.rmtree(folder)
+        clean(folder)
         return 0
     facts = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
     facts.update(scale=dataclasses.asdict(scale), rounds=options.rounds, case="phantom")
@@ -198,7 +187,7 @@ def draw(rows: Sequence[Row]) -> bytes:
     for axes, row in zip(panels, rows):
         plain(axes, row["title"])
         for place, line in enumerate(row["lines"]):
-            colour = PALETTE[0] if "store" in line["name"] or ".npy instead" in line["name"] else "#8f9aa6"
+            colour = PALETTE[0] if "store" in line["name"] else "#8f9aa6"
             pale = 1.0 if line["state"] == row["lines"][0]["state"] else 0.5
             axes.barh(place, line["median"], 0.8, color=colour, alpha=pale)
             axes.text(line["median"] * 1.1, place, amount(line["median"], line["unit"]), va="center", fontsize=7)
@@ -225,36 +214,35 @@ def amount(value: float, unit: str) -> str:
 
 def work_folder(folder: Path) -> Path:
     """The folder, marked as the benchmark's own. Raises InputError where it holds other files."""
-    marker = folder / "bench-data.json"
-    if folder.is_dir() and any(folder.iterdir()) and not marker.is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
         raise InputError(f"--workdir {folder} must be empty or an earlier run's, got other files; choose another")
     writable_folder(folder, "--workdir")
-    write_json(marker, {"made by": "bench data"})
+    write_json(folder / MARKER, {"made by": "bench data"})
     return folder.resolve()
 
 
-def brains(folder: Path, scale: Scale) -> Dict[str, str]:
-    """Of a few phantoms the stores "npy", "float16" and "b2nd" and "ladder", the folder of what S1's first rungs read.
+def clean(folder: Path) -> None:
+    """Remove everything that was made, and the folder itself where nothing else is in it."""
+    for name in ("case", "ct", "many"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / MARKER).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
-    And the first of them as "float32.nii.gz", "float32.nii" and the same of int16.
-    """
-    folder, images = folder / "brains", ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii")
-    with _made(folder, [scale.case, scale.count]) as is_made:
+
+def one_case(folder: Path, scale: Scale) -> Dict[str, str]:
+    """A phantom as "float32.nii.gz", "float32.nii" and the same of int16, and the stores "npy", "float16", "b2nd"."""
+    folder, images = folder / "case", ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii")
+    with _made(folder, scale.case) as is_made:
         if not is_made:
-            write_phantom(folder / "dataset", cases=scale.count, shape=scale.case, seed=0, workers=1)
+            write_phantom(folder / "dataset", cases=1, shape=scale.case, seed=0, workers=1)
             for name in ("npy", "float16", "b2nd"):
                 _store(folder / "dataset", folder / name, name)
-            (folder / "ladder").mkdir()
             store = open_store(folder / "npy")
-            for number, record in enumerate(store.cases("train")):
-                image, label = store.image(record.case_id), store.label(record.case_id)
-                scores, case = normalised(image, record), folder / "ladder" / record.case_id
-                for name, array in {"float32.npy": scores, "float32.b2nd": scores, "int16.b2nd": image}.items():
-                    _array(Path(f"{case}.{name}"), array)
-                _array(Path(f"{case}.label.npy"), label)
-                for name in images if number == 0 else ():
-                    _nifti(folder / name, image.astype(name.partition(".")[0]))
-    return {name: str(folder / name) for name in ("npy", "float16", "b2nd", "ladder", *images)}
+            image = store.image(store.cases("train")[0].case_id)
+            for name in images:
+                _nifti(folder / name, image.astype(name.partition(".")[0]))
+    return {name: str(folder / name) for name in ("npy", "float16", "b2nd", *images)}
 
 
 def cts(folder: Path, scale: Scale) -> Dict[str, str]:
@@ -263,13 +251,13 @@ def cts(folder: Path, scale: Scale) -> Dict[str, str]:
     Air lies outside an ellipse, without noise, as scanners give it; inside, tissue under noise that no packer shortens.
     """
     folder = folder / "ct"
-    with _made(folder, [scale.ct, scale.count]) as is_made:
+    with _made(folder, [scale.ct, scale.cts]) as is_made:
         if not is_made:
             for inner in ("dataset/imagesTr", "dataset/labelsTr", "gz"):
                 (folder / inner).mkdir(parents=True)
             x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in scale.ct))
             body, cases = (x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, []
-            for number in range(scale.count):
+            for number in range(scale.cts):
                 rng, name = np.random.default_rng([1, number]), f"CT_{number}.nii"
                 tissue = 40 + 70 * np.sin(5 * x) + 12 * rng.standard_normal(scale.ct, dtype=np.float32)
                 image = np.where(body, np.rint(tissue), -1024).astype(np.int16)
@@ -281,10 +269,8 @@ def cts(folder: Path, scale: Scale) -> Dict[str, str]:
             write_json(folder / "dataset" / "dataset.json", {**content, "training": cases, "test": []})
             for name in ("npy", "b2nd"):
                 _store(folder / "dataset", folder / name, name)
-    return {
-        name: str(folder / path)
-        for name, path in zip(("npy", "b2nd", "nii", "gz"), ("npy", "b2nd", "dataset/imagesTr", "gz"))
-    }
+    paths = {"npy": "npy", "b2nd": "b2nd", "nii": "dataset/imagesTr", "gz": "gz"}
+    return {name: str(folder / path) for name, path in paths.items()}
 
 
 @contextlib.contextmanager
@@ -303,10 +289,6 @@ def _made(folder: Path, identity: Any) -> Iterator[bool]:
 
 def _store(dataset: Path, store: Path, format_: str) -> None:
     prepare(dataset, store, fractions=(1, 0, 0), settings=Settings(**FORMAT_CHOICES[format_]))
-
-
-def _array(path: Path, array: np.ndarray) -> None:
-    write_bytes(path, b"".join(map(bytes, encode(np.ascontiguousarray(array), path.suffix[1:]))))
 
 
 def _nifti(path: Path, array: np.ndarray) -> None:
@@ -339,9 +321,9 @@ def times_slower(name: str, lines: Sequence[Dict[str, Any]], slow: str, fast: st
     return target_of(name, statistics.median(a / b for a, b in zip(one["values"], other["values"])), ">=", bound)
 
 
-def in_states(states: Sequence[str], work: Callable[[Dict[str, Any]], Row], **request: Any) -> List[Dict[str, Any]]:
-    """The lines of work in a fresh process for each state."""
-    found = (in_fresh_process(work, {**request, "state": state})["lines"] for state in states)
+def in_both_states(work: Callable[[Dict[str, Any]], Row], **request: Any) -> List[Dict[str, Any]]:
+    """The lines of work in fresh processes, with warm and with cold pages."""
+    found = (in_fresh_process(work, {**request, "state": state})["lines"] for state in (WARM, COLD))
     return [line for lines in found for line in lines]
 
 
@@ -387,8 +369,8 @@ def set_pages(paths: Sequence[Path], state: str) -> float:
             os.fdatasync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             size_bytes = os.fstat(file.fileno()).st_size
-            pages = page_cache.resident(map_file(file.fileno(), size_bytes))
-            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(pages.sum()) * mmap.PAGESIZE
+            there = pages.resident(pages.map_file(file.fileno(), size_bytes))
+            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(there.sum()) * mmap.PAGESIZE
     return min(1.0, kept_bytes / total_bytes) if total_bytes else 0.0
 
 
@@ -397,7 +379,7 @@ def set_pages(paths: Sequence[Path], state: str) -> float:
 
 def s4(folder: Path, scale: Scale, rounds: int) -> Row:
     """`.nii.gz` and `.nii` through nibabel against the store. What stays in Fortran order does less."""
-    lines = in_states((WARM, COLD), load_case, paths=brains(folder, scale), rounds=rounds)
+    lines = in_both_states(load_case, paths=one_case(folder, scale), rounds=rounds)
     store = "store, int16 .npy"
     targets = [
         times_slower(".nii.gz against the store", lines, ".nii.gz float32", store, 12),
@@ -435,7 +417,7 @@ def load_case(request: Dict[str, Any]) -> Row:
         ways[f".{ending} {dtype}"] = (files, to_tensor, 1)
         ways[f".{ending} {dtype}, left in Fortran order"] = (files, lambda _, path=path: by_nibabel(path), 1)
     for name, kind in (("npy", "int16 .npy"), ("float16", "float16 .npy"), ("b2nd", "int16 .b2nd")):
-        ways[f"store, {kind}"] = (lambda _, name=name: _arrays(paths[name], ".x")[:1], by_reader(paths[name]), 1)
+        ways[f"store, {kind}"] = (lambda _, name=name: _images(paths[name])[:1], by_reader(paths[name]), 1)
     return time_in_turn(ways, request)
 
 
@@ -445,7 +427,7 @@ def load_case(request: Dict[str, Any]) -> Row:
 def s0(folder: Path, scale: Scale, rounds: int) -> Row:
     """Loading all of it, S0's own way (a seek and a read for each row of voxels) and the store's."""
     request = {"patch": scale.patch, "patches": scale.patches, "rounds": rounds}
-    lines = in_states((WARM, COLD), load_patch, folders=cts(folder, scale), **request)
+    lines = in_both_states(load_patch, folders=cts(folder, scale), **request)
     targets = [
         times_slower(f"{name} against the store's map", lines, slow, "store, mmap", bound)
         for name, slow, bound in (
@@ -488,7 +470,7 @@ def load_patch(request: Dict[str, Any]) -> Row:
             reader = Reader(folder, mode) if state == COLD else kept
             return tf.cast(reader.box(of_store[index], "x", slices), tf.float32)
 
-        add(name, _arrays(folders[store], ".x"), load)
+        add(name, _images(folders[store]), load)
 
     for ending in ("gz", "nii"):  # one patch a round is enough where all of a file is read
         name = {"gz": ".nii.gz", "nii": ".nii"}[ending]
@@ -501,90 +483,6 @@ def load_patch(request: Dict[str, Any]) -> Row:
     if state == WARM:  # what is in memory has no pages to drop
         add_store("store, ram", "npy", "ram")
     return time_in_turn(ways, request)
-
-
-# --- S1's ladder: what each counter-measure against slow loading gains ---
-
-
-def ladder(folder: Path, scale: Scale, rounds: int) -> Row:
-    """A sample of a whole BraTS case, augmented, of which the network sees the voxels around the brain's middle."""
-    lines = in_states((COLD,), climb, paths=brains(folder, scale), grid=scale.patch, rounds=rounds)
-    targets = [times_slower(f"from first to last, {COLD}", lines, lines[0]["name"], STORE_RUNG, 3.6)]
-    title = f"A sample of {_by_x(scale.patch)} of a whole case that is read, loaded as on S1's ladder"
-    return {"title": title, "lines": lines, "targets": targets, "notes": []}
-
-
-def climb(request: Dict[str, Any]) -> Row:
-    """Seconds a sample of every rung, each one's way better than the last; the store's is augmented in the graph."""
-    tf = set_up()[2]
-    from cpu3d.data.finish import Finish
-
-    paths, grid, ways = request["paths"], tuple(request["grid"]), {}
-    stores = {name: open_store(paths[name]) for name in ("npy", "b2nd")}
-    records, regions = stores["npy"].cases("train"), stores["npy"].manifest.regions
-    graph = tf.function(Finish(codes=tuple(map(tuple, regions.values())), resamples=True).__call__)
-
-    def read(path: str) -> np.ndarray:
-        return decode_b2nd(Path(path).read_bytes()) if path.endswith("b2nd") else np.load(path, allow_pickle=False)
-
-    def files(name: str, position: int) -> List[str]:
-        return [f"{paths['ladder']}/{records[position % len(records)].case_id}.{one}" for one in (name, "label.npy")]
-
-    def by_numpy(name: str, position: int) -> Any:
-        record = records[position % len(records)]
-        region = case_region(record, grid, "brain")
-        image, label = (crop(read(path), region) for path in files(name, position))
-        image = normalised(image, record) if name == "int16.b2nd" else image
-        return tf.convert_to_tensor(augmented(image, label, record, position)[0])
-
-    def by_store(name: str, position: int) -> Any:
-        record = stores[name].cases("train")[position % len(records)]
-        reader, slices = Reader(Path(paths[name])), case_region(record, grid, "brain").slices(record.shape)
-        params, scale = _drawn(record, position), 1 / np.array(record.channel_std)
-        raw = {
-            "bits": reader.box(record, "x", slices),
-            "label": reader.box(record, "y", slices),
-            "is_half": np.bool_(False),
-            "scale": np.float32(scale * params.gain),
-            "shift": np.float32(-np.array(record.channel_mean) * scale * params.gain + params.offset),
-            "flips": np.array(params.flips),
-            "planes": params.planes(record.spacing_mm),
-        }
-        return graph({key: tf.convert_to_tensor(one) for key, one in raw.items()})[0]
-
-    for rung, name in (("float32 .npy", "float32.npy"), ("+ blosc2", "float32.b2nd"), ("+ 16 bit", "int16.b2nd")):
-        ways[rung] = (lambda k, name=name: files(name, k), lambda k, name=name: by_numpy(name, k), 1)
-    for rung, name in ((STORE_RUNG, "b2nd"), ("the same with .npy instead of .b2nd", "npy")):
-        ways[rung] = (lambda _, name=name: _arrays(paths[name]), lambda k, name=name: by_store(name, k), 1)
-    return time_in_turn(ways, request)
-
-
-def augmented(image: np.ndarray, label: np.ndarray, record: Any, position: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Image (X, Y, Z, C) float32 and label (X, Y, Z) after what is drawn, as a loader without a graph does it.
-
-    One interpolation through the volume a channel, where the graph takes two through planes. Voxels that are 0 stay 0.
-    """
-    from scipy.ndimage import affine_transform
-
-    params = _drawn(record, position)
-    image = np.where(image == 0, np.float32(0), image * np.float32(params.gain) + np.float32(params.offset))
-    xy, yz = np.eye(3), np.eye(3)
-    xy[:2, :2], yz[1:, 1:] = params.planes(record.spacing_mm).reshape(2, 2, 2)
-    matrix, centre = xy @ yz, (np.array(label.shape) - 1) / 2
-    more = {"matrix": matrix, "offset": centre - matrix @ centre}
-    image = np.stack([affine_transform(one, order=1, **more) for one in np.moveaxis(image, 3, 0)], 3)
-    axes = tuple(axis for axis, mirrored in enumerate(params.flips) if mirrored)
-    return tuple(np.ascontiguousarray(np.flip(one, axes)) for one in (image, affine_transform(label, order=0, **more)))
-
-
-def _drawn(record: Any, position: int) -> Any:
-    return sample_params(WITH_TURNS, seed=0, position=position, channels=record.channels)
-
-
-def normalised(image: np.ndarray, record: Any) -> np.ndarray:
-    """z-scores by the volume's statistics, float32; voxels that are 0 stay 0."""
-    scores = (image - np.float32(record.channel_mean)) / np.float32(record.channel_std)
-    return np.where(image == 0, np.float32(0), scores)
 
 
 # --- S4's size: 484 cases and 101 entries of each, 48,884 in all, over the arrays of a few ---
@@ -638,14 +536,14 @@ def stream_many(request: Dict[str, Any]) -> Row:
     return {"watched": len(late), "growth": growth, "MiB": late[:: max(1, len(late) // 100)], "note": note}
 
 
-def _arrays(store: str, part: str = "") -> List[Path]:
-    """The files of a store's cases in its order, or of a part of each: "x" is the image."""
-    return sorted(path for path in Path(store).rglob(f"*{part}.*") if path.suffix in (".npy", ".b2nd"))
+def _images(store: str) -> List[Path]:
+    """The image files of a store's cases, in its order."""
+    return sorted(path for path in Path(store).rglob("*.x.*") if path.suffix in (".npy", ".b2nd"))
 
 
 def _by_x(shape: Sequence[Any]) -> str:
     return "x".join(map(str, shape))
 
 
-ROWS: Dict[str, Callable[[Path, Scale, int], Row]] = {"s4": s4, "s0": s0, "ladder": ladder, "many": many}
+ROWS: Dict[str, Callable[[Path, Scale, int], Row]] = {"s4": s4, "s0": s0, "many": many}
 """In the order they are measured."""

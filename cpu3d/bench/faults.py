@@ -15,7 +15,6 @@ kills are of `prepare`, none with several workers. One run in four has batch nor
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import shlex
 import shutil
@@ -30,9 +29,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Result, read_options, show
-from cpu3d.data.phantom import write_phantom
+from cpu3d.bench.harness import Output, Result, read_options
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.errors import InputError
 from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
 from cpu3d.training.checkpoint import newest as newest_checkpoint
@@ -40,7 +39,7 @@ from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start
 from cpu3d.util.progress import bar
-from cpu3d.util.records import append_record, versions
+from cpu3d.util.records import versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
@@ -49,11 +48,8 @@ STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED = PHASES = (
     "starting", "preparing", "computing", "validating", "saving", "ended",
 )  # fmt: skip
 
-SAVING_BY_TIME, ANYWHERE = "saving by time", "anywhere"
-"""Aims only: a checkpoint that no validation comes before, which is SAVING, and any moment of the process."""
-
-IN_TRAIN = (STARTING, COMPUTING, COMPUTING, VALIDATING, VALIDATING, SAVING, SAVING_BY_TIME, ANYWHERE)
-"""What the kills of `train` are aimed at, in these shares."""
+WHILE_STARTING = 0.15
+"""Share of the kills of `train` that come before it has begun; the others after."""
 
 NORMS = ("instance", "batch", "instance", "instance")
 """Of one trained folder after the other: batch norm has statistics that move with each step."""
@@ -61,26 +57,13 @@ NORMS = ("instance", "batch", "instance", "instance")
 FOLDER_KILLS, IN_VAIN = 5, 10
 """Most kills of one folder; folders in a row in which no kill came in time, after which the rest is given up."""
 
-CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 20, 3
+CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 10, 3
 
 RUN = (
-    *(
-        "--steps",
-        STEPS,
-        "--validations",
-        STEPS // VALIDATED_EVERY,
-        "--batch",
-        2,
-        "--save-minutes",
-        0.004,
-        "--keep",
-        KEEP,
-        "--ema",
-        0.9,
-    ),
-    *("--filters", 4, "--depth", 3, "--dtype", "float32", "--policy", "speed", "--deterministic"),
-)
-"""Steps of milliseconds, enough of them to be killed in between, with saves by time and by validation."""
+    f"--steps {STEPS} --validations {STEPS // VALIDATED_EVERY} --batch 2 --save-minutes 0.001 --keep {KEEP} --ema 0.9 "
+    "--filters 4 --depth 3 --dtype float32 --policy speed --deterministic"
+).split()
+"""Steps of milliseconds, validations and saves often enough that a random moment is as likely one as the other."""
 
 EXACT = {
     "step": ("step", "epoch", "case_id", "loss", "dice", "learning_rate"),
@@ -94,8 +77,6 @@ END_S = 60.0
 POLL_S = 0.0005
 """Between two looks at a run, whose phases last milliseconds."""
 
-Alive = Callable[[], bool]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -105,20 +86,6 @@ class Options:
     kills: int = option(50, at_least=1, metavar="N")
     seed: int = option(0, help="of the moments", at_least=0, metavar="S")
     workers: int = option(1, help="above 1: `launch`, whose workers are killed", at_least=1, metavar="N")
-    record: Optional[Path] = option(None, help="append the result to a .jsonl file", metavar="FILE")
-
-
-@dataclass(frozen=True)
-class Aim:
-    """One kill to be."""
-
-    phase: str
-    not_before: float = 0.0
-    """Share of the run's steps, 0 to 1, that must be logged first."""
-    delay: float = 0.0
-    """How far into the phase, as a share of the shortest that it took undisturbed: 0 to 1."""
-    victim: int = 0
-    """Rank of the worker to kill."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +94,8 @@ class Ended:
 
     exit_code: int
     killed: bool
+    begun_s: float
+    """From its start until its work had begun."""
     at_s: float
     """From its start to the kill, or to its end without one."""
     ended_s: float
@@ -136,132 +105,96 @@ class Ended:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Options)
+    add_options(parser, Output, only=("record",))
 
 
 def run(args: argparse.Namespace) -> int:
-    options = read_options(Options, args)
+    options, output = read_options(Options, args), read_options(Output, args)
     workdir = writable_folder(options.workdir, "workdir").resolve()
     if any(workdir.iterdir()):
         raise InputError(f"workdir {workdir} must be empty, got other content; choose another, or empty it")
-    if options.record:
-        writable_folder(options.record.parent, "folder")
-    result = campaign(workdir, kills=options.kills, seed=options.seed, workers=options.workers)
-    show(faults_table(result))
+    result = Campaign(workdir, options.workers, options.seed).run(options.kills)
+    output.publish("faults", result, [faults_table(result)])
     wrong = [problem for life in result["lives"] for problem in life["problems"]]
     for problem in wrong:
         print(f"wrong: {problem}")
-    if options.record:
-        append_record(options.record, "faults", result)
     return 1 if wrong or result["missed"] else 0
 
 
-def campaign(workdir: Path, *, kills: int, seed: int, workers: int) -> Result:
-    """Do it all below `workdir`, which is empty; returns the content of a record."""
-    begin, bench, folders = time.monotonic(), Bench(workdir, workers), []
-    of_prepare = 0 if workers > 1 else round(kills / 5)
-    aims = drawn_aims(seed, workers)
-    done = in_vain = 0
-    with bar("kills", total=kills) as advance:
-        while done < kills and in_vain < IN_VAIN:
-            norm = "" if done < of_prepare else NORMS[sum(bool(one["norm"]) for one in folders) % len(NORMS)]
-            left = (kills if norm else of_prepare) - done
-            own = [aims(bool(norm), number) for number in range(min(FOLDER_KILLS, left))]
-            folders.append(bench.kill_in(own, norm, workdir / f"{'train' if norm else 'prepare'}-{len(folders) + 1}"))
-            landed = len(folders[-1]["kills"])
-            advance(landed)
-            done, in_vain = done + landed, 0 if landed else in_vain + 1
-    return {
-        "workers": workers,
-        "seed": seed,
-        "steps": STEPS,
-        "cases": CASES,
-        "shape": list(SHAPE),
-        "options": [str(one) for one in RUN],
-        "usual_s": bench.usual_s,
-        "lives": folders,
-        "missed": kills - done,
-        "seconds": time.monotonic() - begin,
-        "engine_name": next(e["engine"] for e in read_events(bench.reference(NORMS[0])) if e["event"] == "start"),
-        "host": read_host().summary(),
-        "versions": versions(),
-    }
-
-
-def drawn_aims(seed: int, workers: int) -> Callable[[bool, int], Aim]:
-    """A function that draws the next aim, for `train` or for `prepare`, as that kill of a folder; the same for a seed.
-
-    The steps that a folder's kills wait for rise, so that each finds a run that has come further.
-    """
-    rng = np.random.default_rng([seed, workers])
-    phases = (str(phase) for _ in itertools.count() for phase in rng.permutation(IN_TRAIN))
-
-    def aim(is_training: bool, number: int) -> Aim:
-        phase = next(phases) if is_training else PREPARING
-        not_before, delay = (number + rng.random()) / (FOLDER_KILLS + 1), rng.random()
-        victim = 0 if phase in (SAVING, SAVING_BY_TIME) else int(rng.integers(workers))  # only the chief saves
-        return Aim(phase, not_before, delay, victim)
-
-    return aim
-
-
-class Bench:
+class Campaign:
     """The phantoms, the store and the runs that all is compared with, made undisturbed; and the folders of kills."""
 
-    def __init__(self, folder: Path, workers: int):
-        """Makes them, and takes how long each phase of the first run lasted. Raises InputError where that fails."""
-        self.folder, self.workers = folder, workers
-        self.log, self.store = folder / "output.txt", folder / "store"
+    def __init__(self, folder: Path, workers: int, seed: int):
+        """Makes the first of them below `folder`. Raises InputError where that fails."""
+        self.folder, self.workers, self.seed = folder, workers, seed
+        self.log, self.store, self.rng = folder / "output.txt", folder / "store", np.random.default_rng([seed, workers])
+        self.begun_s: Dict[bool, float] = {}
+        self.work_s: Dict[bool, float] = {}
+        """Seconds until the work has begun and from then on, undisturbed: of prepare (False) and of train."""
         write_phantom(folder / "phantom", cases=CASES, shape=SHAPE, seed=0)
-        cases_s, whole_s = self._undisturbed("", self.store, (self.store / "cases").is_dir)
-        self.usual_s = {PREPARING: whole_s - cases_s}
-        tail, run = Tail(self.reference(NORMS[0])), self.reference(NORMS[0])
-        self.usual_s[STARTING], self.usual_s[ANYWHERE] = self._undisturbed(NORMS[0], run, lambda: bool(tail.newest()))
-        events = read_events(run)
-        for phase, event, name in (
-            (COMPUTING, "step", "step_s"),
-            (VALIDATING, "validation", "seconds"),
-            (SAVING, "checkpoint", "seconds"),
-            (SAVING_BY_TIME, "checkpoint", "seconds"),
-        ):
-            self.usual_s[phase] = min(found[name] for found in events if found["event"] == event)
+        self._undisturbed("", self.store)
+        self._undisturbed(NORMS[0], self.reference(NORMS[0]))
+
+    def run(self, kills: int) -> Result:
+        """Kill so many times; returns the content of a record."""
+        begin, folders, done, in_vain = time.monotonic(), [], 0, 0
+        of_prepare, trained = 0 if self.workers > 1 else round(kills / 5), 0
+        with bar("kills", total=kills) as advance:
+            while done < kills and in_vain < IN_VAIN:
+                norm = "" if done < of_prepare else NORMS[trained % len(NORMS)]
+                trained += bool(norm)
+                most = min(FOLDER_KILLS, (kills if norm else of_prepare) - done)
+                name = f"{'train' if norm else 'prepare'}-{len(folders) + 1}"
+                folders.append(self._kill_in(self.folder / name, norm, most))
+                landed = len(folders[-1]["kills"])
+                advance(landed)
+                done, in_vain = done + landed, 0 if landed else in_vain + 1
+        events = read_events(self.reference(NORMS[0]))
+        about = {"workers": self.workers, "seed": self.seed, "steps": STEPS, "cases": CASES, "shape": list(SHAPE)}
+        return {
+            **about,
+            "options": RUN,
+            "lives": folders,
+            "missed": kills - done,
+            "seconds": time.monotonic() - begin,
+            "engine_name": next(event["engine"] for event in events if event["event"] == "start"),
+            "host": read_host().summary(),
+            "versions": versions(),
+        }
 
     def reference(self, norm: str) -> Path:
         """The folder of the run that was trained undisturbed."""
         return self.folder / f"reference-{norm}"
 
-    def command(self, norm: str, folder: Path) -> List[str]:
-        """What trains a run with a norm, or prepares a store without one, into `folder`."""
-        if not norm:
-            return ["prepare", "--dataset", str(self.folder / "phantom"), "--store", str(folder), "--workers", "2"]
-        launch = ["launch", "--workers", str(self.workers)] if self.workers > 1 else []
-        data = ["--store", str(self.store), "--run", str(folder)]
-        return [*launch, "train", *data, "--norm", norm, *map(str, RUN)]
-
-    def kill_in(self, aims: Sequence[Aim], norm: str, folder: Path) -> Result:
+    def _kill_in(self, folder: Path, norm: str, most: int) -> Result:
         """One folder through its kills to its end; its part of the record."""
         begin, kills, problems = time.monotonic(), [], []
         if norm and not self.reference(norm).is_dir():
-            self._undisturbed(norm, self.reference(norm), lambda: True)
-        for aim in (*aims, None):
-            tail = Tail(folder)
-
-            def wait(start_s: float, alive: Alive, aim=aim, tail=tail) -> bool:
-                return aim is not None and wait_for(aim, self.usual_s[aim.phase], folder, tail, start_s, alive)
-
-            victim = aim.victim if aim and norm and self.workers > 1 else None
-            ended = attempt(self.command(norm, folder), self.log, victim=victim, wait=wait)
+            self._undisturbed(norm, self.reference(norm))
+        for number in range(most + 1):
+            tail, victim = Tail(folder), int(self.rng.integers(self.workers))
+            delay_s, is_starting = self.rng.random(), norm and self.rng.random() < WHILE_STARTING
+            # Each attempt gets a part of the way only, so that all kills of a folder find it at work.
+            delay_s *= self.begun_s[True] if is_starting else self.work_s[bool(norm)] / (FOLDER_KILLS + 1)
+            ended = attempt(
+                self._command(norm, folder),
+                self.log,
+                has_begun=None if is_starting else self._has_begun(norm, folder, tail),
+                delay_s=delay_s if number < most else None,
+                victim=victim if norm and self.workers > 1 else None,
+            )
             problems += ended.problems
             if not ended.killed:
                 if ended.exit_code != 0:
                     problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see {self.log}")
                 break
             found, wrong = left_of_run(folder) if norm else left_of_store(folder)
-            hit = phase_hit(folder, tail.newest()) if norm else PREPARING
             problems += wrong
             if ended.exit_code == 0:
                 problems.append("the command must not end with code 0 when one of its processes was killed")
-            how = {"victim": aim.victim, "at_s": ended.at_s, "ended_s": ended.ended_s, "exit_code": ended.exit_code}
-            kills.append({"aim": aim.phase, "hit": hit, **found, **how})
+            hit = phase_hit(folder, tail.newest()) if norm else PREPARING
+            how = {"victim": victim, "at_s": ended.at_s, "ended_s": ended.ended_s, "exit_code": ended.exit_code}
+            kills.append({"hit": hit, **found, **how})
         if norm:
             problems += run_differences(self.reference(norm), folder, KEEP)
         else:
@@ -272,24 +205,25 @@ class Bench:
         about = {"command": "train" if norm else "prepare", "norm": norm, "seconds": time.monotonic() - begin}
         return {**about, "kills": kills, "problems": named}
 
-    def _undisturbed(self, norm: str, folder: Path, has_come: Callable[[], bool]) -> Tuple[float, float]:
-        """Seconds of the command until `has_come`, and until its end."""
-        came: List[float] = []
+    def _command(self, norm: str, folder: Path) -> List[str]:
+        """What trains a run with a norm, or prepares a store without one, into `folder`."""
+        if not norm:
+            return ["prepare", "--dataset", str(self.folder / "phantom"), "--store", str(folder), "--workers", "2"]
+        launch = ["launch", "--workers", str(self.workers)] if self.workers > 1 else []
+        return [*launch, "train", "--store", str(self.store), "--run", str(folder), "--norm", norm, *RUN]
 
-        def wait(begin: float, alive: Alive) -> bool:
-            while alive():
-                if not came and has_come():
-                    came.append(time.monotonic() - begin)
-                time.sleep(0.001)
-            return False
+    def _has_begun(self, norm: str, folder: Path, tail: "Tail") -> Callable[[], bool]:
+        return (lambda: bool(tail.newest())) if norm else (folder / "cases").is_dir
 
-        ended = attempt(self.command(norm, folder), self.log, wait=wait)
+    def _undisturbed(self, norm: str, folder: Path) -> None:
+        has_begun = self._has_begun(norm, folder, Tail(folder))
+        ended = attempt(self._command(norm, folder), self.log, has_begun=has_begun)
         if ended.exit_code != 0:
             raise InputError(
                 f"{folder.name} without any kill must end well, got {how_ended(ended.exit_code)}; {self.log} ends:\n  "
                 f"{last_words(self.log)}"
             )
-        return (*came[:1], ended.at_s, ended.at_s)[:2]
+        self.begun_s[bool(norm)], self.work_s[bool(norm)] = ended.begun_s, ended.at_s - ended.begun_s
 
 
 # --- A run seen from outside ---
@@ -316,33 +250,6 @@ class Tail:
         return []
 
 
-def wait_for(aim: Aim, usual_s: float, folder: Path, tail: Tail, begin: float, alive: Alive) -> bool:
-    """Wait until the moment that `aim` means; False when the process that began at `begin` has ended before."""
-
-    def has_come() -> bool:
-        if aim.phase in (STARTING, ANYWHERE, PREPARING):
-            return aim.phase != PREPARING or (folder / "cases").is_dir()
-        event = tail.newest()
-        if not event or event["step"] < aim.not_before * STEPS:
-            return False
-        is_step, is_validated = event["event"] == "step", event["step"] % VALIDATED_EVERY == 0
-        if aim.phase == SAVING:
-            return event["event"] == "validation"
-        if aim.phase == SAVING_BY_TIME:
-            return is_step and not is_validated and any(partials(folder / "checkpoints"))
-        return is_step and (is_validated or aim.phase == COMPUTING)
-
-    while alive():
-        if has_come():
-            since = begin if aim.phase in (STARTING, ANYWHERE) else time.monotonic()
-            moment = since + aim.delay * usual_s
-            while alive() and time.monotonic() < moment:
-                time.sleep(max(min(POLL_S, moment - time.monotonic()), 0))
-            return alive()
-        time.sleep(POLL_S)
-    return False
-
-
 def phase_hit(run: Path, event: Dict[str, Any]) -> str:
     """In which phase a training was that is dead now, by its newest event and what it has left."""
     if not event:
@@ -363,9 +270,14 @@ def partials(folder: Path) -> List[Path]:
 
 
 def attempt(
-    command: Sequence[str], log: Path, *, victim: Optional[int] = None, wait: Callable[[float, Alive], bool]
+    command: Sequence[str],
+    log: Path,
+    *,
+    has_begun: Optional[Callable[[], bool]] = None,
+    delay_s: Optional[float] = None,
+    victim: Optional[int] = None,
 ) -> Ended:
-    """Do `python -m cpu3d command` and send SIGKILL once `wait(begin, alive)` returns True.
+    """Do `python -m cpu3d command`, and send SIGKILL `delay_s` after `has_begun`; None is after its start, or never.
 
     `victim` is the rank of the worker to kill among those of `launch`; None is the process itself.
     """
@@ -375,20 +287,23 @@ def attempt(
         begin = time.monotonic()
         child = start([*PROGRAM, *command], output, cwd=ROOT)
         try:
-            process, problems = psutil.Process(child.pid), []
-            target = process if victim is None else _worker(process, victim)
-            is_time = wait(begin, lambda: child.poll() is None)
-            at_s, killed = time.monotonic() - begin, False
-            with contextlib.suppress(psutil.Error):
-                if is_time and target:
-                    members = process.children(recursive=True)
-                    target.kill()
-                    at_s, killed = time.monotonic() - begin, True
-                    problems = _wait_until_gone(child, members)
+            process, problems, killed, begun_s, at_s = psutil.Process(child.pid), [], False, None, 0.0
+            while child.poll() is None and not killed:
+                at_s = time.monotonic() - begin
+                if begun_s is None and (has_begun is None or has_begun()):
+                    begun_s = at_s
+                if delay_s is not None and begun_s is not None and at_s >= begun_s + delay_s:
+                    with contextlib.suppress(psutil.Error):
+                        target, members = _target(process, victim)
+                        target.kill()
+                        at_s, killed = time.monotonic() - begin, True
+                        problems = _wait_until_gone(child, members)
+                time.sleep(POLL_S)
             child.wait()
             if victim is None:  # one that had ended by then was not killed
                 killed = child.returncode == -signal.SIGKILL
-            return Ended(child.returncode, killed, at_s, time.monotonic() - begin - at_s, problems)
+            at_s = at_s if killed else time.monotonic() - begin
+            return Ended(child.returncode, killed, begun_s or 0.0, at_s, time.monotonic() - begin - at_s, problems)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -531,16 +446,19 @@ def _array_differences(name: str, wanted: Tuple[Any, Dict[str, Any]], got: Tuple
     return problems
 
 
-def _worker(process: psutil.Process, rank: int) -> Optional[psutil.Process]:
-    """The process below one that was started as worker `rank`, once there is one; None where it ends before."""
-    with contextlib.suppress(psutil.Error):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            for child in process.children(recursive=True):
-                with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError):
-                    if int(json.loads(child.environ()["TF_CONFIG"])["task"]["index"]) == rank:
-                        return child
-            time.sleep(0.03)
-    return None
+def _target(process: psutil.Process, rank: Optional[int]) -> Tuple[psutil.Process, List[psutil.Process]]:
+    """The process that was started as worker `rank`, or `process` for None; and all below `process`.
+
+    Raises psutil.Error where there is no such worker, yet or any more.
+    """
+    members = process.children(recursive=True)
+    for child in members if rank is not None else ():
+        with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError):
+            if int(json.loads(child.environ()["TF_CONFIG"])["task"]["index"]) == rank:
+                return child, members
+    if rank is not None:
+        raise psutil.NoSuchProcess(process.pid)
+    return process, members
 
 
 def _wait_until_gone(child: subprocess.Popen, members: Sequence[psutil.Process]) -> List[str]:

@@ -7,7 +7,6 @@ the JSON and prints what that returns as its last line.
 import contextlib
 import importlib
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -125,18 +124,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def in_fresh_process(
-    work: Callable[[Dict[str, Any]], Result],
-    request: Dict[str, Any],
-    *,
-    environ: Optional[Mapping[str, str]] = None,
-    look: Optional[Callable[[int], None]] = None,
+    work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any], *, look: Optional[Callable[[int], None]] = None
 ) -> Result:
     """What `work(request)` returns in a new process, where nothing was allocated or compiled before.
 
-    `environ` is set besides our environment; `look` is called with the process's id every 20 ms as long as it runs.
+    `look` is called with the process's id every 20 ms as long as it runs.
     """
-    full = None if environ is None else {**os.environ, **environ}
-    return run_together([command_of(work, request)], f"bench, {work.__name__},", environ=full, look=look)[0]
+    return run_together([command_of(work, request)], f"bench, {work.__name__},", look=look)[0]
 
 
 def command_of(work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any]) -> List[str]:

@@ -16,46 +16,51 @@ dies of, as for want of memory, becomes a row.
 
 import argparse
 import dataclasses
+import functools
 import math
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.bench.harness import (
-    HOST_FACTS,
-    Output,
-    Result,
-    Turns,
-    check_peers,
-    draw_bars,
-    in_fresh_process,
-    in_turn,
-    peer_options,
-    read_options,
-    run_peer,
-    summary,
-    with_range,
-    write_bytes,
+from cpu3d.bench import harness
+from cpu3d.bench.harness import HOST_FACTS, Output, ProcessFailedError, Result, Turns
+from cpu3d.bench.step import (
+    StepOptions,
+    add_step_options,
+    has_plain,
+    measure,
+    request_for,
+    step_request,
+    title_of,
 )
-from cpu3d.bench.step import WARM_UP_STEPS, has_plain, measure, title_of
 from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES
+from cpu3d.host.apply import installed
 from cpu3d.host.memory import Resident, resident
+from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
+from cpu3d.util.progress import bar
+from cpu3d.util.records import append_record
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.figure import PALETTE, new_figure, png
-from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
+from memory_estimator.host import Host, read_host
+from memory_estimator.job import ENGINES, Job
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
-from memory_estimator.validation import has_known_engine
+from memory_estimator.validation import (
+    DISTURBED_SPREAD,
+    PUBLISHED,
+    Measured,
+    compare,
+    has_known_engine,
+    read_measured,
+    spreads,
+)
 from memory_estimator.validation import job_from as measured_job
-from models.config import DTYPES, POLICIES, UNetConfig
+from models.config import POLICIES, UNetConfig
 
 MIB = 2**20
 
@@ -64,42 +69,41 @@ FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")
 
 PLAIN = "plain Keras"
 
+VALIDATION_STEPS = 3
+"""Timed, after two more: enough for a median."""
+
 BASELINE = "speed"
 """The policy that times are relative to."""
+
+T = TypeVar("T")
 
 Moment = Tuple[str, float, float]
 """A part of the work: (name, begin, end) in seconds of `time.time`."""
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
+class MemoryOptions(StepOptions):
     """What is measured, but for the job."""
 
-    steps: int = option(5, "steps timed", at_least=1, metavar="N")
-    warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
     policies: bool = option(False, "compare all policies, the plain Keras graph, peers")
     trace: Optional[Path] = option(None, "write the process's memory as an mprof trace", metavar="FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
-    for cls in (MemoryOptions, Turns, Output):
-        add_options(parser, cls)
+    add_step_options(parser, MemoryOptions, Turns, Output)
 
 
 def run(args: argparse.Namespace) -> int:
-    options, turns, output = (read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
-    threads = getattr(args, "threads", None)
+    options, turns, output = (harness.read_options(cls, args) for cls in (MemoryOptions, Turns, Output))
     if options.trace:
         writable_folder(options.trace.parent, "folder")
     _check(options, turns, output, getattr(args, "policy", None))
-    request = _request(args, options)
+    request = step_request(args, options)
     if options.policies:
-        result = compare_policies(request, turns.peer, turns.rounds, threads)
+        result = compare_policies(request, turns.peer, turns.rounds)
         output.publish("policies", result, [policies_table(result)], lambda: draw_policies(result))
         return 0
-    result, seen = measure_memory({**request, "matmul": ["after"]}, threads)
+    result, seen = measure_memory({**request, "matmul": ["after"]})
     moments = result.pop("moments")
     result["predicted"] = predicted = predict(result)
     result["errors"] = predicted and {
@@ -109,11 +113,13 @@ def run(args: argparse.Namespace) -> int:
         result["errors"]["upper_bound_bytes"] = predicted["upper_bound_bytes"] / result["process_peak_bytes"] - 1
     output.publish("memory", result, [_table(result)])
     if options.trace:
-        write_bytes(options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]])))
+        harness.write_bytes(
+            options.trace, mprof_trace(seen, moments, shlex.join(["python", "-m", "cpu3d", *sys.argv[1:]]))
+        )
     return 0
 
 
-def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tuple[Result, List[Resident]]:
+def measure_memory(request: Dict[str, Any]) -> Tuple[Result, List[Resident]]:
     """Run the steps of `request` in a new process, and look at it from outside, which costs it nothing.
 
     Returns the result with the keys of `bench step` and more, and what was seen of the process up to its last step.
@@ -123,7 +129,7 @@ def measure_memory(request: Dict[str, Any], threads: Optional[int] = None) -> Tu
     """
     looks: List[Optional[Resident]] = []
     request = {**request, "watched": True}
-    result = in_fresh_process(measure, request, environ=_threads(threads), look=lambda pid: looks.append(resident(pid)))
+    result = harness.in_fresh_process(measure, request, look=lambda pid: looks.append(resident(pid)))
     last = result["moments"][-1][2]
     seen = [one for one in looks if one and one.time_s <= last]
     result["anonymous_peak_bytes"] = max((one.anonymous_bytes for one in seen), default=None)
@@ -152,9 +158,7 @@ def predict(result: Result) -> Optional[Result]:
 # --- All policies ---
 
 
-def compare_policies(
-    request: Dict[str, Any], peers: Sequence[str], rounds: int, threads: Optional[int] = None
-) -> Result:
+def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int) -> Result:
     """Measure the step of `request` plain, under every policy and by peers, in turn; the content of a record.
 
     Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
@@ -164,11 +168,10 @@ def compare_policies(
         variants[PLAIN] = {"plain": True, "micro_batch": request["batch"]}
     variants.update({policy: {"unet": {**request["unet"], "policy": policy}} for policy in POLICIES})
     # Peers first: a command that is wrong is found out before ours took their time.
-    ways: Dict[str, Any] = {command: lambda _, command=command: run_peer(command) for command in peers}
+    ways: Dict[str, Any] = {command: lambda _, command=command: harness.run_peer(command) for command in peers}
     for name, more in variants.items():
-        one = {**request, "matmul": [], **more}
-        ways[name] = lambda _, one=one: in_fresh_process(measure, one, environ=_threads(threads))
-    found, failures = in_turn(ways, rounds, "memory")
+        ways[name] = lambda _, one={**request, **more}: harness.in_fresh_process(measure, one)
+    found, failures = harness.in_turn(ways, rounds, "memory")
     measured = [one for name in variants for one in found[name] if one]
     if not measured:
         raise failures[BASELINE]
@@ -177,11 +180,11 @@ def compare_policies(
     facts = {name: measured[0][name] for name in HOST_FACTS}
     rows = []
     for way in (*variants, *peers):
-        row = summary(found[way], found[BASELINE])
+        row = harness.summary(found[way], found[BASELINE])
         allocator, kind = row["allocator_peak_bytes"], "plain" if way == PLAIN else "policy"
         name, options = way, ""
         if way in peers:
-            kind, options = "peer", peer_options(way)
+            kind, options = "peer", harness.peer_options(way)
             name = next((one["peer"] for one in found[way] if one), options)
             name += f" {options}" * any(row["name"] == name for row in rows)
         rows.append({
@@ -212,7 +215,7 @@ def policies_table(record: Result) -> Table:
     if record["micro_batch"] < record["batch"]:
         batch += f" ({record['micro_batch']} at a time, plain Keras and peers all at once)"
     for row in record["rows"]:
-        figures = [*_peaks(row, unit), with_range(row, "step_s"), with_range(row, "ratio")]
+        figures = [*_peaks(row, unit), harness.with_range(row, "step_s"), harness.with_range(row, "ratio")]
         rows.append([row["name"], *(["-", "-", "-", "died", "-"] if row["error"] else figures)])
         if row["predicted"]:
             rows.append(["predicted", *_peaks(row["predicted"], unit), f"{row['predicted']['step_s']:.2f}", ""])
@@ -233,13 +236,13 @@ def draw_policies(record: Result) -> bytes:
     peaks = {name: [row[name] and row[name] / GIB for row in rows] for name in FIGURES[:2]}
     # A peer knows no allocator: that is no death.
     units = ["not known" if row["units"] is None else f"{row['units']:.1f} units" for row in rows]
-    draw_bars(
+    harness.draw_bars(
         allocator, [None if row["error"] else peak or 0 for row, peak in zip(rows, peaks[FIGURES[0]])],
         "allocator peak, GiB", names=[row["name"] for row in rows], texts=units,
     )  # fmt: skip
-    draw_bars(process, peaks[FIGURES[1]], "process peak, GiB", colours=PALETTE[5])
+    harness.draw_bars(process, peaks[FIGURES[1]], "process peak, GiB", colours=PALETTE[5])
     name = "ratio" if any(row["ratio"] for row in rows) else "step_s"
-    draw_bars(
+    harness.draw_bars(
         seconds, [None if row["error"] else row[name] for row in rows],
         "seconds a step" + f", relative to {BASELINE}" * (name == "ratio"),
         ends=[(row[f"{name}_min"] or 0, row[f"{name}_max"] or 0) for row in rows], colours=PALETTE[4],
@@ -247,6 +250,109 @@ def draw_policies(record: Result) -> bytes:
     figure.suptitle(f"One training step, {title_of(record)}", fontsize=10, fontweight="bold", x=0.01, ha="left")
     figure.tight_layout(pad=0.6, w_pad=1.4, rect=(0, 0, 1, 0.98))
     return png(figure)
+
+
+# --- Every configuration that the estimator is judged by ---
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """What `bench validate` measures."""
+
+    record: Path = option(help=".jsonl file, continued if there", metavar="FILE")
+    engine: Optional[str] = option(None, help="only this one (default: all installed)", choices=ENGINES)
+    first: Optional[int] = option(None, help="only the first N of the list", at_least=1, metavar="N")
+    again_disturbed: bool = option(
+        False, help=f"measure again whose steps lie further apart than {100 * DISTURBED_SPREAD:.0f} %% of their median"
+    )
+
+
+def add_validate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ValidateOptions)
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Measure the configurations that the estimator is judged by on this host, one fresh process each.
+
+        ./run.sh bench validate --record other-host.jsonl
+        ./run.sh bench validate --record other-host.jsonl --engine stock --first 3
+        ./run.sh bench validate --record records/memory.jsonl --again-disturbed
+
+    They are those of the published record, records/memory.jsonl: far apart in everything that memory and time depend
+    on, and each fits a host with 24 GB of memory. Some 600 training steps, in under an hour on two quiet cores with
+    AVX512_BF16. Cut off, it continues: what the record holds is not measured again, failures included (remove a line to
+    try again). The newest line of a configuration counts. One record file a host.
+    """
+    options = harness.read_options(ValidateOptions, args)
+    writable_folder(options.record.parent, "folder")
+    host = read_host()
+    threads = thread_plan(host).intra_op
+    before = _read(options.record, host)
+    if options.engine and not installed(options.engine):
+        raise InputError(f"engine must be installed, got {options.engine}; run `./run.sh setup` or leave it out")
+    engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
+    wanted = [job for job in configurations(threads) if job.engine in engines][: options.first]
+    done = {one.job for one in before if not (options.again_disturbed and one.disturbed)}
+    todo = [job for job in wanted if job not in done]
+    constants = _valid(find_constants, threads)
+    with bar("validate", total=len(todo)) as advance:
+        for job in todo:
+            needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
+            if needed > free:
+                outcome = f"left out, needs {needed / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
+            else:
+                record = measured_record(job, host)
+                append_record(options.record, "memory", record)
+                outcome = record.get("error") or (
+                    f"{record['process_peak_bytes'] / GIB:.2f} GiB, {record['step_s']:.2f} s"
+                )
+            print(f"{describe(job)}: {outcome}", file=sys.stderr)
+            advance()
+    predict = functools.lru_cache(maxsize=None)(find_constants)
+    held_out = [one for one in _read(options.record, host) if one.held_out]
+    rows = compare(held_out, lambda one: estimate(one.job, predict(one.job.threads)))
+    cells = [
+        (name, f"{one.median:.1%}", f"{one.worst:+.1%}", f"{one.mean:+.1%}") for name, one in spreads(rows).items()
+    ]
+    title = f"{len(rows)} held-out configurations, predicted against measured"
+    # The page is made with the shipped constants alone, and may say otherwise where this host has its own.
+    harness.show(
+        Table(("", "median", "worst", "mean"), cells, title, f"constants: {constants.name}, {constants.origin}")
+    )
+    return 0
+
+
+def measured_record(job: Job, host: Host) -> Dict[str, Any]:
+    """What the record keeps of one configuration: the measurement, or what the process died of.
+
+    Raises InputError where no process was started, which says nothing of the job.
+    """
+    request = request_for(job, steps=VALIDATION_STEPS)
+    try:
+        result, _ = measure_memory(request)
+    except ProcessFailedError as error:
+        environment = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
+        return {**request, "error": str(error), "threads": environment, "host": host.summary()}
+    return {name: value for name, value in result.items() if name not in ("moments", "rounds", "peers")}
+
+
+def configurations(threads: int) -> Tuple[Job, ...]:
+    """Every job of the published record, as on a host with so many threads."""
+    return tuple(dataclasses.replace(one.job, threads=threads) for one in _valid(read_measured, PUBLISHED))
+
+
+def describe(job: Job) -> str:
+    """A job in one line: "128x128x128 f16 d5 b1 c4 k3 bfloat16 itex instance adam", and what differs from the default.
+
+    f(ilters), d(epth), b(atch; 4/1 is computed one at a time), c(hannels), k outputs.
+    """
+    unet = job.unet
+    words: List[str] = ["x".join(map(str, job.shape)), f"f{unet.filters}", f"d{unet.depth}"]
+    words.append(f"b{job.batch}" if job.parts == 1 else f"b{job.batch}/{job.micro}")
+    words += [f"c{unet.channels}", f"k{unet.outputs}", unet.dtype, job.engine, unet.norm, job.optimizer]
+    words += ["cicek2016"] * (unet.network == "cicek2016") + ["residual"] * unet.residual
+    words += ["upsampling"] * (unet.up == "upsampling") + ["deep"] * unet.deep_supervision
+    return " ".join([*words, *([unet.policy] if unet.policy != "speed" else [])])
 
 
 # --- A process over time ---
@@ -268,11 +374,6 @@ def mprof_trace(seen: Sequence[Resident], moments: Sequence[Moment], command: st
 # --- Private helpers ---
 
 
-def _threads(count: Optional[int]) -> Dict[str, str]:
-    """The environment of so many threads; for None the host's own number or the environment's holds."""
-    return {} if count is None else dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(count))
-
-
 def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optional[str]) -> None:
     """Raise InputError for options that contradict each other, and for peers that cannot be run."""
     if options.policies:
@@ -283,38 +384,7 @@ def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optiona
     problems = [f"{name} must {rule}" for name, value in given.items() if value]
     if problems:
         raise InputError(*problems)
-    check_peers(turns.peer)
-
-
-def _request(args: argparse.Namespace, options: MemoryOptions) -> Dict[str, Any]:
-    """What `step.measure` is to do, 128^3 where no shape is given. Raises InputError for a job that cannot be."""
-    engine = getattr(args, "engine", "auto")
-    if engine not in KNOWN_ENGINES:
-        args.engine = "auto"  # a job has none that the estimator does not know
-    if getattr(args, "dtype", "auto") == "auto":
-        vars(args).pop("dtype", None)
-    try:
-        whole = source_job(args)
-        job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    return request_for(
-        job, engine=job.engine if whole and engine == "auto" else engine, steps=options.steps, warm_up=options.warm_up
-    )
-
-
-def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """What `step.measure` is to do to measure a job."""
-    return {
-        "shape": list(job.shape),
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "unet": dataclasses.asdict(job.unet),
-        "optimizer": job.optimizer,
-        "engine": job.engine,
-        "matmul": [],
-        **more,
-    }
+    harness.check_peers(turns.peer)
 
 
 def _peaks(figures: Result, unit_bytes: int) -> List[str]:
@@ -341,3 +411,22 @@ def _table(result: Result) -> Table:
         rows.append([name, *shown, "" if error is None else f"{error:+.1%}"])
     title = f"Memory of a training step, {title_of(result)}"
     return Table(("", "measured", "predicted", "error"), rows, title=title, caption=result["engine_name"])
+
+
+def _read(path: Path, host: Host) -> Sequence[Measured]:
+    """What the record holds, nothing where there is none yet. Raises InputError where it is another host's."""
+    measured = _valid(read_measured, path) if path.exists() else ()
+    others = sorted({one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))})
+    if others:
+        raise InputError(
+            f"record {path} must be of this host, {host.cpu_model}, got {', '.join(others)}; give each host a file"
+        )
+    return measured
+
+
+def _valid(read: Callable[[Any], T], what: Any) -> T:
+    """`read(what)`, with InputError in place of ValueError."""
+    try:
+        return read(what)
+    except ValueError as error:
+        raise InputError(str(error)) from None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, read_options, run_together, times
-from cpu3d.bench.step import StepOptions, made_up, step_request
+from cpu3d.bench.step import StepOptions, add_step_options, made_up, step_request
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
 from cpu3d.errors import InputError
@@ -31,7 +31,6 @@ from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
-from memory_estimator.job import add_network_options
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.schema import add_options, option
@@ -68,16 +67,14 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_network_options(parser)
-    add_options(parser, StepOptions)
-    add_options(parser, Options)
+    add_step_options(parser, StepOptions, Options)
     add_options(parser, Output, only=("json", "record"))
 
 
 def run(args: argparse.Namespace) -> int:
     options, output = read_options(Options, args), read_options(Output, args)
-    request = step_request(args)
-    del request["matmul"]
+    request = step_request(args, read_options(StepOptions, args))
+    del request["matmul"], request["threads"]
     topology = read_topology()
     each = cores_each(topology, options.workers, options.cores_per_worker)
     result = compare_workers(request, ways(topology, options.workers, each), cores=each, rounds=options.rounds)

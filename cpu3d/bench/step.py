@@ -2,8 +2,9 @@
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
 
-The step is the trainer's own: network, loss, gradients, optimizer. A peer is any command whose last line of output is
-JSON with "step_s"; it runs in turn with ours, and the ratio is taken round by round.
+The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone. A
+peer is any command whose last line of output is JSON with "step_s"; it runs in turn with ours, and the ratio is taken
+round by round.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -18,35 +20,22 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import (
-    Output,
-    Result,
-    Turns,
-    check_peers,
-    draw_bars,
-    in_fresh_process,
-    in_turn,
-    middle,
-    peer_options,
-    read_options,
-    run_peer,
-    summary,
-    times,
-    with_range,
-)
+from cpu3d.bench import harness
+from cpu3d.bench.harness import Output, Result, Turns
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.settings import RunConfig
+from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
-from memory_estimator.job import OPTIMIZERS, add_network_options, network_from
+from memory_estimator.job import ENGINES as KNOWN_ENGINES
+from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
 from memory_estimator.schema import add_options, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
-from models.config import DTYPES, EPSILON, POLICIES, UNetConfig
-from models.layer_plan import layer_plan, training_flops
+from models.config import DTYPES, EPSILON, UNetConfig
+from models.layer_plan import training_flops
 
 WARM_UP_STEPS = 2
 """The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third."""
@@ -64,17 +53,10 @@ ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN",
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The step that is measured, but for the network's own options."""
+    """How often the step is done."""
 
-    shape: Tuple[int, int, int] = option((128, 128, 128), "voxels", metavar=("X", "Y", "Z"))
-    batch: int = option(1, "volumes a step", at_least=1, metavar="B")
-    micro_batch: int = option(0, "volumes at a time (default: as `train` does)", metavar="M")
-    optimizer: str = option("adam", choices=OPTIMIZERS)
-    policy: str = option("speed", "memory policy", choices=POLICIES)
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
-    dtype: str = option("auto", "default: bfloat16 where it is fast", choices=("auto", *DTYPES))
-    engine: str = option("auto", "default: auto, ITEX where it is installed", choices=ENGINES)
 
 
 @dataclass(frozen=True)
@@ -85,47 +67,64 @@ class EngineOptions(StepOptions):
     dtypes: Tuple[str, ...] = option(DTYPES, "dtypes, the first is the baseline's", choices=DTYPES)
 
 
+def add_step_options(parser: argparse.ArgumentParser, *more: type) -> None:
+    """Add the options of a job, as the estimator has them, and those of `more` classes."""
+    add_source_options(parser)
+    add_job_options(parser, ENGINES, (AUTO, *DTYPES))
+    for cls in more:
+        add_options(parser, cls)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_network_options(parser)
-    add_options(parser, StepOptions)
-    add_options(parser, Turns)
+    add_step_options(parser, StepOptions, Turns)
     add_options(parser, Output, only=("json", "record"))
 
 
 def run(args: argparse.Namespace) -> int:
-    output, turns, request = read_options(Output, args), read_options(Turns, args), step_request(args)
-    check_peers(turns.peer)
-    ways = {"": lambda _: in_fresh_process(measure, request)}
-    ways.update({command: lambda _, command=command: run_peer(command) for command in turns.peer})
-    found, _ = in_turn(ways, turns.rounds, "step", keep_going=False)
+    output, turns = harness.read_options(Output, args), harness.read_options(Turns, args)
+    request = step_request(args, harness.read_options(StepOptions, args), matmul=["before", "after"])
+    harness.check_peers(turns.peer)
+    ways = {"": lambda _: harness.in_fresh_process(measure, request)}
+    ways.update({command: lambda _, command=command: harness.run_peer(command) for command in turns.peer})
+    found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
-    result = {**middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
+    result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
     for command, results in found.items():
-        own = {"peer": results[0]["peer"], "options": peer_options(command)}
-        result["peers"].append({**summary(results, ours), **own})
+        own = {"peer": results[0]["peer"], "options": harness.peer_options(command)}
+        result["peers"].append({**harness.summary(results, ours), **own})
     output.publish("step", result, [_table(result)])
     return 0
 
 
-def step_request(args: argparse.Namespace, cls: type = StepOptions, **more: Any) -> Dict[str, Any]:
-    """What `measure` is to do, from the options of a step; `more` are such options. Raises InputError."""
-    options = read_options(cls, args, **more)
-    dtype = read_host().best_dtype if options.dtype == "auto" else options.dtype
+def step_request(args: argparse.Namespace, options: StepOptions, **more: Any) -> Dict[str, Any]:
+    """What `measure` is to do, 128^3 voxels where no shape is given. Raises InputError for a job that cannot be."""
+    engine = getattr(args, "engine", AUTO)
+    if engine not in KNOWN_ENGINES:
+        args.engine = AUTO  # a job has none that the estimator does not know
+    if getattr(args, "dtype", AUTO) == AUTO:
+        vars(args).pop("dtype", None)
     try:
-        unet = dataclasses.replace(network_from(args, dtype), policy=options.policy)
-        layer_plan(unet, options.shape)
+        whole = source_job(args)
+        job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     except ValueError as error:
         raise InputError(str(error)) from None
+    engine = job.engine if whole and engine == AUTO else left_open(engine)
+    own = {"engine": engine, "threads": getattr(args, "threads", None)}
+    return request_for(job, **{**own, "steps": options.steps, "warm_up": options.warm_up, **more})
+
+
+def request_for(job: Job, **more: Any) -> Dict[str, Any]:
+    """What `measure` is to do to measure a job; `more` win over it."""
     return {
-        "shape": list(options.shape),
-        "batch": options.batch,
-        "micro_batch": RunConfig(unet=unet, batch=options.batch, micro_batch=options.micro_batch).micro,
-        "unet": dataclasses.asdict(unet),
-        "optimizer": options.optimizer,
-        "steps": options.steps,
-        "warm_up": options.warm_up,
-        "engine": options.engine,
-        "matmul": ["before", "after"],
+        "shape": list(job.shape),
+        "batch": job.batch,
+        "micro_batch": job.micro,
+        "unet": dataclasses.asdict(job.unet),
+        "optimizer": job.optimizer,
+        "engine": job.engine,
+        "threads": job.threads,
+        "matmul": [],
+        **more,
     }
 
 
@@ -133,7 +132,7 @@ def title_of(result: Result, batch: str = "") -> str:
     """What was measured, in one line."""
     unet = result["unet"]
     return (
-        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
+        f"{harness.times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
         f"{batch or 'batch ' + str(result['batch'])}, {unet['dtype']}, {unet['norm']} norm"
     )
 
@@ -142,13 +141,13 @@ def _table(result: Result) -> Table:
     peak = result["allocator_peak_bytes"]
     rows = [
         ("engine", result["engine_name"]),
-        ("step", f"{with_range(result, 'step_s')} s"),
+        ("step", f"{harness.with_range(result, 'step_s')} s"),
         ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
         ("allocator peak", "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB"),
         ("process peak", f"{result['process_peak_bytes'] / GIB:.2f} GiB"),
     ]
     for peer in result["peers"]:
-        words = f"{peer['step_s']:.2f} s, {with_range(peer, 'ratio')} times ours: {peer['options']}"
+        words = f"{peer['step_s']:.2f} s, {harness.with_range(peer, 'ratio')} times ours: {peer['options']}"
         rows.append((peer["peer"], words))
     return Table(("", ""), rows, title=f"Training step, {title_of(result)}", names=2)
 
@@ -157,10 +156,7 @@ def _table(result: Result) -> Table:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [field.name for field in dataclasses.fields(EngineOptions) if field.name not in ("dtype", "engine")]
-    add_network_options(parser)
-    add_options(parser, EngineOptions, only=names)
-    add_options(parser, Output)
+    add_step_options(parser, EngineOptions, Output)
 
 
 def run_engines(args: argparse.Namespace) -> int:
@@ -171,14 +167,15 @@ def run_engines(args: argparse.Namespace) -> int:
     Engines: stock TensorFlow without oneDNN, stock with oneDNN, and with Intel's extension. A combination that the
     engine cannot do is shown as such.
     """
-    output, options = read_options(Output, args), read_options(EngineOptions, args)
-    requests = {
-        (engine, dtype): step_request(args, EngineOptions, dtype=dtype, engine=engine)
-        for engine in ENGINE_NAMES
-        for dtype in options.dtypes
-    }
-    ways = {name: lambda _, one=one: in_fresh_process(measure, one) for name, one in requests.items()}
-    found, failures = in_turn(ways, 1, "engines")
+    output, options = harness.read_options(Output, args), harness.read_options(EngineOptions, args)
+    if hasattr(args, "dtype") or hasattr(args, "engine"):
+        raise InputError("engine and dtype must be left out, got one; --dtypes chooses among the dtypes")
+    requests = {}
+    for engine, dtype in itertools.product(ENGINE_NAMES, options.dtypes):
+        args.dtype = dtype
+        requests[engine, dtype] = step_request(args, options, engine=engine)
+    ways = {name: lambda _, one=one: harness.in_fresh_process(measure, one) for name, one in requests.items()}
+    found, failures = harness.in_turn(ways, 1, "engines")
     rows = [
         found[name][0] or {**request, "step_s": None, "error": str(failures[name])}
         for name, request in requests.items()
@@ -186,7 +183,7 @@ def run_engines(args: argparse.Namespace) -> int:
     first = rows[0]["step_s"]
     for row in rows:
         row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
-    result = {"shape": list(options.shape), "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
+    result = {"shape": rows[0]["shape"], "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
     output.publish("engines", result, [engines_table(result)], lambda: draw_engines(rows))
     return 0
 
@@ -200,7 +197,7 @@ def engines_table(result: Result) -> Table:
             speedup = "-" if row["speedup"] is None else f"{row['speedup']:.1f}"
             cells = [f"{row['step_s']:.2f}", speedup, f"{row['process_peak_bytes'] / GIB:.1f} GiB"]
         rows.append([ENGINE_NAMES[row["engine"]], row["unet"]["dtype"], *cells])
-    title = f"{times(result['shape'])}, the same network, each in a fresh process:"
+    title = f"{harness.times(result['shape'])}, the same network, each in a fresh process:"
     return Table(("engine", "dtype", "s a step", "speed-up", "process peak"), rows, title=title, names=2)
 
 
@@ -210,7 +207,7 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
     seconds = [row["step_s"] for row in done]
     figure = new_figure(7, 0.5 * len(done) + 1.2)
     axes = figure.add_subplot()
-    draw_bars(
+    harness.draw_bars(
         axes, seconds, "seconds a training step (logarithmic)",
         names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
         texts=[f"{row['step_s']:.2f} s" + f"  ({row['speedup']:.1f}x)" * bool(row["speedup"]) for row in done],
@@ -219,7 +216,7 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
     axes.set_xscale("log")
     axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
     unet = done[0]["unet"]
-    title = f"3D U-Net, {times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
+    title = f"3D U-Net, {harness.times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout(pad=0.6)
     return png(figure)
@@ -238,6 +235,8 @@ def measure(request: Dict[str, Any]) -> Result:
     With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume.
     All peaks are read before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
     """
+    if request.get("threads"):  # else they are the host's own number or the environment's
+        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
 

@@ -23,11 +23,10 @@ import numpy as np
 
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, in_fresh_process, in_turn, read_options, summary, with_range
 from cpu3d.bench.harness import times as by_times
-from cpu3d.data.extent import grid_size
 from cpu3d.data.labels import label_from_regions, region_mask
-from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.records import SPLITS
-from cpu3d.data.region import Region, Shape3, crop, whole
+from cpu3d.data.region import Region, Shape3, crop, grid_size, whole
+from cpu3d.data.sampling import OVERLAP, patch_grid
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
@@ -235,7 +234,7 @@ def border_distance(shape: Shape3, tiles: Sequence[Region]) -> np.ndarray:
     """Voxels between each voxel of a volume and the nearest border of a tile: int16 (X, Y, Z), 0 right at a border.
 
     A border is a plane between two voxels, where a tile begins or ends inside the volume; the volume's own outer faces
-    are none. Tiles are those of a grid, `cpu3d.data.patches.patch_grid`, so that each plane cuts the whole volume; they
+    are none. Tiles are those of a grid, `sampling.patch_grid`, so that each plane cuts the whole volume; they
     may reach outside of it. Without any plane, as under a single tile, all are as far away as the longest side.
     """
     along = []

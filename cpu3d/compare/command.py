@@ -29,7 +29,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.compare.plan import (
-    DEFAULT_RECIPE,
     Budget,
     Course,
     Json,
@@ -65,8 +64,7 @@ from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.recipes import RECIPES
-from cpu3d.settings import add_training_options, chosen_settings, load_config, with_settings
+from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, with_settings
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, check, given, option
@@ -138,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare_folders(options)
     common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
     refuse("compare", common)
-    return _train_and_compare(options, common, args.recipe, settings.get("epochs"))
+    return _train_and_compare(options, common, getattr(args, "recipe", None), settings.get("epochs"))
 
 
 # --- Private helpers ---
@@ -166,7 +164,11 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
     own = [name for name in ("variant", "voxels", "minutes") if name in chosen]
     budgets = [f"--{name}" for name in ("epochs", *own) if name != "variant" and name in {**settings, **chosen}]
     if options.runs:
-        wrong = [*(name for name in settings if name != "validations"), *(["recipe"] if args.recipe else []), *own]
+        wrong = [
+            *(name for name in settings if name != "validations"),
+            *(["recipe"] if hasattr(args, "recipe") else []),
+            *own,
+        ]
         wrong += ["resolutions"] if options.resolutions else []
         rule = "must come without --runs, where nothing is trained"
     elif options.resolutions:
@@ -257,7 +259,7 @@ def _planned(
             f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
         )
     try:
-        base = with_settings(RECIPES[recipe or DEFAULT_RECIPE](), common)
+        base = with_settings(recipe_config(recipe), common)
     except ValueError as error:
         raise InputError(str(error)) from None
     arms = []

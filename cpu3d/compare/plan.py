@@ -22,9 +22,16 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
-from cpu3d.recipes import RECIPES
 from cpu3d.report.page import flat
-from cpu3d.settings import SIZES_OF_PATCH, RunConfig, add_training_options, as_options, chosen_settings, load_config
+from cpu3d.settings import (
+    SIZES_OF_PATCH,
+    RunConfig,
+    add_training_options,
+    as_options,
+    chosen_settings,
+    load_config,
+    recipe_config,
+)
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
@@ -37,7 +44,6 @@ SCHEMA = 1
 
 FILE = "compare.json"
 
-DEFAULT_RECIPE = "brats-regions"
 
 WARMUP_SHARE = 10
 """The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
@@ -169,11 +175,11 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
         args = parser.parse_args(shlex.split(options))
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    own, recipe = chosen_settings(args), args.recipe or recipe
+    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
     refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
-    usual = RECIPES[recipe or DEFAULT_RECIPE]().mode
+    usual = recipe_config(recipe).mode
     if own.get("mode", common.get("mode", usual)) == "whole":
         common = _without(common, OF_PATCHES)
     return Variant(name, {**common, **own}, recipe)

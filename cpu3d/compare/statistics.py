@@ -21,7 +21,7 @@ import numpy as np
 
 from cpu3d.compare.plan import Json, unpaired
 from cpu3d.compare.run import Failed, end_of, step_voxels
-from cpu3d.data.extent import grid_size
+from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path

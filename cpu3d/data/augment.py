@@ -7,7 +7,7 @@ drawn in millimetres, so that a rotation is one on a grid of any spacing.
 
 import math
 from dataclasses import dataclass
-from typing import Sequence, Tuple
+from typing import Dict, Sequence, Tuple
 
 import numpy as np
 
@@ -44,10 +44,18 @@ class AugmentConfig:
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
+DRAWN = {
+    "scale": ("float32", (None,)),
+    "shift": ("float32", (None,)),
+    "flips": ("bool", (3,)),
+    "planes": ("float32", (2, 4)),
+}
+"""Name -> dtype and shape of what comes with a raw sample, `AugmentParams.arrays`, and is applied by `Finish`."""
+
 
 @dataclass(frozen=True)
 class AugmentParams:
-    """What was drawn for one sample: all that `apply` needs."""
+    """What was drawn for one sample."""
 
     flips: Tuple[bool, bool, bool]
     gain: Tuple[float, ...]
@@ -57,6 +65,15 @@ class AugmentParams:
     mm."""
     plane_yz: Tuple[float, ...]
     """The same for the turn about X and the zoom of Z."""
+
+    def arrays(self, scale: np.ndarray, shift: np.ndarray, spacing_mm: Sequence[float]) -> Dict[str, np.ndarray]:
+        """The arrays of `DRAWN` for a case that `scale` and `shift` normalise, with this spacing along X, Y, Z."""
+        return {
+            "scale": np.float32(scale * self.gain),
+            "shift": np.float32(shift * self.gain + self.offset),
+            "flips": np.array(self.flips),
+            "planes": self.planes(spacing_mm),
+        }
 
     def planes(self, spacing_mm: Sequence[float]) -> np.ndarray:
         """Float32 (2, 4): plane_xy and plane_yz from voxels to voxels, of a grid with this spacing along X, Y, Z."""

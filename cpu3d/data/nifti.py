@@ -41,8 +41,7 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     """
     path = Path(path)
     content = _read_bytes(path)
-    header = _parse_header(path, content)
-    shape, dtype, offset, (slope, inter) = _layout(path, header)
+    header, shape, dtype, offset, (slope, inter) = _parse_header(path, content)
     needed = offset + math.prod(shape) * dtype.itemsize
     if len(content) < needed:
         raise InputError(f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again")
@@ -133,37 +132,29 @@ def _read_bytes(path: Path) -> bytes:
         raise InputError(f"{path} must be a file that can be read, found {error.strerror}; check the path") from None
 
 
-def _parse_header(path: Path, content: bytes) -> nibabel.Nifti1Header:
-    """The NIfTI-1 or NIfTI-2 header, known by its size field in either byte order."""
-    size = content[:4]
-    kind = nibabel.Nifti2Header if size in (b"\x1c\x02\0\0", b"\0\0\x02\x1c") else nibabel.Nifti1Header
+def _parse_header(path: Path, content: bytes):
+    """The NIfTI-1 or -2 header, known by its size field in either byte order, and shape, dtype, offset and
+    (slope, intercept) of the voxels, checked."""
+    kind = nibabel.Nifti2Header if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c") else nibabel.Nifti1Header
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
         magic = bytes(header["magic"])[:3]
+        shape = tuple(int(n) for n in header.get_data_shape())
+        dtype, offset = header.get_data_dtype(), int(header.get_data_offset())
+        slope, inter = header.get_slope_inter()
     except Exception as error:  # nibabel raises its own errors, numpy's and struct's for bytes that are no header
         reason = str(error).strip() or type(error).__name__
         raise InputError(f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz") from None
     if magic not in (b"n+1", b"n+2"):
         raise InputError(f"{path} must hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz")
-    return header
-
-
-def _layout(path: Path, header: nibabel.Nifti1Header):
-    """Shape, dtype, offset and (slope, intercept) of the voxels, checked."""
-    try:
-        shape = tuple(int(n) for n in header.get_data_shape())
-        dtype = header.get_data_dtype()
-        offset = int(header.get_data_offset())
-        slope, inter = header.get_slope_inter()
-    except Exception as error:  # as above: a damaged field surfaces as whatever its reader raises
-        raise InputError(f"{path} must have a readable NIfTI header, got {error}; fetch the file again") from None
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise InputError(f"{path} must have 3 axes, or 4 with the channels last, got shape {shape}; convert it")
     if dtype.kind not in "iuf":
         raise InputError(f"{path} must hold real numbers, got {dtype}; convert it to int16 or float32")
     if offset < header.sizeof_hdr:
         raise InputError(f"{path} must have its voxels after its header, got offset {offset}; fetch the file again")
-    return shape, dtype, offset, (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
+    scaling = (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
+    return header, shape, dtype, offset, scaling
 
 
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:

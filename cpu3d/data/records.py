@@ -2,15 +2,18 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
+import msgspec
 import numpy as np
 
-from cpu3d.data.record_check import check_record
+from cpu3d.data.files.arrays import FORMATS
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import InputError
 from memory_estimator.files import typed
@@ -111,6 +114,16 @@ class CaseRecord:
         return len(self.channel_mean)
 
 
+class RecordHead(msgspec.Struct, frozen=True):
+    """What of a record the split, its hash and the sharing of arrays need."""
+
+    case_id: str
+    patient_id: str
+    stem: str
+    image_voxels_sha256: str
+    label_voxels_sha256: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a store holds. A store changes only by getting new cases; what it had stays."""
@@ -147,10 +160,16 @@ class Manifest:
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
     """The manifest of `cases`, with what follows from them worked out; there must be at least one.
 
-    Raises InputError as `split_problems` tells, and for records that contradict themselves.
+    Raises InputError as `split_problems` says, and for records that contradict themselves.
     """
     cases = tuple(sorted(cases, key=lambda case: case.case_id))
-    problems = [*_record_problems(cases), *split_problems(split, cases)]
+    problems = []
+    for case in cases:
+        try:
+            check_record(case)
+        except (ValueError, TypeError) as error:
+            problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
+    problems += split_problems(split, cases)
     if problems:
         raise InputError(*problems)
     return Manifest(
@@ -166,11 +185,9 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
 
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
     """The manifest with other cases or another split, and what follows from them worked out anew."""
-    kept = (
-        *("name", "layout", "channels", "labels", "regions", "split", "split_seed", "cases", "versions"),
-        "patient_rules",
-    )
-    return make_manifest(**{name: changes.get(name, getattr(manifest, name)) for name in kept})
+    follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
+    kept = {one.name: getattr(manifest, one.name) for one in dataclasses.fields(Manifest) if one.name not in follows}
+    return make_manifest(**{**kept, **changes})
 
 
 def largest(sizes: Iterable[Shape3]) -> Shape3:
@@ -178,13 +195,14 @@ def largest(sizes: Iterable[Shape3]) -> Shape3:
     return tuple(max(axis) for axis in zip(*sizes))
 
 
-def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> str:
+def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> str:
+    """Twelve hex digits of which case with which voxels is in which split."""
     content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
     listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
 
 
-def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord]) -> List[str]:
+def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
     """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
     patients = {case.case_id: case.patient_id for case in cases}
     problems = [
@@ -193,11 +211,10 @@ def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecor
     ]
     for _, places in straddling(split, {case.case_id: case.image_voxels_sha256 for case in cases}):
         if len({patients[case_id] for case_id in places.values()}) > 1:
-            told = " and ".join(f"{case_id} ({place})" for place, case_id in places.items())
-            problems.append(
-                f"image of cases {told} must be in one split, got identical voxels; leave all but one out, or `prepare`"
-                " with --patients FILE that gives them one patient"
-            )
+            names = " and ".join(f"{case_id} ({place})" for place, case_id in places.items())
+            rule = f"image of cases {names} must be in one split"
+            advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
+            problems.append(f"{rule}, got identical voxels; {advice}")
     return problems
 
 
@@ -224,7 +241,7 @@ def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
         steps = min(CENTRES, len(voxels))
         picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
         places = np.stack(np.unravel_index(picked, label.shape), -1)
-        centres[int(code)] = tuple(tuple(int(n) for n in place) for place in places)
+        centres[int(code)] = tuple(map(tuple, places.tolist()))
     return centres
 
 
@@ -258,31 +275,56 @@ def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) 
     return dataclasses.replace(typed({**content, "cases": []}, Manifest, "manifest"), cases=cases)
 
 
-def case_from_json(content: Mapping[str, Any]) -> CaseRecord:
-    """The record that `content` is. Raises KeyError, TypeError, AttributeError or ValueError where it is none."""
-    check_record(content)
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    for name in ("box", "stored"):
-        fields[name] = Region(tuple(content[name]["start"]), tuple(content[name]["size"]))
-    geometry = dict(content["geometry"])
-    geometry["shape"] = tuple(geometry["shape"])
-    geometry["affine"] = tuple(tuple(row) for row in geometry["affine"])
-    geometry["forms"] = tuple(geometry.get("forms", ()))
-    fields["geometry"] = Geometry(**geometry)
-    fields["sources"] = tuple(SourceFile(**source) for source in content["sources"])
-    fields["label_voxels"] = {int(code): count for code, count in content["label_voxels"].items()}
-    fields["centres"] = {int(code): tuple(map(tuple, places)) for code, places in content["centres"].items()}
-    return CaseRecord(**fields)
+def case_from_json(content: Union[bytes, Mapping[str, Any]]) -> CaseRecord:
+    """The record that JSON is, as text or parsed. Raises ValueError where it is none."""
+    try:
+        if isinstance(content, bytes):
+            record = msgspec.json.decode(content, type=CaseRecord)
+        else:
+            record = msgspec.convert(content, CaseRecord, str_keys=True)
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)[:300]) from None
+    check_record(record)
+    return record
 
 
-# --- Private helpers ---
+def check_record(record: CaseRecord) -> None:
+    """Raise ValueError where a record contradicts itself, which shows without a look at the voxels.
+
+    Its names are bare, so that no file of it lies outside its store.
+    """
+    shape, box, stored, geometry = record.shape, record.box, record.stored, record.geometry
+    channels = (record.channel_mean, record.channel_std, record.channel_min, record.channel_max)
+    numbers = (*itertools.chain(*channels, *geometry.affine), *record.spacing_mm, record.max_abs_error, *geometry.forms)
+    counts = [record.image_bytes, record.label_bytes, record.zeroed_voxels, record.max_abs_error]
+    counts += [*record.channel_voxels, *(source.size_bytes for source in record.sources)]
+    counts += [geometry.sform_code, geometry.qform_code]
+    corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
+    voxels = [zip(voxel, shape) for places in record.centres.values() for voxel in places]
+    fits = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
+    rules = {
+        "case_id and stem must be names without a folder": is_bare_name(record.case_id) and is_bare_name(record.stem),
+        f"format must be one of {', '.join(FORMATS)}": record.format in ("", *FORMATS),
+        "image_dtype must be int16 or float16": record.image_dtype in ("int16", "float16"),
+        "box must lie in stored, and that in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
+        "statistics must be as many for each channel": set(map(len, channels)) == {len(record.channel_voxels)} != {0},
+        "statistics, spacing_mm, affine and forms must be finite": all(map(math.isfinite, numbers)),
+        "channel_std and spacing_mm must be positive": min(*record.channel_std, *record.spacing_mm) > 0,
+        "counts and sizes must not be negative": min(counts) >= 0,
+        "image_bytes and label_bytes must fit image and label": record.format == "" or fits,
+        "label codes must be 0 to 255": all(0 <= code < 256 for code in (*record.label_voxels, *record.centres)),
+        "label_voxels must be positive": all(count > 0 for count in record.label_voxels.values()),
+        "centres must be voxels of shape": all(0 <= a < n for a, n in itertools.chain.from_iterable(voxels)),
+        "geometry must be of shape, turned, with three axes": sorted(geometry.shape) == sorted(shape)
+        and len(geometry.axes) == 3,
+        "affine must be 4x4": [len(row) for row in geometry.affine] == [4] * 4,
+        "forms must be none or 22 numbers": len(geometry.forms) in (0, 22),
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError("; ".join(broken))
 
 
-def _record_problems(cases: Sequence[CaseRecord]) -> List[str]:
-    problems = []
-    for case in cases:
-        try:
-            check_record(to_json(case))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            problems.append(f"record of case {case.case_id} must be one, got {error!r}; make the case anew")
-    return problems
+def is_bare_name(name: str) -> bool:
+    """Whether a file of this name lies in the folder that it is looked for in."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -95,14 +95,14 @@ class Resizing:
             return logits
         # The axis that is one flat product comes while there is least of it.
         matrices = [growing(n, m, self.resolution) for n, m in zip(self.field, self.seen)]
-        return _along_x(_along_y(_along_z(logits, matrices[2]), matrices[1]), matrices[0])
+        return _along(_along(_along(logits, matrices[2], 3), matrices[1], 2), matrices[0], 1)
 
     def _means(self, volume):
         import tensorflow as tf
 
         matrices = [shrinking(m, n, self.resolution) for n, m in zip(self.field, self.seen)]
         volume = tf.cast(volume, tf.float32)
-        return _along_z(_along_y(_along_x(volume, matrices[0]), matrices[1]), matrices[2])
+        return _along(_along(_along(volume, matrices[0], 1), matrices[1], 2), matrices[2], 3)
 
 
 def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
@@ -125,30 +125,14 @@ def _hat_integral(at: np.ndarray) -> np.ndarray:
     return 0.5 + at - 0.5 * at * np.abs(at)
 
 
-def _along_x(volume, matrix):
-    """`matrix` (to, from) applied to axis X of (N, X, Y, Z, C). One product of wide rows."""
-    return _apply(volume, matrix, 1)
-
-
-def _along_y(volume, matrix):
-    return _apply(volume, matrix, 2)
-
-
-def _along_z(volume, matrix):
-    """Z and the channels at once: products of rows as short as the channels would take ten times as long."""
-    import tensorflow as tf
-
-    channels = volume.shape[-1]
-    _, size_x, size_y, size_z, _ = volume.shape
-    both = np.kron(matrix.T, np.eye(channels, dtype=np.float32))
-    rows = tf.reshape(volume, (-1, size_z * channels))
-    return tf.reshape(rows @ both, (-1, size_x, size_y, len(matrix), channels))
-
-
-def _apply(volume, matrix, axis):
+def _along(volume, matrix, axis: int):
+    """`matrix` (to, from) applied to axis 1, 2 or 3 of (N, X, Y, Z, C)."""
     import tensorflow as tf
 
     sizes = volume.shape.as_list()
-    rest = int(np.prod(sizes[axis + 1 :]))
-    product = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], rest)))
+    if axis == 3:  # Z and the channels at once: products of rows as short as the channels would take ten times as long
+        both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))
+        product = tf.reshape(volume, (-1, sizes[3] * sizes[4])) @ both
+    else:
+        product = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :])))))
     return tf.reshape(product, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))

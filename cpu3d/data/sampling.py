@@ -1,14 +1,39 @@
-"""Which case comes at which position of a run: a pure function of (seed, position), so that a restart is one integer.
+"""Which case, and which patch of it, comes at which position of a run, and whose sample it is. No TensorFlow.
 
-Everything random about a training sample hangs on its position, never on threads, workers or the time of day. The
-generator is SplitMix64 (Steele, Lea, Flood 2014), written out here because NumPy's streams may change between versions.
+Everything random about a training sample is a pure function of (seed, position), never of threads, workers or the time
+of day, so that a restart is one integer. The generator is SplitMix64 (Steele, Lea, Flood 2014), written out here
+because NumPy's streams may change between versions.
+
+Several workers deal the positions out among them: the order depends on the batch and never on the workers. Step s takes
+the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks:
+
+    batch 6     step 0              step 1
+    position    0  1  2  3  4  5    6  7  8  9 10 11
+    1 worker    0  0  0  0  0  0    0  0  0  0  0  0
+    2 workers   0  0  0  1  1  1    0  0  0  1  1  1
+    3 workers   0  0  1  1  2  2    0  0  1  1  2  2
 """
 
+import dataclasses
+import itertools
+import math
+import numbers
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Iterator, Tuple
+from functools import cached_property, lru_cache
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+from cpu3d.data.records import CaseRecord
+from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, whole
+from cpu3d.errors import InputError
 
 MASK = 2**64 - 1
+
+SAMPLINGS = ("random", "foreground", "grid", "centre")
+
+OVERLAP = 0.5
+"""Of the patches of a grid, and of the windows that a network slides, where nothing else is asked for: nnU-Net's."""
+
+# --- Volumes ---
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,236 @@ def random_units(*key: int) -> Iterator[float]:
         yield (word >> 11) / 2**53
 
 
+# --- Patches ---
+
+
+@dataclass(frozen=True)
+class PatchSampling:
+    """How patches are drawn from cases."""
+
+    shape: Shape3
+    """Voxels X, Y, Z of a patch."""
+    sampling: str = "random"
+    """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
+    random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
+    foreground: float = 1 / 3
+    """Share of patches around labelled voxels with "foreground", 0 to 1. A third is what nnU-Net and MONAI's examples
+    come to."""
+    codes: Tuple[Tuple[int, ...], ...] = ()
+    """Label codes of each region to be found with "foreground"."""
+    overlap: float = OVERLAP
+    """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
+    extent: str = "brain"
+    """What patches are taken from: the brain's box or the whole grid of a case."""
+    grid: Shape3 = (1, 1, 1)
+    """With "grid": the common size of all cases' extents, so that each has equally many patches."""
+    seed: int = 0
+    shuffle: bool = True
+    """Whether cases come in another order every epoch. The patches of a grid stay together and in order."""
+
+    def __post_init__(self):
+        problems = []
+        for name, allowed in (("sampling", SAMPLINGS), ("extent", EXTENTS)):
+            if getattr(self, name) not in allowed:
+                problems.append(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
+        if len(self.shape) != 3 or not all(isinstance(n, numbers.Integral) and n >= 1 for n in self.shape):
+            problems.append(f"patch_shape must be three positive integers, got {self.shape}; give voxels X, Y, Z")
+        if not 0 <= self.foreground <= 1:
+            problems.append(f"foreground must be in [0, 1], got {self.foreground}; it is a share of the patches")
+        if not 0 <= self.overlap < 1:
+            problems.append(f"overlap must be in [0, 1), got {self.overlap}; it is a share of a patch")
+        if problems:
+            raise InputError(*problems)
+
+    @cached_property
+    def per_case(self) -> int:
+        """Patches of a case in one epoch: 1, or as many as cover the grid."""
+        if self.sampling != "grid":
+            return 1
+        return math.prod(map(len, grid_starts(self.grid, self.shape, self.overlap)))
+
+
+@dataclass(frozen=True)
+class PatchSample(Sample):
+    """The patch that is drawn at one position of the run."""
+
+    region: Region
+    """Where in the case. It may reach outside of the volume, where there is nothing but zeros."""
+
+
+def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> PatchSample:
+    """The patch at `position` of an endless stream over `records`: an epoch takes `per_case` patches of each.
+
+    With "foreground", any number of successive positions has its share of foreground patches, to the nearest one. A
+    case in which none of the regions occurs gives a random patch instead. Raises ValueError for a negative position or
+    no records.
+    """
+    per_case = sampling.per_case
+    visit, place = divmod(position, per_case)
+    drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
+    record = records[drawn.index]
+    if sampling.sampling == "grid":
+        around = case_region(record, sampling.grid, sampling.extent)
+        region = patch_grid(around, sampling.shape, sampling.overlap)[place]
+    elif sampling.sampling == "centre":
+        region = case_region(record, tuple(sampling.shape), sampling.extent)
+    elif sampling.sampling == "foreground" and wants_foreground(position, sampling.foreground):
+        region = _foreground_region(position, sampling, record)
+    else:
+        region = _random_region(position, sampling, record)
+    return PatchSample(position, drawn.epoch, drawn.index, region)
+
+
+def wants_foreground(position: int, share: float) -> bool:
+    """Whether the patch at `position` is to be one of the `share`: evenly spread, so that every batch has its part."""
+    return math.floor((position + 1) * share) > math.floor(position * share)
+
+
+def grid_starts(size: Shape3, patch: Shape3, overlap: float) -> Tuple[Tuple[int, ...], ...]:
+    """First voxels, along X, Y and Z, of the fewest evenly spread patches that cover `size` with at least `overlap`.
+
+    The first patch begins where the volume begins and the last ends where it ends. An axis that is no longer than the
+    patch takes one patch, which lies around it.
+    """
+
+    def along(n: int, want: int) -> Tuple[int, ...]:
+        if n <= want:
+            return (-((want - n) // 2),)
+        steps = -(-(n - want) // max(int(want * (1 - overlap)), 1))
+        return tuple(step * (n - want) // steps for step in range(steps + 1))
+
+    return tuple(map(along, size, patch))
+
+
+def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, ...]:
+    """The patches that cover `region`, X slowest, as the "grid" sampling takes them."""
+    starts = grid_starts(region.size, patch, overlap)
+    offsets = itertools.product(*starts)
+    return tuple(Region(tuple(a + b for a, b in zip(region.start, offset)), tuple(patch)) for offset in offsets)
+
+
+# --- Shares of several workers ---
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of one worker. A sample's index counts this worker's own, from the run's first step on."""
+
+    rank: int = 0
+    """Of this worker, 0 to `workers` - 1."""
+    workers: int = 1
+    """Of the run, on all hosts."""
+    batch: int = 0
+    """Samples of a step over all workers, equally many for each. 0 where there are no steps, as in a validation:
+    samples are dealt one at a time, none is left out, and some workers may have one fewer."""
+
+    def __post_init__(self):
+        problems = [
+            f"{name} must be an integer of at least {low}, got {value!r}; give another"
+            for name, value, low in (("rank", self.rank, 0), ("workers", self.workers, 1), ("batch", self.batch, 0))
+            if not isinstance(value, numbers.Integral) or value < low
+        ]
+        if not problems and self.rank >= self.workers:
+            problems.append(f"rank must be below the {self.workers} workers, got {self.rank}; ranks begin at 0")
+        if not problems and self.batch % self.workers:
+            more = self.batch + self.workers - self.batch % self.workers
+            rule = f"batch must be a multiple of the {self.workers} workers"
+            problems.append(f"{rule}, got {self.batch}; give {more}, or another number of workers")
+        if problems:
+            raise InputError(*problems)
+
+    @property
+    def part(self) -> int:
+        """Own samples of a step; 1 where there are no steps."""
+        return self.batch // self.workers or 1
+
+    def singly(self) -> "Share":
+        """The same workers, where there are no steps."""
+        return dataclasses.replace(self, batch=0)
+
+    def position(self, index: int) -> int:
+        """Where in the order of all samples the sample `index` of this worker is."""
+        step, place = divmod(index, self.part)
+        return (step * self.workers + self.rank) * self.part + place
+
+    def indices(self, start: int, stop: int) -> range:
+        """This worker's samples at the positions `start` up to `stop`."""
+        return range(self._before(start), self._before(stop))
+
+    def positions(self, start: int, stop: int) -> Tuple[int, ...]:
+        """The positions from `start` up to `stop` that are this worker's; without steps, rank, rank + workers, ..."""
+        return tuple(map(self.position, self.indices(start, stop)))
+
+    def whole_steps(self, count: int) -> int:
+        """Of the first `count` positions, those that make up whole steps; without steps all of them."""
+        return count - count % self.batch if self.batch else count
+
+    def problems(self, *, start: int, stop: Optional[int], batch: int) -> List[str]:
+        """What is wrong with a stream over these positions in batches of `batch`: it must be made of whole steps."""
+        if not self.batch:
+            return []
+        found = [
+            f"{name} must be a multiple of the {self.batch} samples of a step, got {value};"
+            f" give {value // self.batch * self.batch}, where the step begins"
+            for name, value in (("start", start), ("stop", stop))
+            if value is not None and value % self.batch
+        ]
+        if self.part % batch:
+            found.append(f"batch must divide a worker's {self.part} samples of a step, got {batch}; give another")
+        return found
+
+    # --- Private helpers ---
+
+    def _before(self, position: int) -> int:
+        """This worker's samples before a position."""
+        step, place = divmod(position, self.workers * self.part)
+        return step * self.part + min(max(place - self.rank * self.part, 0), self.part)
+
+
+ALL = Share()
+"""Of a single worker: all samples, in any number."""
+
+
 # --- Private helpers ---
+
+_PLACE, _CENTRE = 0x706C616365, 0x63656E747265
+"""Keys of the random streams, so that one draw does not shift another's."""
+
+
+def _random_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
+    units = random_units(sampling.seed, position, _PLACE)
+    start = [low + int(next(units) * (high - low + 1)) for low, high in _room(sampling, record)]
+    return Region(tuple(start), tuple(sampling.shape))
+
+
+def _foreground_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
+    """Around a voxel of a region that occurs: the region is drawn first, then its code, so that small ones come up."""
+    units = random_units(sampling.seed, position, _CENTRE)
+    present = [[code for code in codes if record.centres.get(code)] for codes in sampling.codes]
+    present = [codes for codes in present if codes]
+    if not present:
+        return _random_region(position, sampling, record)
+    code = _pick(next(units), _pick(next(units), present))
+    centre = _pick(next(units), record.centres[code])
+    start = []
+    for voxel, size, (low, high) in zip(centre, sampling.shape, _room(sampling, record)):
+        before = size // 4 + int(next(units) * max(size // 2, 1))
+        start.append(min(max(voxel - before, low), high))
+    return Region(tuple(start), tuple(sampling.shape))
+
+
+def _pick(unit: float, choices: Sequence):
+    return choices[int(unit * len(choices))]
+
+
+def _room(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
+    """First and last place for a patch to start along each axis: within the extent, or one place around it."""
+    inside = record.box if sampling.extent == "brain" else whole(record.shape)
+    around = centred(inside, sampling.shape, record.shape)
+    return tuple(
+        (start, start) if want >= n else (a, a + n - want)
+        for start, want, a, n in zip(around.start, sampling.shape, inside.start, inside.size)
+    )
 
 
 def _mix(word: int) -> int:

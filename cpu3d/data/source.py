@@ -16,26 +16,23 @@ in the endless stream of epochs: `start=k` gives exactly what an uninterrupted r
 threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
+import numbers
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.arguments import Checks, check_stream, volume_size
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.extent import case_region, grid_size
-from cpu3d.data.failures import Batches, own_errors
+from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
 from cpu3d.data.finish import Finish, check_dtype, padded
-from cpu3d.data.loader import BOX, Loader, normalise
-from cpu3d.data.patches import OVERLAP, PatchSample, PatchSampling, patch_at
-from cpu3d.data.python_op import python_op
-from cpu3d.data.reading import Reading, labelled, open_reading
+from cpu3d.data.pipeline import Batches, own_errors, python_op
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, Shape3
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.sharding import ALL, Share
+from cpu3d.data.region import Region, Shape3, case_region, grid_size
+from cpu3d.data.sampling import ALL, PatchSample, PatchSampling, Share, patch_at, sample_at
 from cpu3d.data.store import Store, check_names, open_store
+from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 
@@ -44,6 +41,7 @@ __all__ = [
     "Finish",
     "PatchSample",
     "PatchSampling",
+    "Stream",
     "case_region",
     "finish_of",
     "grid_size",
@@ -58,113 +56,104 @@ __all__ = [
     "volume_dataset",
 ]
 
-HORIZON = 1024
-"""Positions that are looked into, at most, for what to keep in memory; below the records that a store keeps parsed."""
+
+@dataclass(frozen=True)
+class Stream:
+    """Which samples a dataset gives, and how: what `volume_dataset` and `patch_dataset` take in common."""
+
+    split: str = "train"
+    start: int = 0
+    """Position of the first sample in the endless stream of epochs, counted in samples."""
+    stop: Optional[int] = None
+    """Position after the last; the end of the first epoch by default, or of its last whole step of `share`."""
+    seed: int = 0
+    batch: int = 1
+    """Samples of a batch; a last incomplete one is dropped. It divides the worker's samples of a step."""
+    share: Share = ALL
+    """Of several workers, whose samples: each is what it is without sharing. `start` and `stop` stay positions in the
+    stream of all workers, where a step begins. A share without steps gives its part of any positions."""
+    channels: Optional[Sequence[str]] = None
+    regions: Optional[Sequence[str]] = None
+    """Names of those wanted, in this order; None for all of the store's."""
+    augment: AugmentConfig = NO_AUGMENT
+    dtype: str = "float32"
+    """Of images, "float32" or "bfloat16"."""
+    read_mode: Union[str, Reading, None] = None
+    """One of READ_MODES, or a Reading that several datasets share."""
+    page_budget_bytes: Optional[int] = None
+    """How many pages of the store's files to leave in memory; half of what is free by default."""
+    threads: int = 1
+    """Samples prepared at a time."""
+    finished: bool = True
+    """False for raw batches, for `finish_of` to be applied where the model runs."""
+
+    def check(self, store: Store) -> Tuple[Tuple[int, ...], Finish]:
+        """(places of the channels, finish). Raises InputError with all that is out of range or unknown to the store."""
+        least = {"start": 0, "batch": 1, "threads": 1}
+        least.update({name: 0 for name in ("stop", "page_budget_bytes") if getattr(self, name) is not None})
+        problems = [
+            f"{name} must be an integer of at least {low}, got {getattr(self, name)!r}; give another"
+            for name, low in least.items()
+            if not _is_integer(getattr(self, name), low)
+        ]
+        if not _is_integer(self.seed):
+            problems.append(f"seed must be an integer, got {self.seed!r}; give another")
+        problems = problems or self.share.problems(start=self.start, stop=self.stop, batch=self.batch)
+        picked, finish, _ = _all(
+            lambda: _pick("channels", self.channels, store.manifest.channels),
+            lambda: finish_of(store, regions=self.regions, augment=self.augment, dtype=self.dtype),
+            lambda: _raise(problems),
+        )
+        return picked, finish
 
 
 def volume_dataset(
     store: Store,
     *,
-    split: str = "train",
-    start: int = 0,
-    stop: Optional[int] = None,
     shuffle: bool = True,
-    seed: int = 0,
-    batch: int = 1,
-    share: Share = ALL,
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: int = 16,
-    channels: Optional[Sequence[str]] = None,
-    regions: Optional[Sequence[str]] = None,
-    augment: AugmentConfig = NO_AUGMENT,
-    dtype: str = "float32",
-    read_mode: Union[str, Reading] = "auto",
-    page_budget_bytes: Optional[int] = None,
-    threads: int = 1,
-    finished: bool = True,
+    **stream: Any,
 ) -> tf.data.Dataset:
     """Whole volumes of a split as batches `(image, target)`, in an order that is a pure function of the seed.
 
-    image: (batch, X, Y, Z, C) in `dtype` ("float32" or "bfloat16"): per channel (value - mean) / std over the whole
-    volume's non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region.
-
-    The stream is endless: epoch after epoch over the split's cases, each once an epoch. `start` and `stop` are
-    positions in it, counted in samples. `stop` defaults to the end of the first epoch. A last incomplete batch is
-    dropped.
-
-    Of several workers each gives the samples of its `share`, and each is what it is without sharing. `start` and `stop`
-    stay positions in the stream of all of them, where a step begins; by default those of the first epoch's whole steps.
-    `batch` divides the worker's samples of a step. A share without steps gives its part of any positions.
+    image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's non-zero voxels, 0
+    where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region. `stream` are the fields of `Stream`.
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or
     labelled voxel of any case of the store; "full" keeps the whole grid. Both are padded with zeros to a multiple of
     `multiple`; `grid` asks for a size (X, Y, Z) of your own, which must hold that much.
 
-    `read_mode` is one of READ_MODES, or a Reading that several datasets share; `page_budget_bytes` is how many pages of
-    the store's files to leave in memory, half of what is free by default. `threads` prepare as many samples at a time.
-    With `finished=False` the batches are raw, for `finish_of` to be applied where the model runs.
-
     In memory, besides mapped pages: the batch in use, one batch ahead, and a volume per thread in preparation.
     Raises InputError for all arguments out of range and unknown names at once, for a grid that would lose voxels, an
     empty split, cases without labels, and files that are damaged.
     """
-    checks = Checks()
-    records = checks.of(labelled, store, split)
-    size = checks.of(volume_size, store, grid, extent=extent, multiple=multiple)
+    asked = Stream(**stream)
+    records, size, checked = _all(
+        lambda: labelled(store, asked.split),
+        lambda: _volume_size(store, grid, extent=extent, multiple=multiple),
+        lambda: asked.check(store),
+    )
 
     def place_at(position: int) -> Tuple[CaseRecord, Region]:
-        record = records[sample_at(position, cases=len(records), seed=seed, shuffle=shuffle).index]
+        record = records[sample_at(position, cases=len(records), seed=asked.seed, shuffle=shuffle).index]
         return record, case_region(record, size, extent)
 
-    return _dataset(
-        store,
-        checks,
-        place_at,
-        size,
-        split=split,
-        epoch=len(records or ()),
-        start=start,
-        stop=stop,
-        seed=seed,
-        batch=batch,
-        share=share,
-        channels=channels,
-        regions=regions,
-        augment=augment,
-        dtype=dtype,
-        read_mode=read_mode,
-        page_budget_bytes=page_budget_bytes,
-        patches=False,
-        threads=threads,
-        finished=finished,
-    )
+    return _dataset(store, asked, *checked, place_at, size, epoch=len(records), patches=False)
 
 
 def patch_dataset(
     store: Store,
     patch_shape: Shape3,
     *,
-    split: str = "train",
     sampling: str = "random",
-    foreground: float = 1 / 3,
-    overlap: float = OVERLAP,
-    start: int = 0,
-    stop: Optional[int] = None,
+    foreground: float = PatchSampling.foreground,
+    overlap: float = PatchSampling.overlap,
     shuffle: bool = True,
-    seed: int = 0,
-    batch: int = 1,
-    share: Share = ALL,
     extent: str = "brain",
     multiple: int = 16,
-    channels: Optional[Sequence[str]] = None,
-    regions: Optional[Sequence[str]] = None,
-    augment: AugmentConfig = NO_AUGMENT,
-    dtype: str = "float32",
-    read_mode: Union[str, Reading] = "auto",
-    page_budget_bytes: Optional[int] = None,
-    threads: int = 1,
-    finished: bool = True,
+    **stream: Any,
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
@@ -175,50 +164,21 @@ def patch_dataset(
     An epoch is one patch of each case, whether `sampling` is "random", "foreground" or "centre"; `PatchSampling` says
     what `sampling`, `foreground` and `overlap` mean. With "grid" it is all the patches that cover the common grid of
     the extent, rounded up to `multiple`, one case after another. `patch_at(position, patch_sampling(store, ...),
-    records)` tells which patch of which case comes at a position. All else is as for `volume_dataset`.
+    records)` says which patch of which case comes at a position. All else is as for `volume_dataset`.
     """
-    checks = Checks()
-    records = checks.of(labelled, store, split)
-    drawn = checks.of(
-        patch_sampling,
-        store,
-        patch_shape,
-        sampling=sampling,
-        foreground=foreground,
-        overlap=overlap,
-        shuffle=shuffle,
-        seed=seed,
-        extent=extent,
-        multiple=multiple,
-        regions=regions,
+    asked = Stream(**stream)
+    how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": asked.seed}
+    records, drawn, checked = _all(
+        lambda: labelled(store, asked.split),
+        lambda: patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=asked.regions, **how),
+        lambda: asked.check(store),
     )
 
     def place_at(position: int) -> Tuple[CaseRecord, Region]:
         sample = patch_at(position, drawn, records)
         return records[sample.index], sample.region
 
-    return _dataset(
-        store,
-        checks,
-        place_at,
-        drawn.shape if drawn else None,
-        split=split,
-        epoch=len(records) * drawn.per_case if records and drawn else 0,
-        start=start,
-        stop=stop,
-        seed=seed,
-        batch=batch,
-        share=share,
-        channels=channels,
-        regions=regions,
-        augment=augment,
-        dtype=dtype,
-        read_mode=read_mode,
-        page_budget_bytes=page_budget_bytes,
-        patches=True,
-        threads=threads,
-        finished=finished,
-    )
+    return _dataset(store, asked, *checked, place_at, drawn.shape, epoch=len(records) * drawn.per_case, patches=True)
 
 
 def patch_sampling(
@@ -234,13 +194,13 @@ def patch_sampling(
 
     Raises InputError for values out of range and unknown names, all at once.
     """
-    checks = Checks()
-    codes = checks.of(_codes, store, regions)
-    grid = checks.of(grid_size, store, extent=extent, multiple=multiple)
-    drawn.update(codes=codes or (), grid=grid or PatchSampling.grid, extent=extent)
-    sampling = checks.of(PatchSampling, tuple(patch_shape), **drawn)
-    checks.done()
-    return sampling
+    # Each checks something else; the last call makes the sampling of what the others found.
+    codes, grid, _ = _all(
+        lambda: _codes(store, regions),
+        lambda: grid_size(store, extent=extent, multiple=multiple),
+        lambda: PatchSampling(tuple(patch_shape), extent=extent, **drawn),
+    )
+    return PatchSampling(tuple(patch_shape), extent=extent, codes=codes, grid=grid, **drawn)
 
 
 def finish_of(
@@ -251,14 +211,13 @@ def finish_of(
     dtype: str = "float32",
 ) -> Finish:
     """What turns raw batches of this store (`finished=False`) into `(image, target)`, given the dataset's arguments."""
-    checks = Checks()
-    checks.of(check_dtype, dtype)
-    codes = checks.of(_codes, store, regions)
-    checks.done()
+    _, codes = _all(lambda: check_dtype(dtype), lambda: _codes(store, regions))
     return Finish(codes, dtype, augment.resamples)
 
 
-def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, Reading] = "auto") -> tf.data.Dataset:
+def stored_volumes(
+    store: Store, *, split: str = "train", read_mode: Union[str, Reading, None] = None
+) -> tf.data.Dataset:
     """The split's cases as they are stored: `(bits, is_half, label)`, in the manifest's order.
 
     bits: (X, Y, Z, C) int16; where `is_half` is true they are float16 bits (`tf.bitcast` them). label: (X, Y, Z) uint8.
@@ -266,7 +225,7 @@ def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, 
     themselves, without any copy: nothing is read before it is used, and nothing may be written.
     """
     records = labelled(store, split)
-    reader = _reading(store, split, read_mode, None, patches=False, share=ALL).reader
+    reader = _reading(store, Stream(split=split, read_mode=read_mode), patches=False).reader
 
     def stored(index):
         record = records[int(index)]
@@ -283,69 +242,41 @@ def stored_volumes(store: Store, *, split: str = "train", read_mode: Union[str, 
 
 def _dataset(
     store: Store,
-    checks: Checks,
+    stream: Stream,
+    picked: Tuple[int, ...],
+    finish: Finish,
     place_at: Callable[[int], Tuple[CaseRecord, Region]],
-    size: Optional[Shape3],
+    size: Shape3,
     *,
-    split: str,
     epoch: int,
-    start: int,
-    stop: Optional[int],
-    seed: int,
-    batch: int,
-    share: Share,
-    channels: Optional[Sequence[str]],
-    regions: Optional[Sequence[str]],
-    augment: AugmentConfig,
-    dtype: str,
-    read_mode: Union[str, Reading],
-    page_budget_bytes: Optional[int],
     patches: bool,
-    threads: int,
-    finished: bool,
 ) -> tf.data.Dataset:
-    """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says, if `checks` are met."""
-    numbers = {"start": start, "stop": stop, "seed": seed, "batch": batch, "threads": threads}
-    checks.of(check_stream, page_budget_bytes=page_budget_bytes, share=share, **numbers)
-    picked = checks.of(_pick, "channels", channels, store.manifest.channels)
-    finish = checks.of(finish_of, store, regions=regions, augment=augment, dtype=dtype)
-    checks.done()
-    reading = _reading(store, split, read_mode, page_budget_bytes, patches=patches, share=share)
-    own = share.indices(start, max(share.whole_steps(epoch) if stop is None else stop, start))
-    horizon = min(2 * epoch, HORIZON)
-    load = Loader(
-        reading.reader,
-        place_at,
-        augment=augment,
-        seed=seed,
-        start=own.start,
-        stop=own.stop,
-        page_budget_bytes=reading.budget_of(split),
-        horizon=horizon,
-        threads=threads,
-        share=share,
-    )
+    """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says."""
+    share = stream.share
+    stop = share.whole_steps(epoch) if stream.stop is None else stream.stop
+    own = share.indices(stream.start, max(stop, stream.start))
+    reading = _reading(store, stream, patches=patches)
+    drawn = {"augment": stream.augment, "seed": stream.seed, "threads": stream.threads}
+    load = Loader(reading, place_at, samples=own, share=share, **drawn)
     box_of = python_op(load, BOX)
 
     def sample(index):
         box = {**box_of(index), "channels": picked}
-        if not finished:
+        if not stream.finished:
             return _sized(padded(box), size, len(picked))
         image, target = finish.from_box(box)
         return tf.ensure_shape(image, (*size, len(picked))), tf.ensure_shape(target, (*size, len(finish.codes)))
 
     dataset = tf.data.Dataset.range(own.start, own.stop)
-    dataset = dataset.map(sample, num_parallel_calls=int(threads) if threads > 1 else None)
-    if batch == 1:  # batching copies; a batch of one needs only another axis
-        dataset = dataset.map(lambda *parts: tf.nest.map_structure(lambda part: part[None], _one(parts)))
+    dataset = dataset.map(sample, num_parallel_calls=int(stream.threads) if stream.threads > 1 else None)
+    if stream.batch == 1:  # batching copies; a batch of one needs only another axis
+        # An element that is a dictionary comes as the only argument, a pair as two.
+        dataset = dataset.map(
+            lambda *parts: tf.nest.map_structure(lambda part: part[None], parts[0] if len(parts) == 1 else parts)
+        )
     else:
-        dataset = dataset.batch(batch, drop_remainder=True)
-    return dataset.prefetch(1).with_options(_bounded(threads))
-
-
-def _one(parts: Tuple) -> Any:
-    """An element as `map` gives it: a dictionary comes as its only argument, a pair as two."""
-    return parts[0] if len(parts) == 1 else parts
+        dataset = dataset.batch(stream.batch, drop_remainder=True)
+    return dataset.prefetch(1).with_options(_bounded(stream.threads))
 
 
 def _sized(raw: Dict[str, tf.Tensor], size: Shape3, channels: int) -> Dict[str, tf.Tensor]:
@@ -354,37 +285,45 @@ def _sized(raw: Dict[str, tf.Tensor], size: Shape3, channels: int) -> Dict[str, 
     return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in raw.items()}
 
 
-def _reading(
-    store: Store,
-    split: str,
-    read_mode: Union[str, Reading],
-    page_budget_bytes: Optional[int],
-    *,
-    patches: bool,
-    share: Share,
-) -> Reading:
-    if isinstance(read_mode, Reading):
-        if Path(read_mode.reader.folder) != store.folder or split not in read_mode.split_bytes:
-            raise InputError(
-                f"read_mode must be a Reading opened for split {split} of {store.folder}, got one for"
-                f" {', '.join(read_mode.split_bytes)} of {read_mode.reader.folder}; name all splits to open_reading"
-            )
-        return read_mode
-    return open_reading(
-        store,
-        (split,),
-        free_bytes=read_host().free_bytes,
-        read_mode=read_mode,
-        page_budget_bytes=page_budget_bytes,
-        patches=patches,
-        share=share,
-    )
+def _reading(store: Store, stream: Stream, *, patches: bool) -> Reading:
+    found, split = stream.read_mode, stream.split
+    if not isinstance(found, Reading):
+        return open_reading(
+            store,
+            (split,),
+            free_bytes=read_host().free_bytes,
+            read_mode=found,
+            page_budget_bytes=stream.page_budget_bytes,
+            patches=patches,
+            share=stream.share,
+        )
+    if Path(found.reader.folder) != store.folder or split not in found.split_bytes:
+        raise InputError(
+            f"read_mode must be a Reading opened for split {split} of {store.folder}, got one for"
+            f" {', '.join(found.split_bytes)} of {found.reader.folder}; name all splits to open_reading"
+        )
+    return found
+
+
+def _volume_size(store: Store, grid: Optional[Sequence[int]], *, extent: str, multiple: int) -> Shape3:
+    """The size of every volume: `grid`, or what holds all cases. InputError for a grid that would lose voxels."""
+    fitting = grid_size(store, extent=extent, multiple=multiple)
+    if grid is None:
+        return fitting
+    least, size = grid_size(store, extent=extent, multiple=1), tuple(grid)
+    if len(size) != 3 or not all(_is_integer(n, m) for n, m in zip(size, least)):
+        what = "brain's box" if extent == "brain" else "grid"
+        raise InputError(
+            f"grid must be three integers of at least {by(least)}, the largest {what} of the store, got {by(size)};"
+            f" give {by(fitting)}, or take patches (patch_dataset)"
+        )
+    return size
 
 
 def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
     """Label codes of each wanted region."""
-    names = tuple(store.manifest.regions)
-    return tuple(store.manifest.regions[names[index]] for index in _pick("regions", regions, names))
+    codes = tuple(store.manifest.regions.values())
+    return tuple(codes[index] for index in _pick("regions", regions, tuple(store.manifest.regions)))
 
 
 def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> Tuple[int, ...]:
@@ -393,6 +332,29 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
         return tuple(range(len(there)))
     check_names(what, wanted, there)
     return tuple(there.index(name) for name in wanted)
+
+
+def _all(*checks: Callable[[], Any]) -> List[Any]:
+    """What the checks return. Raises one InputError with the problems of all of them."""
+    results: List[Any] = []
+    problems: List[str] = []
+    for check in checks:
+        try:
+            results.append(check())
+        except InputError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    _raise(problems)
+    return results
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise InputError(*problems)
+
+
+def _is_integer(value: Any, at_least: Optional[int] = None) -> bool:
+    is_one = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_one and (at_least is None or value >= at_least)
 
 
 def _bounded(threads: int) -> tf.data.Options:

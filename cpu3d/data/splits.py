@@ -1,54 +1,177 @@
-"""Which case is for training, validation or testing: a pure function of patients, fractions and a seed."""
+"""Which patient a case is of, and which cases are for training, validation and testing: pure functions of a seed.
 
+A patient's cases stay in one split, and in one part of a fold. Patients are put in the order of SHA-256 of
+"seed:patient", which no library's random numbers can change, and dealt out in that order.
+"""
+
+import csv
 import hashlib
 import math
-from collections import defaultdict
-from typing import Dict, List, Mapping, Sequence, Tuple
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
-from cpu3d.data.records import SPLITS
+from cpu3d.data.records import SPLITS, split_problems
+from cpu3d.data.store import Store, heads
+from cpu3d.data.words import count
 from cpu3d.errors import InputError
+from memory_estimator.files import read_regular
+
+Split = Dict[str, Tuple[str, ...]]
+
+TABLE = "table"
+"""The rule by which a case's patient is known, where a table tells it."""
+
+# --- Patients ---
 
 
-def split_cases(
-    patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int
-) -> Dict[str, Tuple[str, ...]]:
+def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
+    """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
+
+    All of its lines, a header among them, and at least `case_ids`. Raises InputError for a file that cannot be read,
+    for lines that are no pair, and for a case of `case_ids` that has no patient or two.
+    """
+    name = f"--patients {path}"
+    try:
+        lines = read_regular(path).decode("utf-8-sig").splitlines()
+        delimiter = next((mark for mark in "\t;" if any(mark in line for line in lines)), ",")
+        rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
+    except OSError as error:
+        raise InputError(f"{name} must be a file that can be read, got {error.strerror}") from None
+    except (ValueError, csv.Error) as error:
+        raise InputError(f"{name} must be a table in UTF-8, got {error}; mend it") from None
+    patients: Dict[str, str] = {}
+    problems = []
+    for number, row in enumerate(rows, 1):
+        if not any(row):
+            continue
+        if len(row) != 2 or not all(row):
+            problems.append(f"{name}:{number} must be a case and its patient, got {row}; mend the line")
+        elif patients.setdefault(*row) != row[1]:
+            two = f"{patients[row[0]]} and {row[1]}"
+            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
+    lacking = [] if problems else sorted(set(case_ids) - set(patients))
+    problems += [f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking]
+    if problems:
+        raise InputError(*problems)
+    return patients
+
+
+def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:
+    """How the patients of `cases` are known, a line a rule, such as "3 cases: table". `rules`: rule -> its cases."""
+    found = {**rules, "not recorded": cases - sum(rules.values())}
+    return [f"{count(number, 'case')}: {rule}" for rule, number in found.items() if number]
+
+
+# --- Splits ---
+
+
+def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:
     """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
 
-    `patients` maps case id -> patient id. Patients are put in the order of SHA-256 of "seed:patient", which no
-    library's random numbers can change, and dealt out by largest remainder; every split with a fraction above 0 gets at
-    least one. Case ids come back sorted. Raises InputError for shares that are none, for too few patients.
+    `patients` maps case id -> patient id. Every split with a fraction above 0 gets at least one patient, then always
+    the one furthest behind its share. Case ids come back sorted. Raises InputError for shares that are none, for too
+    few patients.
     """
     fractions = tuple(float(fraction) for fraction in fractions)
     total = sum(fractions)
     if len(fractions) != 3 or min(fractions) < 0 or not 0 < total < math.inf:
+        rule = "--split must be three shares, none negative, one positive"
+        raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
+    order = _dealing_order(patients.values(), seed)
+    sizes = [int(fraction > 0) for fraction in fractions]
+    if len(order) < sum(sizes):
         raise InputError(
-            f"--split must be three shares, none negative, one positive, got {fractions}; try --split 8 1 1"
+            f"--split {' '.join(f'{fraction:g}' for fraction in fractions)} must have at least {sum(sizes)} patients,"
+            f" got {len(order)}; add cases, say who is whose with --patients, or train on all with --split 1 0 0"
         )
-    cases_of = defaultdict(list)
-    for case_id, patient in patients.items():
-        cases_of[patient].append(case_id)
-    order = sorted(cases_of, key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest())
-    needed = sum(fraction > 0 for fraction in fractions)
-    if len(order) < needed:
-        raise InputError(
-            f"--split {' '.join(f'{fraction:g}' for fraction in fractions)} must have at least {needed} patients, got"
-            f" {len(order)}; add cases, say who is whose with --patients, or train on all of them with --split 1 0 0"
-        )
-    split, start = {}, 0
-    for name, count in zip(SPLITS, _shares(len(order), [share / total for share in fractions])):
-        chosen = order[start : start + count]
-        split[name] = tuple(sorted(case_id for patient in chosen for case_id in cases_of[patient]))
-        start += count
-    return split
+    while sum(sizes) < len(order):
+        wanted = [(share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)]
+        sizes[wanted.index(max(wanted))] += 1
+    place = dict(zip(order, (name for name, size in zip(SPLITS, sizes) for _ in range(size))))
+    return {name: tuple(sorted(one for one, patient in patients.items() if place[patient] == name)) for name in SPLITS}
+
+
+def deal_cases(
+    split: Mapping[str, Sequence[str]], patients: Mapping[str, str], new: Mapping[str, str], *, seed: int
+) -> Split:
+    """The split with the new cases in it. `patients` and `new` map case id -> patient id.
+
+    Nothing moves. A case of a known patient goes where that patient is. The other patients are dealt as `split_cases`
+    deals: as many to each split as brings it nearest to the share of the patients that it had; a split that had none
+    gets none.
+    """
+    place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
+    have = Counter(place.values())
+    fresh = _dealing_order(set(new.values()) - set(place), seed)
+    counts, total = dict(have), len(place) + len(fresh)
+    for _ in fresh:
+        behind = max(have, key=lambda name: (have[name] * total / len(place) - counts[name], -SPLITS.index(name)))
+        counts[behind] += 1
+    place.update(zip(fresh, (name for name in SPLITS for _ in range(counts.get(name, 0) - have[name]))))
+    return {
+        name: tuple(sorted([*split[name], *(case_id for case_id, patient in new.items() if place[patient] == name)]))
+        for name in SPLITS
+    }
+
+
+# --- Cross-validation ---
+
+
+def parse_fold(fold: str) -> Tuple[int, int]:
+    """ "2/5" as (2, 5): the second of five parts. Raises InputError for what is no fold."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts or parts < 2:
+        rule = "fold must be I/K with 1 <= I <= K and K >= 2"
+        raise InputError(f"{rule}, got {fold}; 1/5 holds out the first of five parts")
+    return part, parts
+
+
+def with_fold(store: Store, fold: str) -> Store:
+    """The store as a run of `fold` sees it: "val" is that part of its training and validation cases, "train" the rest.
+
+    Only the view's `split` differs. The K views have one test split, the store's, and their validation cases are
+    between them all other cases, each once. The split hash is the store's own, for that tells which cases are the test
+    cases; a view of a view is one of the store. "" is the store itself. Reads every record once. Raises InputError for
+    what is no fold, for more parts than there are patients to deal out, and where identical images come apart.
+    """
+    return with_folds(store, [fold]) if fold else store
+
+
+def with_folds(store: Store, folds: Sequence[str]) -> Store:
+    """As `with_fold`, with the parts of several folds in "val"."""
+    manifest = store.manifest
+    own = {*manifest.split["train"], *manifest.split["val"]}
+    entries = list(heads(manifest.cases))
+    patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
+    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
+    split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
+    problems = split_problems(split, entries)
+    if problems:
+        raise InputError(*problems)
+    return store.with_split(split)
+
+
+def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
+    """The cases of "train" and "val", sorted. `patients` maps case id -> patient id, and a patient is in one part.
+
+    Patients are dealt out one to each part in turn, so that the parts differ by one patient at most. Raises InputError
+    as `with_fold`.
+    """
+    part, parts = parse_fold(fold)
+    order = _dealing_order(patients.values(), seed)
+    if parts > len(order):
+        rule = f"fold must have at most as many parts as there are patients to train and validate on, {len(order)}"
+        raise InputError(f"{rule}, got {fold}; use fewer parts")
+    chosen = set(order[part - 1 :: parts])
+    held_out = tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
+    return {"train": tuple(sorted(set(patients) - set(held_out))), "val": held_out}
 
 
 # --- Private helpers ---
 
 
-def _shares(total: int, fractions: Sequence[float]) -> List[int]:
-    """`total` in whole parts near `fractions`: one to each that is above 0, then always to the one furthest behind."""
-    shares = [int(fraction > 0) for fraction in fractions]
-    while sum(shares) < total:
-        behind = max(range(len(shares)), key=lambda i: (fractions[i] > 0, fractions[i] * total - shares[i]))
-        shares[behind] += 1
-    return shares
+def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:
+    return sorted(set(patients), key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest())

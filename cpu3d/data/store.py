@@ -8,21 +8,28 @@ store/cases/<id>.json       the case's record; written after its arrays, so it m
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
+import copy
+import dataclasses
+import functools
 import hashlib
 import json
+import os
 import re
+import weakref
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Union
+from typing import Any, Dict, Iterable, Iterator, Mapping, Sequence, Tuple, Type, TypeVar, Union
 
+import msgspec
 import numpy as np
 
-from cpu3d.data.case_index import CaseIndex, Selection, line_of, split_entries
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
     SCHEMA,
     SPLITS,
     CaseRecord,
     Manifest,
+    RecordHead,
+    case_from_json,
     manifest_from_json,
     split_hash,
     split_problems,
@@ -31,10 +38,68 @@ from cpu3d.data.records import (
 from cpu3d.data.region import paste, whole
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.files import read_json
+from memory_estimator.files import NotRegularError, open_regular, read_json
+
+T = TypeVar("T")
 
 TRIES = 5
 """Manifests that may follow each other while a store is opened."""
+
+KEPT = 2048
+"""Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
+
+
+class CaseIndex(Sequence[CaseRecord]):
+    """The records in a file of JSON lines, in the order of `case_ids`, parsed when they are asked for.
+
+    Half a million records would fill the memory that volumes need; their places in the file fill four megabytes.
+    Raises InputError where the file is not `size_bytes` long or holds other cases.
+    """
+
+    def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
+        # Of its own, because a cache of this object's methods would be a cycle: the file would wait for the collector.
+        self._lines = _Lines(Path(path), tuple(case_ids), size_bytes)
+        self._parsed = functools.lru_cache(KEPT)(self._lines.parsed)
+        self._places: Sequence[int] = range(len(case_ids))
+
+    def select(self, places: Sequence[int]) -> "CaseIndex":
+        """Some of the records, by place, without making them."""
+        selected = copy.copy(self)
+        selected._places = [self._places[place] for place in places]
+        return selected
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: Union[int, slice]):
+        if isinstance(place, slice):
+            return self.select(range(len(self))[place])
+        return self._parsed(self._places[place])
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None
+
+    def head(self, place: int) -> RecordHead:
+        """The first things of a record, in a tenth of the time that the record takes."""
+        return self._lines.parsed(self._places[place], RecordHead)
+
+
+def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
+    """That of every case, without the time and memory of whole records where they lie in a file."""
+    if isinstance(cases, CaseIndex):
+        return map(cases.head, range(len(cases)))
+    return (RecordHead(*(getattr(case, name) for name in RecordHead.__struct_fields__)) for case in cases)
+
+
+def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
+    """The first record of every stem; those that share its arrays are not made."""
+    seen = set()
+    for place, head in enumerate(heads(cases)):
+        if head.stem not in seen:
+            seen.add(head.stem)
+            yield cases[place]
 
 
 class Store:
@@ -42,7 +107,7 @@ class Store:
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder = Path(folder)
-        self.manifest = manifest
+        self.manifest = self._made = manifest
         ids = sorted(case_id for name in SPLITS for case_id in manifest.split[name])
         self._places = {case_id: place for place, case_id in enumerate(ids)}
         self._reader = Reader(self.folder)
@@ -53,7 +118,7 @@ class Store:
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return Selection(self.manifest.cases, [self._places[case_id] for case_id in self.manifest.split[split]])
+        return self.manifest.cases.select([self._places[case_id] for case_id in self.manifest.split[split]])
 
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only.
@@ -65,33 +130,29 @@ class Store:
 
     def label(self, case_id: str) -> np.ndarray:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
-        record = self.case(case_id)
-        if not record.has_label:
-            raise InputError(f"case {case_id} must have a label, the store has none; choose a labelled case")
-        return self._whole(record, "y")
+        return self._whole(self.case(case_id), "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
-        problems: List[str] = []
-        seen = set()
-        for record in records:
-            if record.stem not in seen:
-                seen.add(record.stem)
-                problems += self._reader.problems(record)
+        problems = dict.fromkeys(problem for record in records for problem in self._reader.problems(record))
         if problems:
             raise InputError(*problems)
+
+    def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
+        """A view of the store with another split of its cases; what `check_split` checks is the one that was made."""
+        view = copy.copy(self)
+        view.manifest = dataclasses.replace(self.manifest, split=split)
+        return view
 
     def check_split(self) -> None:
         """Read every record. Raises InputError where a patient or an image is in two splits, or the split is not the
         one made."""
-        manifest = self.manifest
-        entries = split_entries(manifest.cases)
+        manifest = self._made
+        entries = list(heads(manifest.cases))
         problems = split_problems(manifest.split, entries)
         if not problems and split_hash(manifest.split, entries) != manifest.split_hash:
-            problems = [
-                f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made, got another;"
-                " restore its manifest.json, or run `prepare` again"
-            ]
+            rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
+            problems = [f"{rule}, got another; restore its manifest.json, or run `prepare` again"]
         if problems:
             raise InputError(*problems)
 
@@ -132,26 +193,19 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
     try:
         content = read_json(path)
         schema = content["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"store manifest {path} must be JSON with a schema, got {error!r}; run `prepare` again"
-        ) from None
-    if schema != SCHEMA:
-        raise InputError(
-            f"store {folder} must have schema {SCHEMA}, got {schema}; run `prepare` again with this version"
-        )
-    if content != sealed(content):
-        raise InputError(
-            f"store manifest {path} must be as it was written, got an edited one; restore it or run `prepare` again"
-        )
-    try:
+        if schema != SCHEMA:
+            advice = "run `prepare` again with this version"
+            raise InputError(f"store {folder} must have schema {SCHEMA}, got {schema}; {advice}")
+        if content != sealed(content):
+            rule = f"store manifest {path} must be as it was written"
+            raise InputError(f"{rule}, got an edited one; restore it or run `prepare` again")
         file = content["records"]["file"]
         if not _RECORDS.fullmatch(file):
-            raise InputError(
-                f"records file of store {folder} must be named cases-*.jsonl, got {file!r}; restore {path}"
-            )
-    except (KeyError, TypeError) as error:
-        raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+            rule = f"records file of store {folder} must be named cases-*.jsonl"
+            raise InputError(f"{rule}, got {file!r}; restore {path}")
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"store manifest {path} must be JSON with a schema, and complete"
+        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
     return content
 
 
@@ -172,7 +226,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
     with atomic_write(unnamed) as file:
         for case in manifest.cases:
-            line = line_of(case)
+            line = json.dumps(to_json(case), separators=(",", ":"), allow_nan=False).encode() + b"\n"
             file.write(line)
             digest.update(line)
             size_bytes += len(line)
@@ -203,13 +257,51 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
         twice = sorted({case_id for case_id, following in zip(ids, ids[1:]) if case_id == following})
         if twice:
-            raise InputError(
-                *(
-                    f"case {case_id} of store {folder} must be in one split, got two; restore {path}"
-                    for case_id in twice
-                )
-            )
+            rule = f"of store {folder} must be in one split, got two; restore {path}"
+            raise InputError(*(f"case {case_id} {rule}" for case_id in twice))
         records = content["records"]
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+
+
+class _Lines:
+    """The file of a `CaseIndex`, open as long as this lives."""
+
+    def __init__(self, path: Path, case_ids: Tuple[str, ...], size_bytes: int):
+        self.path, self.case_ids = path, case_ids
+        rule = f"store file {path} must be {size_bytes} bytes long"
+        try:
+            self.handle = open_regular(path)
+        except FileNotFoundError:
+            raise InputError(f"{rule}, got none; run `prepare` again") from None
+        except NotRegularError as error:
+            raise InputError(f"{rule}, got {error.strerror}; run `prepare` again") from None
+        weakref.finalize(self, os.close, self.handle)
+        found = os.fstat(self.handle).st_size
+        if found != size_bytes:
+            raise InputError(f"{rule}, got {found}; run `prepare` again")
+        ends, start = [np.zeros(0, np.int64)], 0
+        with open(self.handle, "rb", closefd=False) as file:
+            for piece in iter(lambda: file.read(1 << 20), b""):
+                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
+                start += len(piece)
+        self.ends = np.concatenate(ends)
+        """Of each line, one past its newline, in bytes from the start."""
+        if len(self.ends) != len(case_ids):
+            rule = f"store file {path} must hold {len(case_ids)} cases"
+            raise InputError(f"{rule}, got {len(self.ends)}; run `prepare` again")
+
+    def parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
+        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
+        start = int(self.ends[place - 1]) if place else 0
+        line = os.pread(self.handle, int(self.ends[place]) - start, start)
+        try:
+            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
+            if record.case_id == self.case_ids[place]:
+                return record
+            reason = f"case {record.case_id}"
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            reason = str(error)[:300]
+        rule = f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}"
+        raise InputError(f"{rule}, got {reason}; run `prepare` again")

@@ -4,24 +4,23 @@
     exchange = join(cluster)             # right after TensorFlow is imported, before any operation
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
-Each worker computes with plain variables and plain functions of its own, as it would alone, so that a run of several
-differs from one in nothing but this sum. Engines (`cluster.ENGINES`): "memory" is for the workers of one host;
-"tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring over gRPC, "horovod" is Horovod's ring over Gloo
-(`./run.sh setup --horovod`). In all of them one worker adds up each part of the vector and the others copy it: there is
-one order of addition, so the bits cannot differ between workers.
+Each worker computes with plain variables and functions of its own, as it would alone. Engines (`cluster.ENGINES`):
+"memory" is for the workers of one host; "tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring over gRPC,
+"horovod" is Horovod's ring over Gloo. In all of them one worker adds up each part of the vector and the others copy it:
+there is one order of addition, so the bits cannot differ between workers.
 """
 
 import contextlib
 import json
 import os
 import re
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 
 from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.distributed.shared_memory import SILENCE_S, lost_worker, shared_memory_sum
+from cpu3d.distributed.shared_memory import GONE, SILENCE_S, SILENT, lost_worker, shared_memory_sum
 from cpu3d.errors import InputError, WorkerLostError
 
 MEETING_S = 300.0
@@ -57,11 +56,7 @@ class Exchange:
         return vector
 
     def close(self) -> None:
-        """Take leave of the others, who are at the same point. After it there is no other sum.
-
-        Says nothing of one who is gone already: by then all of them know, by a sum of the run, that the chief has
-        written all there is to write.
-        """
+        """Take leave of the others, who are at the same point and know what the chief has written: one may be gone."""
 
 
 ALONE = Exchange()
@@ -78,9 +73,9 @@ def join(
 
     The chief's `plan`, anything of JSON, is the `plan` of every worker's exchange.
 
-    Call it right after TensorFlow is imported: between hosts it must make its server before any operation. `say` gets a
-    line when the others take long, and a warning of that server. Raises InputError when this worker's port is taken or
-    the engine is not installed, WorkerLostError when a worker does not come within `meeting_s`.
+    Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line when the others
+    take long, and a warning of that server. Raises InputError when this worker's port is taken or the engine is not
+    installed, WorkerLostError when a worker does not come within `meeting_s`.
     """
     if cluster.workers == 1:
         return ALONE
@@ -183,7 +178,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
     The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
     the bits, the speed and the memory of a process without it. Raises WorkerLostError where a worker has gone since
-    they met, InputError where its port is taken, RuntimeError when TensorFlow has computed before.
+    they met, or its port is taken, and RuntimeError when TensorFlow has computed before.
     """
     import tensorflow as tf
     from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
@@ -215,7 +210,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
             ),
         )
     except tf.errors.OpError as error:
-        raise not_started(str(error), cluster) from error
+        raise lost_by_message(str(error), cluster) from error
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".
@@ -234,40 +229,17 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 # --- What an engine says when a worker is lost, some twenty lines from C++, in one sentence ---
 
-_REASONS = (
-    (r"incarnation|restarted", "another process at its address"),
-    (r"heartbeat|deadline.exceeded", "no sign of life: it hangs or is cut off"),
-    (
-        r"failed to connect|connection (refused|reset|closed)|reset by peer|socket closed|broken pipe|stream removed",
-        "no connection: its process has ended or its host is gone",
-    ),
-    (r"Horovod has been shut down", "no answer: one of them has ended, hangs or is cut off"),
-    (r"aborted by: *(.+)", ""),
-    (r"(\S.*)", ""),
-    (r"", "an error without words"),
-)
-"""Patterns in the order of what they tell, with our words; "" has those of the group."""
-
 
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The error for the user, from an engine's message: which worker is gone, as far as is known, and how."""
-    found = ((re.search(pattern, message, re.IGNORECASE), words) for pattern, words in _REASONS)
-    match, words = next(pair for pair in found if pair[0])
+    said = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
+    reason = said[:160] or "an error without words"
+    if re.search(r"heartbeat|deadline.exceeded", message, re.IGNORECASE):
+        reason = SILENT
+    elif re.search(r"connect|connection|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):
+        reason = GONE
     named = [int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)]
-    known = [rank for rank in named if rank < cluster.workers]
-    others = [rank for rank in known if rank != cluster.rank]
-    rank: Optional[int] = next(iter(others + known), None)
-    if rank is None and "CoordinationService/" in message and not cluster.is_chief:
-        rank = 0  # that service is the chief's
-    return lost_worker(cluster, rank, words or match[1][:160])
-
-
-def not_started(message: str, cluster: Cluster) -> InputError:
-    """The error for the user where TensorFlow has not come to a server of its own, or has not found the others."""
-    if not re.search(r"could not start grpc server|address already in use", message, re.IGNORECASE):
-        return lost_by_message(message, cluster)
-    address = cluster.addresses[cluster.rank]
-    return InputError(
-        f"port {address.rpartition(':')[2]} of worker {cluster.rank} ({address}) must be free until TensorFlow takes "
-        "it, got it taken by another process; give the same command again, or choose another port"
-    )
+    known = sorted((rank for rank in named if rank < cluster.workers), key=lambda rank: rank == cluster.rank)
+    if not known and "CoordinationService/" in message and not cluster.is_chief:
+        known = [0]  # that service is the chief's
+    return lost_worker(cluster, known[0] if known else None, reason)

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import ipaddress
 import json
 import random
+import re
 import socket
 import sys
 from collections import Counter
@@ -21,8 +21,7 @@ from memory_estimator.files import parse_json, typed
 CHIEF, WORKER = "chief", "worker"
 """The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
 
-MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
-ENGINES = (MEMORY, TENSORFLOW, HOROVOD)
+ENGINES = MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
 """What sums over the workers, see `all_reduce`."""
 
 VARIABLES = ("TF_CONFIG", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "HOSTNAME")))
@@ -47,17 +46,13 @@ class Cluster:
     """One of ENGINES."""
 
     def __post_init__(self):
-        problems = []
-        for address in self.addresses:
-            try:
-                host_and_port(address)
-            except ValueError:
-                rule = f"be host:port or [IPv6]:port, got {address!r}; mend TF_CONFIG or --hosts"
-                problems.append(f"worker address must {rule}")
-        if self.engine not in ENGINES:
-            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
+        bad = [address for address in self.addresses if not _is_address(address)]
+        rule = "be host:port or [IPv6]:port"
+        problems = [f"worker address must {rule}, got {one!r}; mend TF_CONFIG or --hosts" for one in bad]
         twice = [address for address, count in Counter(self.addresses).items() if count > 1]
         problems += [f"workers must each have an address, got {address} twice; change its port" for address in twice]
+        if self.engine not in ENGINES:
+            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
         if self.rank not in range(self.workers):
             problems.append(f"rank must be below {self.workers}, got {self.rank}; number the workers from 0")
         if problems:
@@ -86,13 +81,12 @@ class Cluster:
 
     @property
     def local_index(self) -> int:
-        """Which of the host's workers this process is, from 0."""
+        """Which of these this process is, from 0."""
         return self.local_ranks.index(self.rank)
 
     def as_tf_config(self) -> str:
         """The environment variable TF_CONFIG that says the same, all of them named workers."""
-        task = {"type": WORKER, "index": self.rank}
-        return json.dumps({"cluster": {WORKER: list(self.addresses)}, "task": task})
+        return json.dumps({"cluster": {WORKER: self.addresses}, "task": {"type": WORKER, "index": self.rank}})
 
     def of_rank(self, rank: int) -> "Cluster":
         """The same workers, seen from another."""
@@ -135,26 +129,25 @@ def from_tf_config(text: str) -> Cluster:
 
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
-
-    def refusal(rule: str, got: object) -> InputError:
-        return InputError(f"TF_CONFIG must {rule}, got {got}; mend it, or unset it to train alone")
-
+    problem, todo = "", "mend it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
         task = typed(content.get("task") or {}, Dict[str, Any], "task")
     except ValueError as error:
-        raise refusal("be JSON of a cluster and a task", f"{text!r} ({error})") from None
+        raise InputError(f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}") from None
     if not tasks:
         return ALONE
     chiefs, workers = tasks.get(CHIEF, ()), tasks.get(WORKER, ())
     kind, index = task.get("type"), str(task.get("index"))
+    own = chiefs if kind == CHIEF else workers
     if set(tasks) - {CHIEF, WORKER} or kind not in (CHIEF, WORKER) or len(chiefs) > 1:
         got = f"tasks {', '.join(sorted(tasks))} and this one a {kind}"
-        raise refusal("name workers and at most one chief, as all train alike", got)
-    own = chiefs if kind == CHIEF else workers
-    if not index.isdigit() or int(index) >= len(own):
-        raise refusal(f"have a task index below its {len(own)} {kind} addresses", index)
+        problem = f"name workers and at most one chief, as all train alike, got {got}"
+    elif not index.isdigit() or int(index) >= len(own):
+        problem = f"have a task index below its {len(own)} {kind} addresses, got {index}"
+    if problem:
+        raise InputError(f"TF_CONFIG must {problem}; {todo}")
     return Cluster(chiefs + workers, int(index) + (len(chiefs) if kind == WORKER else 0))
 
 
@@ -190,15 +183,9 @@ def from_hosts(hosts: Sequence[str], workers: Sequence[int], ports: Sequence[int
 
 
 def host_and_port(address: str) -> Tuple[str, int]:
-    """Take "host:port" or "[IPv6]:port" apart. Raises ValueError for anything else."""
+    """Take "host:port" or "[IPv6]:port" of a cluster apart."""
     host, _, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    if not host or set(host) & set(" /[]@,") or (":" in host) != bracketed:
-        raise ValueError(address)
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(address)
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def join_address(host: str, port: int) -> str:
@@ -226,19 +213,19 @@ def read_hosts(text: str) -> Tuple[str, ...]:
 
 
 def own_index(hosts: Sequence[str]) -> int:
-    """Which of `hosts` this one is: the one that has one of this host's addresses, or its name.
+    """Which of several `hosts` this one is: the one that has one of this host's addresses, or its name.
 
     Raises InputError where none or several are, or where one is a name that each host has for itself.
     """
-    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host)]
+    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host.strip("[]"))]
     if len(hosts) > 1 and selfish:
         raise InputError(f"--hosts must be what the others reach them by, got {selfish[0]}; name it otherwise")
-    name, mine = socket.gethostname().lower(), own_addresses()
-    here = [
-        index
-        for index, host in enumerate(hosts)
-        if _same_name(host.lower(), name) or any(one in mine or _is_loopback(one) for one in addresses(host))
-    ]
+    name, mine, here = socket.gethostname().lower(), own_addresses(), []
+    for index, host in enumerate(hosts):
+        own = any(one in mine or _is_loopback(one) for one in addresses(host))
+        lacks_domain = ("." in host) != ("." in name)
+        if own or host.lower() == name or (lacks_domain and host.lower().split(".")[0] == name.split(".")[0]):
+            here.append(index)
     if len(here) != 1:
         got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
         raise InputError(f"--hosts must hold this host, {name}, once, got {got}; give --host-index, from 0")
@@ -247,8 +234,7 @@ def own_index(hosts: Sequence[str]) -> int:
 
 def own_addresses() -> FrozenSet[str]:
     """Of all network interfaces here, without the zone of a local IPv6 address."""
-    found = [address.address for of_one in psutil.net_if_addrs().values() for address in of_one]
-    return frozenset(address.partition("%")[0] for address in found)
+    return frozenset(one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found)
 
 
 def addresses(host: str) -> FrozenSet[str]:
@@ -272,20 +258,10 @@ def free_ports(count: int) -> Tuple[int, ...]:
     return tuple(taken)
 
 
-# --- Private helpers ---
-
-
-def _same_name(one: str, other: str) -> bool:
-    """Whether two names are of one host; one of them may lack its domain."""
-    short = ("." in one) != ("." in other) and one.partition(".")[0] == other.partition(".")[0]
-    return one == other or (short and not _is_address(one))
-
-
-def _is_loopback(text: str) -> bool:
-    return _is_address(text) and ipaddress.ip_address(text.strip("[]")).is_loopback
-
-
 def _is_address(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text.strip("[]")))
-    return False
+    found = re.fullmatch(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", text, re.ASCII)
+    return bool(found) and 0 < int(found[1]) < 65536
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -7,6 +7,7 @@ them, and ends with 1 whatever happens. What ends them is replaced in this proce
 workers, which import this file again, as `multiprocessing` does it. Who hangs is ended by `launch`.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,10 +18,8 @@ import psutil
 from cpu3d.errors import WorkerLostError
 from cpu3d.util.child import how_ended
 
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "ITEX_CPP_MIN_LOG_LEVEL": "3"}
-"""Horovod's launcher imports TensorFlow, which has nothing to say there; for the workers it is what they set anyway."""
-
-TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""How a worker ends that was told to."""
 
 
 def end_worker(shell_pid: int) -> None:
@@ -28,19 +27,11 @@ def end_worker(shell_pid: int) -> None:
 
     `shell_pid` is of the shell that has started the worker, or of the worker, where the shell has become it.
     """
-    try:
+    with contextlib.suppress(psutil.Error):
         shell = psutil.Process(shell_pid)
         workers = shell.children() if shell.cmdline()[1:2] == ["-c"] and shell.children() else [shell]
-    except psutil.Error:
-        return
-    for worker in workers:
-        try:
-            if worker.status() == psutil.STATUS_STOPPED:
-                worker.kill()
-            else:
-                worker.terminate()
-        except psutil.Error:
-            continue
+        for worker in workers:
+            worker.kill() if worker.status() == psutil.STATUS_STOPPED else worker.terminate()
 
 
 def code_of(ends: Dict[int, Tuple[int, float]]) -> Tuple[int, str]:
@@ -49,13 +40,13 @@ def code_of(ends: Dict[int, Tuple[int, float]]) -> Tuple[int, str]:
     Who lost another one, or was told to end, is not the first. Signals are told by a shell, as 128 + their number.
     """
     failed = sorted((at, rank, code) for rank, (code, at) in ends.items() if code)
-    own = [end for end in failed if end[2] not in (WorkerLostError.exit_code, *TOLD)]
     if not failed:
         return 0, ""
+    own = [end for end in failed if end[2] not in (WorkerLostError.exit_code, *STOPPED)]
     _, rank, code = (own or failed)[0]
-    if code > 128 and code not in TOLD:
-        return WorkerLostError.exit_code, f"worker {rank} has ended first, by {how_ended(128 - code)}"
-    return code, f"worker {rank} has ended first, with {how_ended(code)}"
+    killed = code > 128 and code not in STOPPED
+    line = f"worker {rank} has ended first, {how_ended(128 - code) if killed else how_ended(code)}"
+    return WorkerLostError.exit_code if killed else code, line
 
 
 def main() -> int:
@@ -86,18 +77,12 @@ def main() -> int:
     return code
 
 
-# --- Private helpers ---
-
-
-def _replace() -> None:
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+if __name__ in ("__main__", "__mp_main__"):
+    # Horovod's launcher imports TensorFlow, which has nothing to say there; for the workers it is what they set anyway.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("ITEX_CPP_MIN_LOG_LEVEL", "3")
     from horovod.runner.common.util import safe_shell_exec
 
     safe_shell_exec.terminate_executor_shell_and_children = end_worker
-
-
-if __name__ in ("__main__", "__mp_main__"):
-    _replace()
 if __name__ == "__main__":
     sys.exit(main())

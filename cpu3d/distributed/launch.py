@@ -21,6 +21,7 @@ is one worker. --engine horovod is started on one host only; its launcher reache
 import argparse
 import functools
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -33,6 +34,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from rich.console import Console
 from rich.progress import Progress
 
+from cpu3d.data.store import open_store
 from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import (
     HOROVOD,
@@ -46,16 +48,20 @@ from cpu3d.distributed.cluster import (
     read_hosts,
     without_cluster,
 )
-from cpu3d.distributed.slurm import bound_apart, hosts_without_step, in_slurm, read_slurm
+from cpu3d.distributed.slurm import bound_apart, in_slurm, read_slurm
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.describe import describe_plans, overridden
-from cpu3d.host.thread_plan import default_workers, thread_plans
+from cpu3d.host.gpu import HostGpus
+from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
 from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
+from cpu3d.plan import make_plan as plan_training
+from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
+from memory_estimator.host import Host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
@@ -68,24 +74,19 @@ PORT = 29500
 class Options:
     """The options of a launch."""
 
-    workers: Optional[int] = option(
-        None, "on each host (default: one for each of its sockets)", metavar="N", at_least=1
-    )
-    hosts: Optional[str] = option(None, "names or addresses, or a file of them, one a line", metavar="A,B|FILE")
-    host_index: Optional[int] = option(None, "this one's in --hosts (default: by address)", metavar="I", at_least=0)
+    workers: Optional[int] = option(None, "on each host (default: one for each of its sockets)", "N", at_least=1)
+    hosts: Optional[str] = option(None, "names or addresses, or a file of them, one a line", "A,B|FILE")
+    host_index: Optional[int] = option(None, "this one's in --hosts (default: by address)", "I", at_least=0)
     port: Optional[int] = option(
         None,
-        "of the first worker on each host, the next has the next (default: free ones, or 29500 with --hosts)",
-        metavar="P",
+        "of each host's first worker (default: free ones, or 29500 with --hosts)",
+        "P",
         at_least=1024,
         at_most=65535,
     )
-    engine: str = option(
-        TENSORFLOW,
-        "what adds up gradients of several hosts; those of one host are added up in its memory",
-        choices=(TENSORFLOW, HOROVOD),
-    )
+    engine: str = option(TENSORFLOW, "what adds up gradients of several hosts", choices=(TENSORFLOW, HOROVOD))
     dry_run: bool = option(False, "say what would be started, and start nothing")
+    json: bool = option(False, "with --dry-run: print the plan that the training would write to RUN/plan.json")
     on_host: Optional[str] = option(None, 'with --dry-run: on another host; "list" tells of some', metavar="NAME|FILE")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
@@ -98,20 +99,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start what is asked for and wait for its end, or say what would be started."""
     options = from_args(Options, args, InputError)
-    if options.on_host and not options.dry_run:
-        rule = f"come with --dry-run, got {options.on_host} without; leave it out to train here"
-        raise InputError(f"--on-host must {rule}")
+    for name in ("on_host", "json"):
+        if getattr(options, name) and not options.dry_run:
+            given = getattr(options, name)
+            raise InputError(f"--{name.replace('_', '-')} must come with --dry-run, got {given} without; leave it out")
     if options.on_host == "list":
-        Console().print(hosts_table())
+        Console().print(hosts_table().rich())
         return 0
     training = _training(options.train)
     topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
-    commands = _commands(plan, options.train, Path(training.run))
+    commands = plan.commands(options.train, Path(training.run))
     if options.dry_run:
-        _show(plan, topology(), commands)
+        if options.json:
+            print(json.dumps(_training_plan(training, plan, topology().host), indent=2))
+        else:
+            _show(plan, topology(), commands)
         return 0
-    thread_plans(topology(), plan.sharing_here)  # else each worker would refuse
+    thread_plans(topology(), 1 if plan.apart else len(plan.cluster.local_ranks))  # else each worker would refuse
     _launch(plan, commands, Path(training.run))
     return 0
 
@@ -125,28 +130,24 @@ class Plan:
 
     cluster: Cluster
     """As the first of those sees it."""
-    ranks: Tuple[int, ...]
-    """Of the workers that start here."""
+    here: int
+    """How many start here, from that one on."""
     found: str
     """Where the hosts are from, in words."""
     engine: str = TENSORFLOW
     apart: bool = False
     """Whether something else has given each worker CPUs of its own."""
-    note: str = ""
-    """What the user may not have meant, or ""."""
 
     @property
-    def sharing_here(self) -> int:
-        """Workers that share the CPUs of this host."""
-        return 1 if self.apart else len(self.cluster.local_ranks)
+    def ranks(self) -> range:
+        """Of the workers that start here."""
+        return range(self.cluster.rank, self.cluster.rank + self.here)
 
     @property
     def words(self) -> str:
-        """Such as "4 workers on 2 hosts (Slurm), 2 of them here"."""
-        workers, hosts = self.cluster.workers, len(set(self.cluster.hosts))
-        here = "" if len(self.ranks) == workers else f", {len(self.ranks)} of them here"
-        by = ", exchange by Horovod" if self.engine == HOROVOD else ""
-        return f"{counted(workers, 'worker')} on {counted(hosts, 'host')} ({self.found}){here}{by}"
+        """Such as "4 workers on 2 hosts (Slurm), 2 here"."""
+        hosts = counted(len(set(self.cluster.hosts)), "host")
+        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.found}), {self.here} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
@@ -155,89 +156,56 @@ class Plan:
             clean["TF_CONFIG"] = self.cluster.of_rank(rank).as_tf_config()
         return clean
 
+    def commands(self, train: Sequence[str], run: Path) -> Dict[int, Tuple[str, ...]]:
+        """By the rank of the worker; with Horovod the one command that starts all workers of all hosts, by ssh."""
+        if self.engine != HOROVOD:
+            return dict.fromkeys(self.ranks, (*PROGRAM, *train))
+        hosts = Counter("localhost" if host == LOOPBACK else host for host in self.cluster.hosts)
+        places = ",".join(f"{host}:{workers}" for host, workers in hosts.items())
+        launcher = (sys.executable, "-m", "cpu3d.distributed.horovodrun", "--gloo", "-np", str(self.cluster.workers))
+        logs = str(run / "logs" / "horovod")
+        return {0: (*launcher, "-H", places, "--output-filename", logs, *PROGRAM, *train)}
+
 
 def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callable[[], int]) -> Plan:
-    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree.
+    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree."""
 
-    `one_a_socket` tells how many workers a host has where --workers does not.
-    """
-    if options.hosts:
-        return _of_hosts(options, read_hosts(options.hosts), one_a_socket)
-    if environ.get("TF_CONFIG", "").strip():
-        _one_each(options, "TF_CONFIG")
-        cluster = from_tf_config(environ["TF_CONFIG"])
-        return Plan(cluster, (cluster.rank,), "TF_CONFIG", apart=bound_apart(environ))
-    if in_slurm(environ):
-        return _of_slurm(options, environ, one_a_socket)
-    workers = options.workers or one_a_socket()
-    cluster = from_hosts((LOOPBACK,), (workers,), _ports_here(options, workers))
-    others = len(hosts_without_step(environ)) - 1
-    note = f"the job has {counted(others, 'other host')}, which srun ./run.sh launch ... would use"
-    found = options.on_host or "this one"
-    return Plan(cluster, tuple(range(workers)), found, options.engine, note=note if others > 0 else "")
+    def check(found: str, one_each: bool = True) -> None:
+        if options.engine == HOROVOD:
+            todo = "name --hosts and start it on the first of them"
+            raise InputError(f"--engine horovod must be launched once for all hosts, got it with {found}; {todo}")
+        if one_each and options.workers not in (None, 1):
+            raise InputError(f"--workers must be left out with {found}, where each is one, got {options.workers}")
 
-
-def _of_hosts(options: Options, hosts: Sequence[str], one_a_socket: Callable[[], int]) -> Plan:
-    workers, several, index = options.workers or one_a_socket(), len(hosts) > 1, options.host_index
+    if not options.hosts and environ.get("TF_CONFIG", "").strip():
+        check("TF_CONFIG")
+        return Plan(from_tf_config(environ["TF_CONFIG"]), 1, "TF_CONFIG", apart=bound_apart(environ))
+    if not options.hosts and in_slurm(environ):
+        task = read_slurm(environ)
+        check("Slurm with several tasks a host" if task.is_worker else "a task of srun", task.is_worker)
+        here = 1 if task.is_worker else options.workers or one_a_socket()
+        counts = task.tasks if task.is_worker else (here,) * len(task.hosts)
+        ports = _from((options.port,) if options.port else task.ports, max(counts))
+        cluster = from_hosts(task.hosts, counts, ports, task.rank if task.is_worker else task.host_index * here)
+        return Plan(cluster, here, "Slurm", apart=task.is_worker and bound_apart(environ))
+    hosts = read_hosts(options.hosts) if options.hosts else (LOOPBACK,)
+    workers, index = options.workers or one_a_socket(), options.host_index
     if index is None:
-        index = own_index(hosts) if several and not options.on_host else 0
+        index = own_index(hosts) if len(hosts) > 1 and not options.on_host else 0
     if index >= len(hosts):
         raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
-    ports = _from((options.port or PORT,), workers) if several else _ports_here(options, workers)
-    first = index * workers
-    cluster = from_hosts(hosts, (workers,) * len(hosts), ports, first)
+    given = len(hosts) > 1 or options.port or options.on_host
+    ports = _from((options.port or PORT,), workers) if given else free_ports(workers)
+    cluster = from_hosts(hosts, (workers,) * len(hosts), ports, index * workers)
     if options.engine == HOROVOD:  # starts them on all hosts from one
-        return Plan(cluster.of_rank(0), tuple(range(cluster.workers)), "--hosts", HOROVOD)
-    return Plan(cluster, tuple(range(first, first + workers)), "--hosts")
-
-
-def _of_slurm(options: Options, environ: Mapping[str, str], one_a_socket: Callable[[], int]) -> Plan:
-    task = read_slurm(environ)
-    if task.is_worker:
-        _one_each(options, "Slurm with several tasks a host")
-        counts, first, here = task.tasks, task.rank, 1
-    else:
-        _no_horovod(options, "a task of srun")
-        here = options.workers or one_a_socket()
-        counts, first = (here,) * len(task.hosts), task.host_index * here
-    cluster = from_hosts(task.hosts, counts, _from((options.port,) if options.port else task.ports, max(counts)), first)
-    return Plan(cluster, tuple(range(first, first + here)), "Slurm", apart=task.is_worker and bound_apart(environ))
-
-
-def _one_each(options: Options, found: str) -> None:
-    """Where every launch is one worker."""
-    _no_horovod(options, found)
-    if options.workers not in (None, 1):
-        raise InputError(f"--workers must be left out with {found}, where each is one worker, got {options.workers}")
-
-
-def _no_horovod(options: Options, found: str) -> None:
-    if options.engine == HOROVOD:
-        rule = f"be launched once for all hosts, got it with {found}; name --hosts and start it on the first of them"
-        raise InputError(f"--engine horovod must {rule}")
-
-
-def _ports_here(options: Options, workers: int) -> Tuple[int, ...]:
-    """Of the workers of one host."""
-    if options.port or options.on_host:
-        return _from((options.port or PORT,), workers)
-    return free_ports(workers)
+        cluster, workers = cluster.of_rank(0), cluster.workers
+    found = "--hosts" if options.hosts else options.on_host or "this one"
+    return Plan(cluster, workers, found, options.engine)
 
 
 def _from(ports: Sequence[int], count: int) -> Tuple[int, ...]:
     """`ports`, and after the last of them the next ones, `count` in all."""
     return (*ports[:count], *range(ports[-1] + 1, ports[-1] + 1 + count - len(ports)))
-
-
-def _commands(plan: Plan, options: Sequence[str], run: Path) -> Dict[int, Tuple[str, ...]]:
-    """By the rank of the worker; with Horovod the one command that starts all workers of all hosts, by ssh."""
-    train = (*PROGRAM, *options)
-    if plan.engine != HOROVOD:
-        return dict.fromkeys(plan.ranks, train)
-    hosts = Counter("localhost" if host == LOOPBACK else host for host in plan.cluster.hosts)
-    places = ",".join(f"{host}:{workers}" for host, workers in hosts.items())
-    launcher = (sys.executable, "-m", "cpu3d.distributed.horovodrun", "--gloo", "-np", str(plan.cluster.workers))
-    return {0: (*launcher, "-H", places, "--output-filename", str(run / "logs" / "horovod"), *train)}
 
 
 def _training(options: Sequence[str]) -> argparse.Namespace:
@@ -250,6 +218,17 @@ def _training(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
     train.add_arguments(parser)
     return parser.parse_args(list(options[1:]))
+
+
+def _training_plan(training: argparse.Namespace, plan: Plan, host: Host) -> Dict[str, Any]:
+    """What the chief would write to plan.json on such a host. Raises InputError as `train` does."""
+    store = open_store(Path(training.store))
+    store.check_split()
+    share = share_of(host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
+    settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
+    force, workers = getattr(training, "force", False), plan.cluster.workers
+    run, gpus = Path(training.run), HostGpus()
+    return plan_training(store, run, share, settings, recipe, gpus=gpus, workers=workers, force=force).to_json()
 
 
 # --- What is shown and started ---
@@ -271,13 +250,11 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     header = ("address", "rank", "worker of its host", "socket", "starts here")
     console.print(Table(header, rows, title="Workers").rich())
     for of_one_host in places.values():
-        console.print(describe_plans(topology, of_one_host))
+        console.print(describe_plans(topology, of_one_host).rich())
     if len(counts) > 1:
         say("All hosts are taken to be like this one.", console)
     for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
         say(f"note: {setting} is set here, and wins", console)
-    if plan.note:
-        say(f"note: {plan.note}", console)
     for rank, command in commands.items():
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
         whom = "all workers" if plan.engine == HOROVOD else f"worker {rank}"
@@ -297,8 +274,6 @@ def _launch(plan: Plan, commands: Mapping[int, Tuple[str, ...]], run: Path) -> N
         name, log = ("horovodrun", "horovod.log") if horovod else (f"worker {rank}", f"worker-{rank}.log")
         jobs.append(Job(name, command, plan.environ_of(rank, environ), logs / log))
     say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
-    if plan.note:
-        say(f"note: {plan.note}")
     began_s, before = time.monotonic(), last_step(run)
     with Follower(jobs[0].log if plan.cluster.is_chief else None, run) as follower:
         supervise(jobs, run, show=follower.show, say=follower.say)
@@ -312,11 +287,10 @@ class Follower:
 
     def __init__(self, log: Optional[Path], run: Path):
         """The lines are those that `log` gets from now on, but for the first, a header; None is nobody's."""
-        self._console = Console(stderr=True)
-        self._log, self._run = log, run
+        self._log, self._run, self._console = log, run, Console(stderr=True)
         self._read = log.stat().st_size if log and log.exists() else 0
-        self._begun, self._headers = b"", 1
-        """A line that has no end yet, and headers still to come."""
+        self._headers = 1
+        """Still to come."""
         self._progress = Progress(*columns(), console=self._console, disable=not (log and self._console.is_terminal))
         self._task = self._progress.add_task("train", total=None)
 
@@ -325,22 +299,19 @@ class Follower:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._begun:
-            self.say(self._begun.decode("utf-8", errors="replace"))
         self._progress.stop()
 
     def show(self) -> None:
-        """Print what is new, and move the bar."""
+        """Print the lines that are new, and move the bar."""
         if not self._log or not self._log.exists():
             return
         with self._log.open("rb") as file:
             file.seek(self._read)
-            new = file.read()
-        self._read += len(new)
-        *lines, self._begun = (self._begun + new).split(b"\n")
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._read += sum(map(len, lines))
         for line in lines[self._headers :]:
-            self.say(line.decode("utf-8", errors="replace"))
-        self._headers = max(0, self._headers - len(lines))
+            self.say(line.decode("utf-8", errors="replace").rstrip("\n"))
+        self._headers -= min(self._headers, len(lines))
         beat = None if self._progress.disable else read_heartbeats(self._run).get(0)
         if isinstance(beat, Heartbeat) and beat.steps:
             self._progress.update(self._task, completed=beat.step, total=beat.steps)

@@ -7,9 +7,7 @@ Workers that share memory meet by sockets of their host instead, which no networ
 """
 
 import contextlib
-import errno
 import hashlib
-import ipaddress
 import json
 import os
 import select
@@ -17,13 +15,13 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port
+from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port, own_addresses
 from cpu3d.errors import InputError, WorkerLostError
 from memory_estimator.files import parse_json
 
-TRY_AGAIN_S = 0.5
+POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0
 HELLO_S = 5.0
 """For whoever has connected to say who he is."""
@@ -44,13 +42,25 @@ def meet(
     Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
     WorkerLostError on all that have come when others do not within `limit_s`.
     """
+    wait = _Wait(cluster, limit_s, say)
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(listener) for listener in _own_port(cluster)]
-        hurry = _Hurry(cluster, limit_s, say)
+        listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
         if cluster.is_chief:
-            return _gather(listeners, cluster, hurry, plan), plan
-        connection, plan = _report(cluster, hurry)
+            return _gather(listeners, cluster, wait, plan), plan
+        connection, plan = _report(cluster, wait)
         return {0: connection}, plan
+
+
+def connect(cluster: Cluster) -> socket.socket:
+    """A connection to the chief. Raises OSError where nobody listens."""
+    if cluster.engine != MEMORY:
+        return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection.settimeout(HELLO_S)
+        connection.connect(_name(cluster, 0))
+        stack.pop_all()
+        return connection
 
 
 def peer_of(connection: socket.socket) -> Tuple[int, int]:
@@ -58,48 +68,55 @@ def peer_of(connection: socket.socket) -> Tuple[int, int]:
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]
 
 
+def digest(cluster: Cluster) -> str:
+    """Of the addresses, by which workers know that they are of one cluster."""
+    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
+
+
 # --- Private helpers ---
 
 
-class _Hurry:
+class _Wait:
     """The time that is left to wait for others."""
 
     def __init__(self, cluster: Cluster, limit_s: float, say: Callable[[str], None]):
         self._cluster, self._limit_s, self._say = cluster, limit_s, say
-        self._until_s, self._say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
+        self.until_s, self._say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
-    def left_s(self) -> float:
-        return self._until_s - time.monotonic()
-
-    def waits_for(self, missing: Sequence[int]) -> None:
+    def check(self, missing: Sequence[int]) -> None:
         """Say once, after a while, for whom. Raises WorkerLostError when the time is over."""
         workers = ", ".join(f"worker {rank} ({self._cluster.addresses[rank]})" for rank in missing)
-        if self.left_s() <= 0:
-            raise WorkerLostError(
-                f"{workers} must come within {self._limit_s:g} s, got no sign; see whether it runs and whether worker "
-                "0 can be reached at its port, then give the same command on all hosts"
-            )
+        if time.monotonic() >= self.until_s:
+            todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
+            raise WorkerLostError(f"{workers} must come within {self._limit_s:g} s, got no sign; {todo}")
         if time.monotonic() >= self._say_at_s:
             self._say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
             self._say_at_s = float("inf")
 
-    def is_over(self, missing: Sequence[int]) -> None:
-        self._until_s = 0.0
-        self.waits_for(missing)
 
+def _listeners(cluster: Cluster) -> List[socket.socket]:
+    """Sockets that listen for the others: at no network for shared memory.
 
-def _own_port(cluster: Cluster) -> List[socket.socket]:
-    """Sockets that listen for the others."""
+    Else at each address that the worker's host name stands for, so that no other network reaches it, and at all of the
+    host where that is none which the others could reach: a name may stand for 127.0.1.1 on its own host, or for an
+    address that is translated on the way.
+    """
     host, port = host_and_port(cluster.addresses[cluster.rank])
     try:
-        if cluster.engine != MEMORY:
-            return _at_own_addresses(host, port)
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(_name(cluster, cluster.rank))
-            listener.listen(1024)
-            stack.pop_all()
-            return [listener]
+        if cluster.engine == MEMORY:
+            with contextlib.ExitStack() as stack:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind(_name(cluster, cluster.rank))
+                listener.listen(1024)
+                stack.pop_all()
+                return [listener]
+        reachable = {one for one in own_addresses() if not one.startswith(("127.", "::1", "fe80:"))}
+        own = [host] if host.startswith("127.") else addresses(host) & reachable
+        if own:
+            kinds = [(one, socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own]
+            return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in kinds]
+        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        return [socket.create_server(("", port), backlog=1024, **both)]
     except OSError as error:
         raise InputError(
             f"port {port} of worker {cluster.rank} ({cluster.addresses[cluster.rank]}) must be free, got "
@@ -112,53 +129,32 @@ def _name(cluster: Cluster, rank: int) -> bytes:
     return f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
 
 
-def _at_own_addresses(host: str, port: int) -> List[socket.socket]:
-    """A listener at each address that this worker's host name stands for, so that no other network reaches it.
-
-    At all of the host where that is none which the others could reach: a name may stand for 127.0.1.1 on its own host,
-    or for an address that is translated on the way.
-    """
-    listeners: List[socket.socket] = []
-    for address in sorted(addresses(host)):
-        kind = ipaddress.ip_address(address)
-        if address != host and (kind.is_loopback or kind.is_link_local):
-            continue
-        family = socket.AF_INET6 if kind.version == 6 else socket.AF_INET
-        try:
-            listeners.append(socket.create_server((address, port), family=family, backlog=1024))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    if listeners:
-        return listeners
-    both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    return [socket.create_server(("", port), backlog=1024, **both)]
-
-
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     """Whether another user of this host is at its other end."""
     return cluster.engine == MEMORY and peer_of(connection)[1] != os.geteuid()
 
 
-def _gather(listeners: Sequence[socket.socket], cluster: Cluster, hurry: _Hurry, plan: Any) -> Dict[int, socket.socket]:
+def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, plan: Any) -> Dict[int, socket.socket]:
     """The chief's part. Each caller is heard in a thread of its own, so that a silent one holds up nobody."""
     here: Dict[int, socket.socket] = {}
     turn, missing = threading.Lock(), range(1, cluster.workers)
 
     def hear(connection: socket.socket) -> None:
         hello = _receive(connection, HELLO_S, HELLO_BYTES)
+        rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
         with turn:
-            problem = hello and _wrong_with(hello, cluster, here)
-            if hello and not problem:
-                here[hello["rank"]] = connection
+            if hello.get("cluster") != digest(cluster):
+                problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
+            elif rank in here or rank not in range(1, cluster.workers):
+                problem = f"workers must each have a rank of their own below {cluster.workers}, got {rank} twice"
+            else:
+                here[rank] = connection
                 return
-        if problem:
+        if hello:
             _send(connection, {"wrong": problem})
         connection.close()
 
     try:
-        for listener in listeners:
-            listener.setblocking(False)
         while True:
             with turn:
                 for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
@@ -166,8 +162,9 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, hurry: _Hurry,
                 missing = [rank for rank in range(1, cluster.workers) if rank not in here]
             if not missing:
                 break
-            hurry.waits_for(missing)
-            for listener in select.select(listeners, [], [], min(TRY_AGAIN_S / 10, max(0.0, hurry.left_s())))[0]:
+            wait.check(missing)
+            for listener in select.select(listeners, [], [], POLL_S)[0]:
+                listener.settimeout(POLL_S)
                 with contextlib.suppress(OSError):  # who has gone again by now
                     connection = listener.accept()[0]
                     if _is_stranger(cluster, connection):
@@ -179,74 +176,47 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, hurry: _Hurry,
         return here
     except BaseException:
         for connection in here.values():
-            _send(connection, {"missing": missing})
+            _send(connection, {"missing": list(missing)})
             connection.close()
         raise
 
 
-def _wrong_with(hello: Dict[str, Any], cluster: Cluster, here: Dict[int, socket.socket]) -> str:
-    """Why a caller is none of the workers that are still missing; "" where it is one."""
-    rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
-    if hello.get("cluster") != digest(cluster):
-        return f"workers must all be given the same addresses, worker {rank} has others than worker 0"
-    if rank in here:
-        return f"workers must each have a rank of their own, got {rank} twice"
-    return "" if rank in range(1, cluster.workers) else f"rank must be in 1 to {cluster.workers - 1}, got {rank}"
-
-
-def _report(cluster: Cluster, hurry: _Hurry) -> Tuple[socket.socket, Any]:
+def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
     """The other workers' part: the connection to the chief once all have come, and its plan."""
     while True:
         answer: Dict[str, Any] = {}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            connection = stack.enter_context(connect(cluster, min(HELLO_S, max(0.1, hurry.left_s()))))
+            connection = stack.enter_context(connect(cluster))
             if not _is_stranger(cluster, connection):
                 _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
-                answer = _receive(connection, hurry.left_s() + HELLO_S, PLAN_BYTES) or {}
+                answer = _receive(connection, wait.until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
             if "go" in answer:
                 stack.pop_all()
                 return connection, answer.get("plan")
         if "wrong" in answer:
             raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
         if "missing" in answer:
-            hurry.is_over(answer["missing"])
-        hurry.waits_for([0])
+            wait.until_s = 0.0
+        wait.check(answer.get("missing", [0]))
         time.sleep(TRY_AGAIN_S)
-
-
-def connect(cluster: Cluster, limit_s: float) -> socket.socket:
-    """A connection to the chief. Raises OSError where nobody listens."""
-    if cluster.engine != MEMORY:
-        return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=limit_s)
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connection.settimeout(limit_s)
-        connection.connect(_name(cluster, 0))
-        stack.pop_all()
-        return connection
 
 
 def _send(connection: socket.socket, content: Any) -> None:
     line = json.dumps(content).encode() + b"\n"
+    connection.settimeout(HELLO_S)
     with contextlib.suppress(OSError):  # who is gone is noticed when TensorFlow wants him
         for start in range(0, len(line), PIECE_BYTES):
             connection.sendall(line[start : start + PIECE_BYTES])
 
 
-def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Optional[Dict[str, Any]]:
-    """A JSON object on one line; None where none comes in time."""
-    deadline, line = time.monotonic() + limit_s, b""
+def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Dict[str, Any]:
+    """A JSON object on one line; empty where none comes in time."""
+    deadline, line, part = time.monotonic() + limit_s, b"", b"-"
     with contextlib.suppress(OSError, ValueError):
-        while not line.endswith(b"\n") and len(line) < most_bytes:
+        while part and not line.endswith(b"\n") and len(line) < most_bytes:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             part = connection.recv(PIECE_BYTES)
-            if not part:
-                return None
             line += part
         content = parse_json(line)
-        return content if isinstance(content, dict) else None
-    return None
-
-
-def digest(cluster: Cluster) -> str:
-    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
+        return content if isinstance(content, dict) else {}
+    return {}

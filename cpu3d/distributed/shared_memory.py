@@ -12,24 +12,21 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
-from typing import BinaryIO, Callable, Mapping, Optional
+from typing import Callable, Mapping, Optional
 
 import numpy as np
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.rendezvous import peer_of
-from cpu3d.errors import InputError, WorkerLostError
-from cpu3d.training.heartbeat import is_suspended
+from cpu3d.errors import WorkerLostError
 
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
-MEMORY_BYTES = 32 * 2**20
-"""Of all parts. Containers have 64 MiB in /dev/shm if nothing else is set."""
+GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
+"""How it is lost, in words."""
 
-LOOK_S = 1.0
-"""While waiting for a worker: whether a signal has stopped it."""
+MEMORY_BYTES = 32 * 2**20
+"""Of all parts."""
 
 WORD = struct.Struct("<q")
 """The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
@@ -39,8 +36,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     """The function that sums a float32 array (n,) over all workers.
 
     `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
-    raises WorkerLostError when a worker is gone, or has been suspended for SILENCE_S, and ValueError on the chief for
-    vectors of different lengths.
+    raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
     """
     memory = np.frombuffer(_shared(cluster, peers), np.float32)
     length = memory.size // (2 * cluster.workers)
@@ -66,54 +62,41 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
     """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
-    name = "" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
-    if rank is None:
-        problem = f"all {cluster.workers} workers must answer each other, got {reason}; their logs may tell why"
-    elif rank == cluster.rank:
+    name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
+    if rank == cluster.rank:
         problem = f"{name}, this one, must reach the others, got {reason}; mend its network"
     else:
-        problem = f"{name} must answer worker {cluster.rank}, got {reason}; its log may tell why"
+        problem = f"{name} must answer worker {cluster.rank}, got {reason}; the logs may tell why"
     return WorkerLostError(f"{problem}, the same command continues from the last checkpoint")
 
 
 # --- Private helpers ---
 
-GONE = "no connection: its process has ended or its host is gone"
-
 
 def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
     """The chief makes the memory, a file without a name, and hands it to the others."""
-    if cluster.is_chief:
-        with _memory_file() as file:
-            for peer in peers.values():
-                with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
-                    socket.send_fds(peer, [b"memory"], [file.fileno()])
-            return mmap.mmap(file.fileno(), MEMORY_BYTES)
-    peers[0].settimeout(SILENCE_S)
     try:
-        handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
+        if cluster.is_chief:
+            handle = os.memfd_create("cpu3d")
+            os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+        else:
+            peers[0].settimeout(SILENCE_S)
+            handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
     except (OSError, IndexError):
         raise lost_worker(cluster, 0, GONE) from None
+    for peer in peers.values() if cluster.is_chief else ():
+        with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
+            socket.send_fds(peer, [b"memory"], [handle])
     try:
         return mmap.mmap(handle, MEMORY_BYTES)
     finally:
         os.close(handle)
 
 
-def _memory_file() -> BinaryIO:
-    for folder in ("/dev/shm", None):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
-            os.posix_fallocate(file.fileno(), 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
-            stack.pop_all()
-            return file
-    raise InputError(f"/dev/shm or the folder of TMPDIR must have {MEMORY_BYTES >> 20} MiB free, got less; free some")
-
-
 def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
     """Return when all workers are ready for the same."""
     if not cluster.is_chief:
-        _tell(peers[0], size)
+        _tell(peers, size)
         word = _hear(cluster, peers, 0)
         if word < 0:
             raise lost_worker(cluster, -1 - word, "no answer to worker 0")
@@ -122,29 +105,23 @@ def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: in
         try:
             heard = _hear(cluster, peers, rank)
         except WorkerLostError:
-            for peer in peers.values():
-                _tell(peer, -1 - rank)
+            _tell(peers, -1 - rank)
             raise
         if heard != size:
             raise ValueError(f"vectors must have one length, got {heard} of worker {rank} and {size} of worker 0")
+    _tell(peers, size)
+
+
+def _tell(peers: Mapping[int, socket.socket], word: int) -> None:
     for peer in peers.values():
-        _tell(peer, size)
-
-
-def _tell(peer: socket.socket, word: int) -> None:
-    with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
-        peer.send(WORD.pack(word))
+        with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
+            peer.send(WORD.pack(word))
 
 
 def _hear(cluster: Cluster, peers: Mapping[int, socket.socket], rank: int) -> int:
-    """The word of a worker, however long it takes to come."""
-    peers[rank].settimeout(LOOK_S)
-    suspended_s = 0.0
-    while suspended_s < SILENCE_S:
-        try:
-            return WORD.unpack(peers[rank].recv(WORD.size))[0]
-        except socket.timeout:
-            suspended_s = suspended_s + LOOK_S if is_suspended(peer_of(peers[rank])[0]) else 0.0
-        except (OSError, struct.error):
-            raise lost_worker(cluster, rank, GONE) from None
-    raise lost_worker(cluster, rank, "no sign of life: it hangs or is cut off")
+    """The word of a worker, however long it takes to come: one that hangs or is suspended is ended by `launch`."""
+    peers[rank].settimeout(None)
+    try:
+        return WORD.unpack(peers[rank].recv(WORD.size))[0]
+    except (OSError, struct.error):
+        raise lost_worker(cluster, rank, GONE) from None

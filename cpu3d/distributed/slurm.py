@@ -47,36 +47,33 @@ def in_slurm(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and ("SLURM_STEP_NODELIST" in environ or "SLURM_STEP_ID" in environ)
 
 
-def hosts_without_step(environ: Mapping[str, str]) -> Tuple[str, ...]:
-    """The hosts of the job whose batch script or shell this is, where that is no task of `srun`; else none."""
-    named = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    return () if in_slurm(environ) or not named else expand_hosts(named)
+def bound_apart(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm keeps the tasks of this host to CPUs of their own. Then none shares its CPUs with another."""
+    return len(set(filter(None, environ.get("SLURM_CPU_BIND_LIST", "").split(",")))) > 1
 
 
 def read_slurm(environ: Mapping[str, str]) -> SlurmTask:
     """The task that this process is. Raises InputError, naming the variables, where they do not agree."""
-    named = _first(environ, "", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    hosts = expand_hosts(named)
+    hosts = expand_hosts(_first(environ, "", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     of_each = _first(environ, f"1(x{len(hosts)})", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     tasks, rank = expand_counts(of_each), _whole("SLURM_PROCID", environ.get("SLURM_PROCID", ""))
     count = _first(environ, str(sum(tasks)), "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if len(tasks) != len(hosts) or str(sum(tasks)) != count or rank >= sum(tasks):
+        got = f"SLURM_PROCID {rank} and {of_each} of {count} tasks on {len(hosts)} hosts"
         raise InputError(
-            f"Slurm's step must have this task and tasks on each of its hosts, got task {rank} and {of_each} of "
-            f"{count} tasks on {named}; start by srun with --ntasks-per-node, or name --hosts"
+            f"Slurm's step must have tasks on each of its hosts, got {got}; start by srun, or name --hosts"
         )
-    task = SlurmTask(hosts, tasks, rank, _ports(environ))
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "")  # of `srun --resv-ports`
+    job = _whole("SLURM_JOB_ID", _first(environ, "0", "SLURM_JOB_ID", "SLURM_JOBID"))
+    first = FIRST_PORT + job % JOBS * PORTS_A_JOB
+    ports = map(int, _numbers(reserved, reserved)) if reserved else range(first, first + PORTS_A_JOB)
+    task = SlurmTask(hosts, tasks, rank, tuple(ports))
     own = {"SLURM_NODEID": task.host_index, "SLURM_LOCALID": rank - sum(tasks[: task.host_index])}
     wrong = [f"{name} {environ[name]}" for name, mine in own.items() if environ.get(name, str(mine)) != str(mine)]
     if wrong:
         got = f"{', '.join(wrong)} for task {rank}; start by srun --distribution=block"
         raise InputError(f"Slurm's tasks must be numbered host by host, got {got}")
     return task
-
-
-def bound_apart(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm keeps the tasks of this host to CPUs of their own. Then none shares its CPUs with another."""
-    return len(set(filter(None, environ.get("SLURM_CPU_BIND_LIST", "").split(",")))) > 1
 
 
 def expand_hosts(text: str) -> Tuple[str, ...]:
@@ -90,11 +87,11 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
     hosts: List[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         names = [""]
-        for before, ranges, after in re.findall(r"([^\[\]]*)\[([^\[\]]*)\]|([^\[\]]+)", name):
-            numbers = _numbers(ranges, text) if ranges else [""]
+        for words, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", name):
+            numbers = _numbers(ranges, text) if ranges else [words]
             if len(names) * len(numbers) > MOST_HOSTS:
                 raise _bad_hosts(text)
-            names = [one + (before or after) + number for one in names for number in numbers]
+            names = [one + number for one in names for number in numbers]
         hosts += names
     return tuple(hosts)
 
@@ -120,19 +117,8 @@ def _numbers(ranges: str, text: str) -> List[str]:
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) < MOST_HOSTS:
             raise _bad_hosts(text)
-        width = len(found[1])
-        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1)]
+        numbers += [str(n).zfill(len(found[1])) for n in range(int(found[1]), int(found[2] or found[1]) + 1)]
     return numbers
-
-
-def _ports(environ: Mapping[str, str]) -> Tuple[int, ...]:
-    """Those that Slurm has reserved (`srun --resv-ports`), else by the number of job and step."""
-    reserved = environ.get("SLURM_STEP_RESV_PORTS", "")
-    if reserved:
-        return tuple(int(port) for port in _numbers(reserved, reserved))
-    job = _whole("SLURM_JOB_ID", _first(environ, "0", "SLURM_JOB_ID", "SLURM_JOBID"))
-    first = FIRST_PORT + job % JOBS * PORTS_A_JOB
-    return tuple(range(first, first + PORTS_A_JOB))
 
 
 def _first(environ: Mapping[str, str], otherwise: str, *names: str) -> str:

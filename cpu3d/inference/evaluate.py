@@ -29,10 +29,10 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDic
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.folds import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, label_from_regions
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
+from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
 from cpu3d.data.words import count
 from cpu3d.errors import DivergedError, InputError

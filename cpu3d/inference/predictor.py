@@ -7,10 +7,9 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.extent import case_region
-from cpu3d.data.loader import normalise
+from cpu3d.data.files.loader import normalise
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, Shape3, paste, round_up
+from cpu3d.data.region import Region, Shape3, case_region, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory

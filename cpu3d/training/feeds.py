@@ -7,12 +7,11 @@ import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.resolution import Resizing
-from cpu3d.data.sampling import sample_at
-from cpu3d.data.sharding import ALL, Share
+from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, left_open
 from memory_estimator.host import read_host
 
 PREPARING_FOR_A_CARD = 4
@@ -31,7 +30,7 @@ class Feeds:
             store,
             [split for split in ("train", "val") if store.cases(split)],
             free_bytes=read_host().free_bytes,
-            read_mode=config.read_mode,
+            read_mode=left_open(config.read_mode),
             patches=config.is_patch,
             share=share,
         )

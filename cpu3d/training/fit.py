@@ -10,12 +10,12 @@ import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDict
 
 import numpy as np
 import psutil
 
-from cpu3d.data.sharding import Share
+from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import (
     DivergedError,
@@ -55,16 +55,13 @@ class Fit:
         plan: Plan,
         folder: Path,
         exchange: Exchange = ALONE,
-        here: Sequence[int] = (0,),
         learner: Optional[Learner] = None,
     ):
-        """`here` are the workers of this host, this one among them; `learner` is by default the plan's network."""
+        """`learner` is by default the plan's network."""
         self.store, self.folder, self.config = plan.store, Path(folder), plan.config
         self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
         self.val_cases = self.store.cases("val")
-        self.feeds = Feeds(
-            self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch, tuple(here))
-        )
+        self.feeds = Feeds(self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch))
         self.learner = Learner(self.config, exchange) if learner is None else learner
         self.workers = exchange.count
         self._exchange, self._guard = exchange, UNGUARDED

@@ -11,8 +11,8 @@ from typing import Any, Callable
 
 import numpy as np
 
-from cpu3d.data.patches import OVERLAP, patch_grid
 from cpu3d.data.region import Shape3, whole
+from cpu3d.data.sampling import OVERLAP, patch_grid
 
 SIGMA_SHARE = 1 / 8
 """Standard deviation of the weights in sizes of the patch: nnU-Net's and MONAI's."""

@@ -13,6 +13,7 @@ one of them.
 import argparse
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -28,26 +29,34 @@ from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import share_of
 from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
-from cpu3d.settings import AUTO, RunConfig, add_training_options, chosen_settings, load_config, save_config
+from cpu3d.settings import RunConfig, add_training_options, chosen_settings, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.units import format_seconds
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `train` is given besides the settings of a run."""
+
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
+    run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
+    force: bool = option(False, "train although it may not fit the memory that is free")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", required=True, metavar="DIR", help="store that `prepare` has written")
-    parser.add_argument("--run", required=True, metavar="DIR", help="folder for the run; continued where it exists")
-    parser.add_argument("--force", action="store_true", help="train although it may not fit the memory that is free")
+    add_options(parser, Options)
     add_training_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = getattr(args, "recipe", None)
-    train(Path(args.store), Path(args.run), settings=chosen_settings(args), recipe=recipe, force=args.force)
+    options, recipe = from_args(Options, args), getattr(args, "recipe", None)
+    train(options.store, options.run, settings=chosen_settings(args), recipe=recipe, force=options.force)
     return 0
 
 
@@ -76,7 +85,7 @@ def train(
     place = share_of_host(cluster, os.environ)
     host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
     gpus = HostGpus()
-    engine, device, plan = settings.get("engine", AUTO), "cpu", None
+    engine, device, plan = left_open(settings.get("engine")), "cpu", None
 
     def refuse_what_does_not_fit() -> None:
         if not force:
@@ -85,11 +94,11 @@ def train(
     if cluster.is_chief:  # the others get its plan once they are together
         plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=cluster.workers, force=force)
         _say(*plan.describe(host))
-        engine, device = plan.config.engine, plan.config.device
+        engine, device = left_open(plan.config.engine), plan.config.device
         if plan.saved is None:
             refuse_what_does_not_fit()
     elif "engine" not in settings and (run_folder / "config.json").is_file():
-        engine = load_config(run_folder).engine
+        engine = left_open(load_config(run_folder).engine)
     watched = Guard(run_folder, say=_say, rank=cluster.rank, workers=cluster.workers)
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
@@ -106,7 +115,7 @@ def train(
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
         with fits_memory("a training step", _smaller(config)):
-            fit = Fit(plan, run_folder, exchange, cluster.local_ranks)
+            fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
                 refuse_what_does_not_fit()
             if cluster.is_chief:

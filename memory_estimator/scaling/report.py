@@ -5,7 +5,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Estimate
@@ -26,7 +26,7 @@ from memory_estimator.schema import given, option
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table, new_console
-from memory_estimator.units import count_of, format_bytes, format_rate, format_seconds, parse_duration, parse_rate
+from memory_estimator.units import count_of, format_bytes, format_seconds, parse_duration, parse_rate
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
@@ -86,12 +86,19 @@ class ScaleRequest:
     """Strong scaling."""
     growing: Scaling
     """Weak scaling."""
-    basis: Tuple[Tuple[str, str, str], ...]
-    """What the figures rest on: (what, how much, from where)."""
     errors: Tuple[float, ...]
     """Of predicted steps of several workers on one host; () where nothing was measured."""
     is_in_sample: bool
     """Whether these errors are of the very record that the constants are from."""
+
+    @property
+    def basis(self) -> Iterator[Tuple[str, str]]:
+        """What the figures rest on, by name, and how far predictions of measured steps were off."""
+        for part in (self.growing.work, self.growing.hosts, self.growing.costs):
+            for name, value in vars(part).items():
+                yield name.replace("_", " "), value if isinstance(value, str) else f"{value:.3g}"
+        worst = f"{max(self.errors, key=abs):+.1%} of a step, workers on one host" if self.errors else "not measured"
+        yield "worst error", f"{worst}; of its own record, which flatters" if self.is_in_sample else worst
 
     @property
     def tables(self) -> Tuple[Tuple[str, Scaling], ...]:
@@ -163,19 +170,13 @@ def request_from(options: ScalingOptions, asked: Estimate, constants: HostConsta
     )
     training = Training(job.cases, options.epochs, options.validation_cases)
     growing = Scaling(work, costs, hosts, training, batch_per_worker=job.batch)
-    errors, is_in_sample = tuple(predicted_errors(records)), len(records) == 1
-    error = ("error", "not measured", "`bench scaling` measures several workers on one host")
-    if errors:
-        whose = "its own record, which flatters" if is_in_sample else "steps that no constant is from"
-        error = ("error", f"worst {max(errors, key=abs):+.1%} of {count_of(len(errors), 'step')}", f"one host, {whose}")
     return ScaleRequest(
         job=job,
         options=options,
         fixed=dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers),
         growing=growing,
-        basis=(*_basis(options, asked, growing), error),
-        errors=errors,
-        is_in_sample=is_in_sample,
+        errors=tuple(predicted_errors(records)),
+        is_in_sample=len(records) == 1,
     )
 
 
@@ -203,7 +204,7 @@ def print_scaling(request: ScaleRequest) -> None:
         )
         rows = list(zip(ends, *columns))
         console.print(Table(("published", "batch stays", "batch grows"), rows, "Hosts that reach it").rich())
-    console.print(Table(("", "", "from"), request.basis, "What it rests on", f"Not counted: {NOT_COUNTED}", 3).rich())
+    console.print(Table(("", ""), list(request.basis), "What it rests on", f"Not counted: {NOT_COUNTED}").rich())
 
 
 def to_json(request: ScaleRequest) -> Dict[str, Any]:
@@ -216,7 +217,7 @@ def to_json(request: ScaleRequest) -> Dict[str, Any]:
         "training": dataclasses.asdict(growing.training),
         "costs": dataclasses.asdict(growing.costs),
         "learning_rate": options.learning_rate,
-        "notes": [": ".join((what, ", ".join(filter(None, rest)))) for what, *rest in request.basis],
+        "notes": [f"{what}: {much}" for what, much in request.basis],
         "errors": {"shares": list(request.errors), "in_sample": request.is_in_sample},
         "hosts": {name: None if value == math.inf else value for name, value in vars(growing.hosts).items()},
     }
@@ -270,30 +271,6 @@ def _forward_share(job: Job, constants: HostConstants) -> float:
     times = step_seconds(program, constants, job).op_s
     first = next(index for index, op in enumerate(program.ops) if "gradient" in op.kind)
     return sum(times[:first]) / sum(times)
-
-
-def _basis(options: ScalingOptions, asked: Estimate, scaling: Scaling) -> List[Tuple[str, str, str]]:
-    costs, hosts, constants = scaling.costs, scaling.hosts, asked.constants
-    estimated = f"estimated, {asked.accuracy.error('step_s')}; speed {constants.origin}, {constants.name}"
-    network = f"{format_rate(hosts.network_bytes_per_s)}, {hosts.latency_s * 1e6:.3g} us a message"
-    rows = [
-        ("one worker alone", f"{scaling.work.volume_s:.3g} s a volume", "--step-s" if options.step_s else estimated),
-        ("network", network, "--link and --latency, which are assumed where they are not given"),
-    ]
-    if costs.endpoint_s_per_byte:
-        ends = 1 / costs.endpoint_s_per_byte
-        passed = 1 / (costs.endpoint_s_per_byte * hosts.network_bytes_per_s + 1)
-        rows.append(("its ends", format_rate(ends), f"gRPC; together gradients pass at {passed:.0%} of the network"))
-    rows.append(
-        ("exchange", f"{costs.call_s * 1e3:.3g} ms a sum, {costs.message_s * 1e6:.3g} us a message", costs.origin)
-    )
-    rows.append(("workers differ by", f"{costs.spread:.1%}", "each for the whole of a step"))
-    if hosts.workers_per_host > 1:
-        slower = f"{costs.contention:.1%}" if costs.is_measured else "not measured"
-        rows.append(("workers on a host slow each other by", slower, "any number of them"))
-    if math.isinf(min(hosts.storage_bytes_per_s, hosts.shared_bytes_per_s)):
-        rows.append(("data", "read in time", "assumed: see --storage and --shared-storage"))
-    return rows
 
 
 def _points(scaling: Scaling, hosts: Sequence[int]) -> List[Tuple[int, Optional[Point], str]]:
@@ -352,15 +329,13 @@ def _panel(axes: Any, scaling: Scaling, request: ScaleRequest) -> None:
 
     numbers = sorted(request.options.numbers)
     points = [(number, value(point)) for number, point, _ in _points(scaling, numbers) if point and value(point)]
-    first, limit = scaling.first(lambda point: True), scaling.limits()[0.1]
+    first = scaling.first(lambda point: True)
     if points:
         # Of one worker that shares its host with none: what all others are held against.
         ideal = (value(first) or 0) * first.efficiency * first.hosts
         if ideal:
             axes.plot(*zip(*((n, ideal / n) for n, _ in points)), "--", color="#777777", linewidth=1.2, label="ideal")
         axes.plot(*zip(*points), "o-", color=PALETTE[0], linewidth=1.6, markersize=4.5, label="predicted")
-    if limit and points and limit <= numbers[-1]:
-        axes.axvline(limit, color=PALETTE[1], linewidth=1.1, linestyle=":", label="exchange above a tenth of a step")
     for hours in request.options.against or ():
         axes.axhline(hours, color="#333333", linewidth=0.9, linestyle="-.", label="published hours")
     axes.set_xticks(numbers, [str(number) for number in numbers])

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.extent import grid_size
-from cpu3d.data.folds import with_fold
 from cpu3d.data.records import remake
-from cpu3d.data.region import round_up
+from cpu3d.data.region import grid_size, round_up
 from cpu3d.data.resolution import network_grid
-from cpu3d.data.sharding import Share
+from cpu3d.data.sampling import Share
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.recipes import RECIPES
 from cpu3d.settings import (
     RunConfig,
     add_training_options,
@@ -15,9 +14,11 @@ from cpu3d.settings import (
     chosen_settings,
     differences,
     load_config,
+    recipe_config,
     save_config,
     with_settings,
 )
+from memory_estimator.job import RECIPES
 from models.config import UNetConfig
 
 CONFIG = RunConfig(
@@ -37,8 +38,8 @@ def test_a_config_comes_back_equal(tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_config_that_saves(name, tmp_path):
-    save_config(RECIPES[name](), tmp_path)
-    assert load_config(tmp_path) == RECIPES[name]()
+    save_config(recipe_config(name), tmp_path)
+    assert load_config(tmp_path) == recipe_config(name)
 
 
 def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
@@ -233,7 +234,7 @@ def test_the_help_lists_every_recipe(name):
 
 
 def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():
-    patch, whole = RECIPES["gpu-patch"](), RECIPES["brats-regions"]()
+    patch, whole = recipe_config("gpu-patch"), recipe_config("brats-regions")
     assert (patch.mode, patch.device, patch.batch, patch.unet.filters) == ("patch", "gpu:0", 2, 32)
     for name in ("regions", "channels", "schedule", "learning_rate", "epochs", "extent", "augment", "optimizer"):
         assert getattr(patch, name) == getattr(whole, name)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from memory_estimator.__main__ import BATCHES, FILTERS, size_lines
-from memory_estimator.figure import draw_sizes, draw_timeline, level_of
+from memory_estimator.figure import draw_sizes, draw_timeline
 from memory_estimator.job import Job
 from memory_estimator.validation import Measured
 from models.config import UNetConfig
@@ -22,7 +22,7 @@ def test_lines_go_through_the_predictions_by_batch_and_by_filters():
     (_, by_batch), (_, by_filters) = size_lines(JOB, fake, sides=(64, 128))
     assert [line.name for line in by_batch] == [f"batch {batch}" for batch in BATCHES]
     assert [line.name for line in by_filters] == [f"{filters} filters" for filters in FILTERS]
-    assert by_batch[1].points == ((64**3, 64**3 * 2 * 16), (128**3, 128**3 * 2 * 16))
+    assert by_batch[1].points == [(64**3, 64**3 * 2 * 16), (128**3, 128**3 * 2 * 16)]
     # Sides are rounded up to what the network halves.
     (_, deep), _ = size_lines(JOB.with_unet(depth=7), fake, sides=(64, 80, 128))
     assert [voxels for voxels, _ in deep[0].points] == [64**3, 128**3]
@@ -35,19 +35,8 @@ def test_a_measured_point_lies_on_the_line_of_its_settings():
     failed = dataclasses.replace(alike, failure="exited with -9")
     (_, by_batch), (_, by_filters) = size_lines(JOB, fake, [alike, *others, failed], sides=(64,))
     points = {line.name: line.measured for line in (*by_batch, *by_filters)}
-    assert points.pop("batch 2") == ((96**3, 7),)
+    assert points.pop("batch 2") == [(96**3, 7)]
     assert not any(points.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        ("decoder0_conv1/filter_gradient", 0), ("encoder3_pool", 3), ("head", 0), ("head/filter_gradient", 0),
-        ("head2", 2), ("decoder12_up", 12), ("loss/cast", None), ("update", None),
-    ],
-)  # fmt: skip
-def test_the_level_is_read_off_the_name_of_an_operation(name, level):
-    assert level_of(name) == level
 
 
 def test_sizes_are_drawn_with_and_without_points_and_host():

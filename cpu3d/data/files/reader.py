@@ -1,9 +1,15 @@
-"""The arrays of a store's cases, whole or a box of them, read as they lie: mapped, with pread, or unpacked.
+"""Reading the arrays of a store's cases, whole or a box of them: mapped, with pread, or kept in memory.
+
+mmap   Pages of the file are the array: no copy, nothing read that is not touched. A file that is cut while it is mapped
+       ends the process (SIGBUS), and so does a network that fails.
+pread  Reads into memory: one copy more, and whatever fails is an error that names the file. Boxes are read so in
+       mode mmap too.
+ram    Every file is read once from front to back and stays mapped: while there is memory for it no read waits for a
+       disk again, and all workers of a host share the pages. The kernel may take them back like those of any file, so
+       no plan of a run's memory has to count them.
 
 A file's length is compared with its record before a byte of it is used, because a map that reaches past the end of its
-file ends the process when it is touched (SIGBUS). So does a file that is cut while it is mapped, and nothing in Python
-can catch that; mode "pread" turns it into an error, and `faulthandler` tells at least where it happened.
-Stores are written so that it cannot happen by themselves: a new file takes the old one's place, never its content.
+file ends the process. Stores are written so that a new file takes the old one's place, never its content.
 """
 
 import contextlib
@@ -15,26 +21,86 @@ from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.files import page_cache
-from cpu3d.data.files.array_file import ArrayFile, array_file
-from cpu3d.data.files.arrays import ALIGNMENT_BYTES, aligned_empty
-from cpu3d.data.files.page_plan import PagePlans
+from cpu3d.data.files import pages
+from cpu3d.data.files.arrays import ALIGNMENT_BYTES, ArrayFile, aligned_empty, array_file
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.files import NotRegularError, open_regular
 
 Slices = Tuple[slice, slice, slice]
 
+READ_MODES = ("mmap", "pread", "ram")
+
+NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
+"""Types of file systems whose reads can fail for reasons outside this host; nfs*, smb* and fuse* besides."""
+
+MEMORY = ("tmpfs", "ramfs")
+"""Types of file systems whose files are memory already."""
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """How to read a store's files."""
+
+    mode: str
+    """"mmap", "pread" or "ram"."""
+    page_budget_bytes: int
+    """Pages of the store's files to leave in memory at most."""
+    reason: str
+    """One line for people."""
+
+
+def choose_read_mode(
+    asked: Optional[str], *, file_system: str, needed_bytes: int, free_bytes: int, patches: bool
+) -> ReadPlan:
+    """The way to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
+
+    None: pread from a network, because a map turns its failures into the end of the process; ram for patches whose
+    files fit a quarter of the free memory, because one read from front to back takes less than many small ones; else
+    mmap. A budget is half of what is free: the other half is for whatever else the run will need.
+
+    Raises InputError for an unknown mode, and for "ram" when the files do not fit the free memory.
+    """
+    if asked not in (None, *READ_MODES):
+        raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; leave it out")
+    if asked == "ram" and needed_bytes > free_bytes:
+        raise InputError(
+            f"read mode ram must hold {_gib(needed_bytes)} of files in memory, got {_gib(free_bytes)} free;"
+            " leave it out, or make a smaller store (--crop, --format b2nd)"
+        )
+    mode, why = (asked, "as asked") if asked is not None else _automatic(file_system, needed_bytes, free_bytes, patches)
+    budget = needed_bytes if mode == "ram" else free_bytes // 2
+    kept = "all" if budget >= needed_bytes else f"{_gib(budget)} at most"
+    return ReadPlan(mode, budget, f"{mode} ({why}); {_gib(needed_bytes)} of files, {kept} of it kept in memory")
+
+
+def file_system(path: Union[str, Path], mounts: Union[str, Path] = "/proc/self/mountinfo") -> str:
+    """The type of the file system that `path` lies on, such as "ext4" or "nfs4"; "" where `mounts` does not tell."""
+    try:
+        lines = Path(mounts).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    path = os.path.realpath(path)
+    found, length = "", 0
+    for line in lines:
+        # "36 35 98:0 /root /mount/point rw,noatime shared:1 - ext4 /dev/sda rw": any number of fields before the dash.
+        fields, _, rest = line.partition(" - ")
+        point = _unescaped(fields.split(" ")[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= length:  # a later mount on the same point hides the earlier
+            found, length = rest.split(" ")[0], len(point)
+    return found
+
 
 @dataclass(frozen=True)
 class Reads:
     """What a reader has done so far."""
 
-    arrays: int
+    arrays: int = 0
     """Arrays given out, boxes included."""
-    zero_copy: int
+    zero_copy: int = 0
     """Of them, maps: their voxels are the kernel's own pages."""
-    bytes_read: int
+    bytes_read: int = 0
     """Bytes of files that were read for them, to compare hashes too; of a map, those it gave out."""
 
     @property
@@ -46,25 +112,18 @@ class Reads:
 class Reader:
     """Reads the arrays of a store's cases. Threads may share one; each process makes its own.
 
-    mode: "mmap", "pread" or "ram" (see `read_mode`). Files in format "b2nd" are read and unpacked in every mode.
+    mode: "mmap", "pread" or "ram" (see above). Files in format "b2nd" are read and unpacked in every mode.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         if mode not in ("mmap", "pread", "ram"):
             raise ValueError(f"mode must be mmap, pread or ram, got {mode!r}")
         self.folder, self.mode = Path(folder), mode
-        self.plans = PagePlans()
-        """Of those who bring its files into memory and give them back."""
         self._seen: Dict[str, Tuple[int, int, int]] = {}
         self._held: Dict[str, np.ndarray] = {}
-        self._whole: Set[str] = set()
-        self._arrays = self._zero_copy = self._bytes_read = 0
+        self._whole: Set[str] = set()  # packed files whose bytes were compared with their hash
+        self.reads = Reads()
         self._lock = threading.Lock()
-
-    @property
-    def reads(self) -> Reads:
-        with self._lock:
-            return Reads(self._arrays, self._zero_copy, self._bytes_read)
 
     def array(self, record: CaseRecord, part: str) -> np.ndarray:
         """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
@@ -75,11 +134,11 @@ class Reader:
         """
         with self._open(record, part) as file:
             if record.format == "b2nd":
-                array = file.unpack(check=self._is_new(file))
+                array = file.unpack(check=str(file.path) not in self._whole)
                 self._whole.add(str(file.path))
                 return self._count(array, file.size_bytes)
             if self.mode != "pread":
-                array = file.view(self._content(file))
+                array = file.view(self._hold(file) if self.mode == "ram" else file.content())
                 usable = array.ctypes.data % ALIGNMENT_BYTES == 0 and array.dtype.isnative
                 return self._count(array if usable else _aligned(array), array.nbytes, zero_copy=usable)
             array = file.read()
@@ -101,7 +160,7 @@ class Reader:
             if min(shape) == 0:
                 return self._count(aligned_empty(shape, file.dtype), 0)
             if record.format == "b2nd":
-                checked = file.check_content() if self._is_new(file) else 0
+                checked = 0 if str(file.path) in self._whole else file.check_content()
                 self._whole.add(str(file.path))
                 array, size_bytes = file.unpack_box(slices)
                 return self._count(array, checked + size_bytes)
@@ -110,24 +169,18 @@ class Reader:
                 return self._count(array, array.nbytes)
             return self._count(*file.read_box(slices))
 
-    def load(self, record: CaseRecord) -> None:
-        """Mode "ram": have a case's files in memory, as their first use would. Raises as `array`."""
-        for part in parts_of(record):
-            with self._open(record, part) as file:
-                self._hold(file)
-
     def advise(self, record: CaseRecord, slices: Optional[Slices] = None) -> None:
         """Have a case's files, or a box of each, on their way into memory before they are read; returns at once.
 
-        Mode "ram" does as `load`. A .b2nd file comes whole. Raises as `box`.
+        Mode "ram" reads the files whole, as their first use would. A .b2nd file comes whole. Raises as `box`.
         """
-        if self.mode == "ram":
-            return self.load(record)
         for part in parts_of(record):
             with self._open(record, part) as file:
                 box = None if slices is None else _within(file.shape, slices)
-                if box is None or record.format == "b2nd":
-                    page_cache.bring_in(file.handle, 0, file.size_bytes)
+                if self.mode == "ram":
+                    self._hold(file)
+                elif box is None or record.format == "b2nd":
+                    pages.bring_in(file.handle, 0, file.size_bytes)
                 elif all(one.stop > one.start for one in box):
                     file.ask_for(box)
 
@@ -168,29 +221,16 @@ class Reader:
 
     def _check(self, file: ArrayFile) -> None:
         status = os.fstat(file.handle)
+        rule = f"store file {file.path} must be {file.size_bytes} bytes long"
         if status.st_size != file.size_bytes:
-            raise InputError(
-                f"store file {file.path} must be {file.size_bytes} bytes long, got {status.st_size};"
-                " delete it and run `prepare` again"
-            )
+            raise InputError(f"{rule}, got {status.st_size}; delete it and run `prepare` again")
         # Everybody who opens a file later compares with what the first of them saw; checking it twice does no harm.
         now = (status.st_ino, status.st_size, status.st_mtime_ns)
-        name = str(file.path)
-        first = self._seen.get(name)
-        if first is None:
+        if str(file.path) not in self._seen:
             file.check_header()
-            self._seen[name] = now
-        elif now != first:
-            raise InputError(
-                f"store file {file.path} must stay as it was while it is read, got a changed one; start this run again"
-            )
-
-    def _is_new(self, file: ArrayFile) -> bool:
-        """Whether a packed file's bytes are yet to be compared with its hash. After that it stays as it was."""
-        return str(file.path) not in self._whole
-
-    def _content(self, file: ArrayFile) -> np.ndarray:
-        return self._hold(file) if self.mode == "ram" else file.content()
+        if self._seen.setdefault(str(file.path), now) != now:
+            rule = f"store file {file.path} must stay as it was while it is read"
+            raise InputError(f"{rule}, got a changed one; start this run again")
 
     def _hold(self, file: ArrayFile) -> np.ndarray:
         """A file's bytes as a map that stays. It is not locked: where a step needs the memory, its pages have to go."""
@@ -203,15 +243,17 @@ class Reader:
 
     def _count(self, array: np.ndarray, bytes_read: int, zero_copy: bool = False) -> np.ndarray:
         with self._lock:
-            self._arrays += 1
-            self._zero_copy += zero_copy
-            self._bytes_read += bytes_read
+            done = self.reads
+            self.reads = Reads(done.arrays + 1, done.zero_copy + zero_copy, done.bytes_read + bytes_read)
         return array
 
 
 def parts_of(record: CaseRecord) -> Tuple[str, ...]:
     """The arrays that a case has."""
     return ("x", "y") if record.has_label else ("x",)
+
+
+# --- Private helpers ---
 
 
 def _within(shape: Tuple[int, ...], slices: Slices) -> Tuple[slice, ...]:
@@ -232,3 +274,24 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     out = aligned_empty(array.shape, array.dtype.newbyteorder("="))
     np.copyto(out, array)
     return out
+
+
+def _automatic(file_system: str, needed_bytes: int, free_bytes: int, patches: bool) -> Tuple[str, str]:
+    """(mode, why) where nothing is asked for."""
+    kind = file_system or "an unknown file system"
+    if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
+        return "pread", f"{kind} can fail while it is read"
+    if patches and needed_bytes <= free_bytes // 4 and file_system not in MEMORY:
+        return "ram", "patches of files that fit a quarter of the free memory"
+    return "mmap", f"{kind} is {'memory already' if file_system in MEMORY else 'local'}"
+
+
+def _unescaped(field: str) -> str:
+    """A path of mountinfo, which writes blanks, tabs, line ends and backslashes as octal numbers."""
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        field = field.replace(code, character)
+    return field
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

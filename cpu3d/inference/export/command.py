@@ -33,11 +33,11 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3, crop, paste
+from cpu3d.data.stores.case import load_case
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up

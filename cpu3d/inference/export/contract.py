@@ -16,8 +16,8 @@ from typing import Any, Callable, Dict, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
-from cpu3d.data.patches import OVERLAP
 from cpu3d.data.region import Shape3
+from cpu3d.data.sampling import OVERLAP
 from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig
 from cpu3d.training.sliding_window import SIGMA_SHARE, sliding_window

@@ -25,7 +25,7 @@ from cpu3d.bench.data import (
     work_folder,
 )
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.data.files.read_mode import MEMORY, file_system
+from cpu3d.data.files.reader import MEMORY, file_system
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 
@@ -48,8 +48,8 @@ def test_every_row_is_measured_in_every_way(folder, in_this_process):
         name: [len([line for line in row["lines"] if line["state"] == state]) for state in (WARM, COLD)]
         for name, row in found.items()
     }
-    assert counts == {"s4": [11, 11], "s0": [9, 8], "ladder": [0, 5], "many": [3, 0]}
-    assert [len(row["targets"]) for row in found.values()] == [2, 3, 1, 3]
+    assert counts == {"s4": [11, 11], "s0": [9, 8], "many": [3, 0]}
+    assert [len(row["targets"]) for row in found.values()] == [2, 3, 3]
     assert all(line["min"] >= 0 for row in found.values() for line in row["lines"])
     medians = {(line["name"], line["state"]): line["median"] for line in found["s4"]["lines"]}
     ratio = medians[".nii.gz float32", WARM] / medians["store, int16 .npy", WARM]
@@ -66,7 +66,7 @@ def loaded(monkeypatch):
 
 
 def test_every_way_loads_the_same_case(folder, loaded):
-    found = data.load_case({"paths": data.brains(folder, SMOKE), "state": WARM, "rounds": 1})
+    found = data.load_case({"paths": data.one_case(folder, SMOKE), "state": WARM, "rounds": 1})
     case = found["store, int16 .npy"]
     assert case.shape == (*SMOKE.case, 4)
     assert case.std() > 1
@@ -84,25 +84,19 @@ def test_every_way_loads_the_same_patch(folder, loaded):
         np.testing.assert_array_equal(other.squeeze(), patch.squeeze(), err_msg=name)
 
 
-def test_the_rungs_load_the_same_sample_but_for_interpolation(folder, loaded):
-    found = data.climb({"paths": data.brains(folder, SMOKE), "grid": SMOKE.patch, "state": COLD, "rounds": 1})
-    by_numpy, by_graph = list(found.values())[:3], list(found.values())[3:]
-    for other in by_numpy[1:]:
-        np.testing.assert_allclose(other, by_numpy[0], atol=1e-4)
-    np.testing.assert_array_equal(*by_graph)
-    inside = (slice(3, -3),) * 3
-    assert np.corrcoef(by_numpy[0][inside].ravel(), by_graph[0][inside].ravel())[0, 1] > 0.9
-
-
 def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path):
-    store = data.brains(folder, SMOKE)["npy"]
+    store = data.one_case(folder, SMOKE)["npy"]
     before = os.stat(store).st_mtime_ns
-    assert os.stat(data.brains(folder, SMOKE)["npy"]).st_mtime_ns == before
+    assert os.stat(data.one_case(folder, SMOKE)["npy"]).st_mtime_ns == before
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(InputError, match="must be empty or an earlier run's"):
         work_folder(tmp_path)
     assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--clean"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    (work_folder(tmp_path / "work") / "notes.txt").write_text("mine")
+    (tmp_path / "work" / "ct").mkdir()
+    assert main(["bench", "data", "--workdir", str(tmp_path / "work"), "--clean"]) == 0
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["notes.txt"]
 
 
 def test_ways_take_turns_and_a_first_round_is_not_counted():
@@ -142,9 +136,7 @@ def test_rows_are_printed_recorded_and_drawn_and_one_that_fails_takes_no_other_a
     def s0(*_):
         raise ProcessFailedError("bench data must end with a line of JSON, exited with -9")
 
-    monkeypatch.setattr(
-        data, "ROWS", {"s4": lambda *_: made_up("s4"), "s0": s0, "ladder": lambda *_: made_up("ladder")}
-    )
+    monkeypatch.setattr(data, "ROWS", {"s4": lambda *_: made_up("s4"), "s0": s0, "many": lambda *_: made_up("many")})
     record, drawn = tmp_path / "r" / "data.jsonl", tmp_path / "p" / "data.png"
     more = ["--record", str(record), "--picture", str(drawn), "--workdir", str(tmp_path / "work"), "--smoke"]
     assert main(["bench", "data", *more]) == 1

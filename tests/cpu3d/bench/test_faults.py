@@ -1,8 +1,6 @@
 """`bench faults`: kills are spread over the work, the moment they hit is found in what is left, and nothing slips."""
 
-import collections
 import json
-import time
 
 import numpy as np
 import pytest
@@ -12,24 +10,18 @@ from cpu3d.bench import faults
 from cpu3d.bench.faults import (
     COMPUTING,
     ENDED,
-    IN_TRAIN,
     PREPARING,
     SAVING,
-    SAVING_BY_TIME,
     STARTING,
-    STEPS,
     VALIDATING,
-    Aim,
     Tail,
     attempt,
-    drawn_aims,
     faults_table,
     left_of_run,
     left_of_store,
     phase_hit,
     run_differences,
     store_differences,
-    wait_for,
 )
 from cpu3d.training.checkpoint import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event
@@ -39,20 +31,6 @@ from cpu3d.util.records import read_records
 @pytest.fixture(autouse=True)
 def often_validated(monkeypatch):
     monkeypatch.setattr(faults, "VALIDATED_EVERY", 2)
-
-
-def test_kills_are_aimed_at_every_phase_and_worker_the_same_for_the_same_seed():
-    def drawn(seed):
-        aim = drawn_aims(seed, 2)
-        return [aim(True, number % 5) for number in range(40)]
-
-    found = drawn(3)
-    assert found == drawn(3) != drawn(4)
-    assert collections.Counter(aim.phase for aim in found) == {phase: 5 * IN_TRAIN.count(phase) for phase in IN_TRAIN}
-    assert {aim.victim for aim in found} == {0, 1}
-    assert {aim.victim for aim in found if aim.phase == SAVING} == {0}  # only the chief saves
-    waits = [aim.not_before for aim in found[:5]]
-    assert waits == sorted(waits)
 
 
 def log(run, *events):
@@ -107,36 +85,12 @@ def test_what_was_hit_is_found_in_what_is_left(tmp_path, events, files, phase):
     assert phase_hit(tmp_path, tail.newest()) == phase
 
 
-@pytest.mark.parametrize(
-    ("phase", "too_early", "come"),
-    [
-        (COMPUTING, [start(), *steps(1)], steps(2, 3)),
-        (VALIDATING, [start(), *steps(1)], steps(2)),
-        (SAVING, [start(), *steps(1, 2)], [{"event": "validation", "step": 2}]),
-        (SAVING_BY_TIME, [start(), *steps(1, 2)], steps(3)),  # what is written after step 2 is of its validation
-    ],
-)
-def test_a_kill_waits_for_its_phase_and_its_step(tmp_path, phase, too_early, come):
-    tail, looks = Tail(tmp_path), []
-    log(tmp_path, *too_early)
-    (tmp_path / "checkpoints" / ".step-00000002.npz.x1.partial").touch()
-
-    def alive():
-        looks.append(1)
-        if len(looks) == 5:
-            log(tmp_path, *come)
-        return len(looks) < 50
-
-    assert wait_for(Aim(phase, 2 / STEPS), 0.0, tmp_path, tail, time.monotonic(), alive)
-    assert 5 <= len(looks) < 50
-
-
-def test_a_delay_is_a_share_of_the_phase_and_a_process_that_ends_first_is_not_killed(tmp_path):
-    begin = time.monotonic()
-    assert wait_for(Aim(STARTING, delay=0.5), 0.2, tmp_path, Tail(tmp_path), begin, lambda: True)
-    assert time.monotonic() - begin >= 0.1
-    ends = iter([True, True, False])
-    assert not wait_for(Aim(SAVING), 0.0, tmp_path, Tail(tmp_path), begin, lambda: next(ends))
+def test_a_process_is_killed_so_long_after_it_has_begun_and_only_then(tmp_path):
+    killed = attempt(["doctor"], tmp_path / "log", has_begun=lambda: True, delay_s=0.05)
+    assert (killed.exit_code, killed.killed, killed.problems) == (-9, True, [])
+    assert killed.at_s >= killed.begun_s + 0.05
+    done = attempt(["--help"], tmp_path / "log", has_begun=lambda: False, delay_s=0.0)
+    assert (done.exit_code, done.killed) == (0, False)
 
 
 # --- Checks ---
@@ -208,14 +162,6 @@ def test_stores_are_compared_file_by_file(tmp_path):
     assert left_of_store(tmp_path / "b") == ({"cases": 1}, [])
     (tmp_path / "b" / "manifest.json").write_text("{")
     assert left_of_store(tmp_path / "b")[1]
-
-
-def test_a_process_is_killed_when_it_is_time_and_only_then(tmp_path):
-    words = ["phantom", "--out", str(tmp_path / "raw"), "--cases", "1", "--shape", "24", "24", "24", "--workers", "1"]
-    killed = attempt(words, tmp_path / "log", wait=lambda begin, alive: alive())
-    assert (killed.exit_code, killed.killed, killed.problems) == (-9, True, [])
-    done = attempt(["--help"], tmp_path / "log", wait=lambda begin, alive: False)
-    assert (done.exit_code, done.killed) == (0, False)
 
 
 def test_options_and_a_folder_that_is_in_use_are_refused(tmp_path, capsys):

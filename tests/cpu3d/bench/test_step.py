@@ -1,6 +1,5 @@
 """The trainer's own step is measured, beside peers and engines; the plain Keras graph is the same network."""
 
-import argparse
 import itertools
 import json
 import sys
@@ -11,7 +10,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import step
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import PlainLearner, build_plain, draw_engines, engines_table
+from cpu3d.bench.step import PlainLearner, draw_engines, engines_table
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import read_records
 from models.config import UNetConfig
@@ -44,28 +43,15 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--filters", "-1"], "filters must be at least 1, got -1"),
         (["--peer", "no-such-program"], "peer must begin with an installed program, got 'no-such-program'"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(step, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
+    monkeypatch.setattr(step.harness, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
     assert main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_it_measures_what_is_asked_for_and_a_policy_is_never_picked(capsys):
-    parser = argparse.ArgumentParser()
-    step.add_arguments(parser)
-    request = step.step_request(parser.parse_args(["--batch", "4"]), dtype="float32", engine="stock")
-    assert (request["unet"]["policy"], request["batch"], request["micro_batch"]) == ("speed", 4, 1)
-    assert (request["engine"], request["unet"]["dtype"], request["shape"]) == ("stock", "float32", [128] * 3)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--policy", "auto"])
-    assert "invalid choice: 'auto'" in capsys.readouterr().err
 
 
 def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_path, capsys):
@@ -76,7 +62,7 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
         seconds = {"stock-no-onednn": 20.0, "stock": 2.0, "itex": 1.0}[engine]
         return {**request, "step_s": seconds, "process_peak_bytes": 2**30, "host": {"cores": 2}}
 
-    monkeypatch.setattr(step, "in_fresh_process", measured)
+    monkeypatch.setattr(step.harness, "in_fresh_process", measured)
     picture = tmp_path / "new" / "p.png"
     assert main(["bench", "engines", "--json", "--picture", str(picture)]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -90,26 +76,6 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
 
 
 # --- The plain Keras graph ---
-
-
-@pytest.mark.parametrize("more", [{}, {"network": "cicek2016"}], ids=str)
-def test_the_plain_graph_computes_what_the_network_computes_with_the_same_weights(more):
-    import tensorflow as tf
-
-    from models.unet3d import build_unet3d
-
-    config = UNetConfig(filters=4, depth=3, **more)
-    network, plain = build_unet3d(config, GRID, 2), build_plain(config, GRID, 2)
-    rng = np.random.default_rng(0)
-    weights = [
-        rng.uniform(0.1, 0.5, w.shape).astype("f4") * rng.choice([-1, 1], w.shape) for w in network.get_weights()
-    ]
-    network.set_weights(weights)
-    plain.set_weights(weights)
-    x = rng.normal(size=(2, *GRID, 4)).astype("f4")
-    for ours, theirs in zip(tf.nest.flatten(network(x, training=True)), tf.nest.flatten(plain(x, training=True))):
-        assert float(tf.math.reduce_std(ours)) > 0.1
-        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-3 * float(tf.math.reduce_std(ours)))
 
 
 def test_a_plain_step_does_what_the_trainer_s_step_does():

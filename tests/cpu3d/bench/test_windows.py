@@ -1,6 +1,5 @@
 """One pass against windows: distances to tile borders, rows by made-up answers, a real network's seams, bad input."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,13 +12,11 @@ from hypothesis import strategies as st
 from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_ways
-from cpu3d.data.patches import patch_grid
+from cpu3d.bench.windows import ONE_PASS, border_distance, compare_ways
 from cpu3d.data.region import whole
+from cpu3d.data.sampling import patch_grid
 from cpu3d.inference.runs import Inference
-from cpu3d.settings import load_config, save_config
 from cpu3d.util.records import read_records
-from models.config import UNetConfig
 
 MIB = 2**20
 HOST = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
@@ -30,20 +27,6 @@ WAYS = {
 }
 
 # --- Distances ---
-
-
-@pytest.mark.parametrize(
-    ("patch", "overlap", "expected"),
-    [
-        (4, 0.0, [3, 2, 1, 0, 0, 1, 2, 3]),  # | 0 1 2 3 | 4 5 6 7 |: the outer faces are no borders
-        (4, 0.5, [1, 0, 0, 0, 0, 0, 0, 1]),  # tiles 0..3, 2..5, 4..7: planes before 2, 4 and 6
-        (8, 0.5, [8] * 8),  # a single tile has none
-        (10, 0.5, [8] * 8),  # nor has one that reaches outside
-    ],
-)
-def test_distances_along_one_axis(patch, overlap, expected):
-    tiles = patch_grid(whole((8, 1, 1)), (patch, 1, 1), overlap)
-    assert border_distance((8, 1, 1), tiles)[:, 0, 0].tolist() == expected
 
 
 @settings(max_examples=40)
@@ -65,18 +48,6 @@ def test_the_distance_is_the_number_of_voxels_to_where_other_tiles_cover(shape, 
             if covering[axis][other] != covering[axis][voxel[axis]]
         ]
         assert distance[voxel] == min(steps, default=max(shape))
-
-
-def test_figures_are_of_all_values_at_a_distance():
-    difference = np.array([[0.4, 0.0], [0.1, 0.3], [0.0, 0.0], [0.2, 0.2]], np.float32)
-    near, far = by_distance(np.array([2, 0, 2, 0], np.int16), difference)
-    assert (near["distance"], near["voxels"], far["distance"], far["voxels"]) == (0, 2, 2, 2)
-    assert (near["mean"], near["max"], far["mean"]) == pytest.approx((0.2, 0.3, 0.1))
-    # Of 0, 0, 0 and 0.4 the 99th percentile lies 97 % of the way from the third to the fourth.
-    assert far["p99"] == pytest.approx(0.97 * 0.4)
-
-
-# --- Made-up answers ---
 
 
 @pytest.fixture
@@ -161,16 +132,6 @@ def test_times_peaks_dice_seams_and_deaths(compare, truth, tiny_store):
     assert windows.distances_table(result).rows[0] == ["0", "0.25 (0.25)", "-"]
 
 
-def test_labels_that_change_are_counted_over_the_brain(compare, truth, tiny_store):
-    # The seam turns every answer around.
-    row = compare({ONE_PASS: [(1.0, 1, truth)], "6x10x8": [(1.0, 1, seam(truth, 1.0))]}, ["e"], device="gpu:1")["rows"][
-        1
-    ]
-    brain = np.asarray(tiny_store.image("e")).any(-1)
-    assert row["difference"]["changed_share"] == pytest.approx(brain[5:7].sum() / brain.sum())
-    assert row["dice"]["WT"] < 1
-
-
 def test_without_one_pass_windows_are_measured_but_not_compared(compare, truth):
     dead, tiled = compare({ONE_PASS: [killed()], "6x10x8": [(6.0, 300, truth)]}, ["e"])["rows"]
     assert (dead["seconds"], dead["dice"], dead["process_peak_bytes"]) == (None, None, None)
@@ -225,10 +186,3 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny_run, arguments, m
     (tiny_run / "checkpoints" / "best.npz").touch()
     assert main(["bench", "windows", "--run", str(tiny_run), *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_run_at_less_resolution_is_refused(tiny_run, capsys):
-    config = load_config(tiny_run)
-    save_config(dataclasses.replace(config, resolution=0.5, unet=UNetConfig(depth=3)), tiny_run)
-    assert main(["bench", "windows", "--run", str(tiny_run)]) == 2
-    assert "must be at full resolution, got 0.5" in capsys.readouterr().err

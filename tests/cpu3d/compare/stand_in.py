@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from cpu3d.recipes import RECIPES
-from cpu3d.settings import add_training_options, chosen_settings, load_config, save_config, with_settings
+from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, save_config, with_settings
 from cpu3d.training.run_log import append_event, read_events
 
 BUDGET_STEPS = 6
@@ -56,7 +55,7 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
 def train(template: Path, args: argparse.Namespace) -> int:
     around, run, settings = template.parent, args.run, chosen_settings(args)
     store = load_config(template)
-    config = with_settings(RECIPES[args.recipe or "brats-regions"](), settings)
+    config = with_settings(recipe_config(getattr(args, "recipe", None)), settings)
     own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
     config = dataclasses.replace(
         config, grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS, **own

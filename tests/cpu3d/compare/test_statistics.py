@@ -16,7 +16,7 @@ from cpu3d.compare.statistics import (
     read_run,
     seed_bound,
 )
-from cpu3d.data.extent import grid_size
+from cpu3d.data.region import grid_size
 from cpu3d.errors import InputError
 
 BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases; sums are exact in binary

@@ -98,19 +98,6 @@ def test_the_same_bits_wherever_it_runs(dtype, resamples):
     assert same(next(iter(pipeline.batch(3).map(finish))), together)
 
 
-def test_bfloat16_is_the_rounded_float32():
-    exact, short = (Finish(CODES, dtype).from_box(box())[0] for dtype in ("float32", "bfloat16"))
-    np.testing.assert_array_equal(tf.cast(exact, tf.bfloat16), short)
-
-
-@pytest.mark.parametrize("picked", [(0, 1, 2, 3), (2,), (1, 2), (3, 0), (3, 2, 1, 0)])
-def test_channels_are_picked_in_any_order(picked):
-    one = {**box(), "channels": picked}
-    expected, _ = by_hand(one)
-    np.testing.assert_array_equal(Finish(CODES).from_box(one)[0], expected)
-    np.testing.assert_array_equal(Finish(CODES)(padded(one))[0], expected)
-
-
 @pytest.mark.parametrize("label", [0, 1, 2, 3, 7, 255])
 def test_a_target_says_where_a_label_is_one_of_its_region_s(label):
     one = {**box(), "flips": tf.constant([False] * 3)}
@@ -120,27 +107,3 @@ def test_a_target_says_where_a_label_is_one_of_its_region_s(label):
     assert np.array_equal(np.unique(inside[..., 0]), [int(label in (1, 255))])
     assert np.array_equal(np.unique(inside[..., 1]), [int(label == 7)])
     assert int(tf.reduce_sum(tf.cast(target, tf.int32))) == int(tf.reduce_sum(tf.cast(inside, tf.int32)))
-
-
-def test_background_is_plus_zero_and_a_value_of_zero_is_background():
-    one = {**box(), "shift": tf.constant(np.float32([-5] * 4)), "flips": tf.constant([False] * 3)}
-    image = Finish(CODES).from_box(one)[0].numpy()
-    outside = np.ones(GRID, bool)
-    outside[1:10, 2:9, :6] = False
-    assert not image[outside].view(np.int32).any()
-    zero = one["bits"].numpy()[1:10, :7, 2:8] == 0
-    assert zero.any()
-    assert not image[1:10, 2:9, :6][zero].view(np.int32).any()
-
-
-def test_rotation_turns_the_padded_sample_about_its_own_middle():
-    one = {**box(), "flips": tf.constant([False] * 3), "planes": tf.constant([[-1.0, 0, 0, -1], [1, 0, 0, 1]])}
-    still, turned = Finish(CODES).from_box(one), Finish(CODES, resamples=True).from_box(one)
-    for before, after in zip(still, turned):
-        np.testing.assert_allclose(after, before.numpy()[::-1, ::-1], atol=1e-4)
-
-
-@pytest.mark.parametrize("codes", [(), ((),), ((0, 1),)])
-def test_a_region_of_background_or_of_nothing_is_refused(codes):
-    with pytest.raises(ValueError, match="codes must be labels of each region"):
-        Finish(codes)

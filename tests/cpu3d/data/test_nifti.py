@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data import nifti
-from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label, write_volume
+from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
 from cpu3d.data.records import Geometry, case_from_json, to_json
 from cpu3d.errors import InputError
 
@@ -42,27 +42,10 @@ def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype
     assert (geometry.shape, geometry.axes) == ((2, 3, 4), "RAS")
 
 
-def test_a_4d_volume_keeps_its_channels_last(tmp_path, write_nifti):
-    written = np.arange(48, dtype=np.int16).reshape(2, 3, 4, 2)
-    voxels, geometry = read_volume(write_nifti(tmp_path / "a.nii.gz", written))
-    assert np.array_equal(voxels, written)
-    assert geometry.shape == (2, 3, 4)
-
-
 def test_nifti_2_is_read(tmp_path):
     written = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
     nibabel.save(nibabel.Nifti2Image(written, np.eye(4)), tmp_path / "a.nii.gz")
     assert np.array_equal(read_volume(tmp_path / "a.nii.gz")[0], written)
-
-
-@pytest.mark.parametrize("shape", [(2**32, 2**32, 4), (2**62, 2**62, 1), (2**63 - 1, 2, 1)])
-def test_sizes_that_no_file_can_have_are_refused(tmp_path, shape):
-    nibabel.save(nibabel.Nifti2Image(np.zeros((2, 3, 4), np.int16), np.eye(4)), tmp_path / "a.nii")
-    content = bytearray((tmp_path / "a.nii").read_bytes())
-    content[16 + 8 : 16 + 32] = np.array(shape, "<i8").tobytes()  # after the number of axes
-    (tmp_path / "a.nii").write_bytes(content)
-    with pytest.raises(InputError, match=r"a\.nii must hold \d{19,} bytes for shape"):
-        read_volume(tmp_path / "a.nii")
 
 
 def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
@@ -83,24 +66,14 @@ def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
     assert np.array_equal(voxels, np.rint(voxels))
 
 
-@pytest.mark.parametrize("content", [b"", b"no header", b"\0" * 400, gzip.compress(b"still none" * 50)])
+CONTENTS = {"empty": b"", "short": b"no header", "zeros": b"\0" * 400, "gzip": gzip.compress(b"still none" * 50)}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_what_is_no_nifti_is_refused(tmp_path, content):
     (tmp_path / "a.nii.gz").write_bytes(content)
     with pytest.raises(InputError, match=r"a\.nii\.gz must"):
         read_volume(tmp_path / "a.nii.gz")
-
-
-def test_header_and_voxels_in_two_files_are_refused(tmp_path):
-    nibabel.save(nibabel.Nifti1Pair(np.zeros((2, 2, 2), np.int16), np.eye(4)), tmp_path / "a.hdr")
-    with pytest.raises(InputError, match="one file"):
-        read_volume(tmp_path / "a.hdr")
-
-
-def test_missing_files_and_folders_are_refused(tmp_path):
-    with pytest.raises(InputError, match="found none"):
-        read_volume(tmp_path / "nothing.nii.gz")
-    with pytest.raises(InputError, match="found a folder"):
-        read_volume(tmp_path)
 
 
 def test_an_affine_without_an_inverse_is_refused(tmp_path, write_nifti):
@@ -132,14 +105,6 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, wri
     assert np.allclose(ras_spacing_mm(geometry), expected.header.get_zooms()[:3])
     assert nifti.ras_shape(geometry) == expected.shape[:3]
     assert np.array_equal(from_ras(to_ras(voxels, geometry), geometry), voxels)
-
-
-def test_arrays_off_the_grid_are_refused():
-    geometry = geometry_of("SPL")
-    with pytest.raises(ValueError, match="grid"):
-        to_ras(np.zeros((4, 3, 2)), geometry)
-    with pytest.raises(ValueError, match="R A S"):
-        from_ras(np.zeros((2, 3, 4)), geometry)
 
 
 @pytest.mark.parametrize("codes", [(1, 1), (2, 0), (0, 1), (4, 2), (0, 0)])
@@ -182,38 +147,3 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     assert after[76:92] == before[76:92]  # pixdim
     assert after[252:328] == before[252:328]  # both codes, the quaternion, its offset, srow
     assert read_volume(tmp_path / "label.nii")[1] == geometry
-
-
-def test_the_same_label_gives_the_same_bytes(tmp_path):
-    geometry = geometry_of("RAS")
-    for name in ("a", "b"):
-        write_label(tmp_path / f"{name}.nii.gz", np.ones((2, 3, 4), np.uint8), geometry)
-    assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
-
-
-@pytest.mark.parametrize("label", [np.full((2, 3, 4), 0.5), np.full((2, 3, 4), 256), np.zeros((2, 3, 4, 1))])
-def test_a_label_that_is_no_map_of_small_integers_is_refused_and_nothing_written(tmp_path, label):
-    with pytest.raises(ValueError, match=r"0\.\.255"):
-        write_label(tmp_path / "a.nii.gz", label, geometry_of("RAS"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_is_no_nifti_name_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"\.nii\.gz"):
-        write_label(tmp_path / "a.mha", np.zeros((2, 3, 4), np.uint8), geometry_of("RAS"))
-
-
-def test_probabilities_are_written_as_float32(tmp_path):
-    written = np.random.default_rng(0).random((2, 3, 4, 3), np.float32)
-    write_volume(tmp_path / "p.nii.gz", written, geometry_of("RAS"))
-    assert np.array_equal(np.asarray(nibabel.load(tmp_path / "p.nii.gz").dataobj), written)
-
-
-def test_a_real_scan_in_lps_float64_comes_back_in_its_own_grid(tmp_path, real_cases):
-    source = next(real_cases.glob("brats-gli-real/*/*-t1n.nii.gz"))
-    voxels, geometry = read_volume(source)
-    assert (voxels.dtype, geometry.axes, geometry.shape) == (np.float64, "LPS", (240, 240, 155))
-    write_volume(tmp_path / "a.nii.gz", to_ras(voxels, geometry).astype(np.int16), geometry, compression=1)
-    before, after = nibabel.load(source), nibabel.load(tmp_path / "a.nii.gz")
-    assert np.array_equal(after.affine, before.affine)
-    assert np.array_equal(np.asarray(after.dataobj), np.asarray(before.dataobj))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.sampling import permutation, random_units, random_words, sample_at
+from cpu3d.data.sampling import permutation, random_words, sample_at
 
 CASES = st.integers(1, 50)
 SEEDS = st.integers(0, 2**63)
@@ -30,27 +30,10 @@ def test_every_epoch_holds_each_case_once(cases, seed, epoch):
     assert {sample.epoch for sample in drawn} == {epoch}
 
 
-@given(CASES, st.integers(0, 200))
-def test_unshuffled_is_the_split_s_own_order(cases, position):
-    assert sample_at(position, cases=cases, seed=9, shuffle=False).index == position % cases
-
-
-def test_epochs_and_seeds_differ():
-    orders = {permutation(20, seed=seed, epoch=epoch) for seed in range(5) for epoch in range(5)}
-    assert len(orders) == 25
-
-
 def test_the_order_is_the_same_on_every_machine_and_version():
     # Golden: changing these would silently change every seeded run ever made.
     assert permutation(8, seed=0, epoch=0) == GOLDEN_ORDER
     assert list(islice(random_words(1, 2, 3), 2)) == GOLDEN_WORDS
-
-
-def test_units_lie_in_the_unit_interval_and_spread():
-    units = list(islice(random_units(7), 4000))
-    assert 0 <= min(units) < 0.01
-    assert 0.99 < max(units) < 1
-    assert abs(sum(units) / len(units) - 0.5) < 0.02
 
 
 @pytest.mark.parametrize(("position", "cases"), [(-1, 3), (0, 0)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.sharding import ALL, Share
+from cpu3d.data.sampling import Share
 from cpu3d.errors import InputError
 
 WORKERS = st.integers(1, 6)
@@ -21,14 +21,6 @@ def test_two_workers_take_half_of_every_step_by_hand():
     assert second.positions(6, 12) == (9, 10, 11)
     assert second.indices(6, 12) == range(3, 6)
     assert second.part == 3
-
-
-def test_a_single_worker_has_everything_in_any_number():
-    assert ALL.positions(3, 8) == (3, 4, 5, 6, 7)
-    assert Share(batch=4).positions(4, 8) == (4, 5, 6, 7)
-    assert ALL.problems(start=3, stop=8, batch=2) == []
-    assert ALL.whole_steps(7) == 7
-    assert Share(batch=4).whole_steps(7) == 4
 
 
 def test_without_steps_samples_are_dealt_one_at_a_time_and_none_is_left_out():
@@ -58,29 +50,6 @@ def test_every_position_is_the_sample_that_its_index_says(workers, part, index):
     for share in shares(workers, workers * part):
         position = share.position(index)
         assert share.indices(position, position + 1) == range(index, index + 1)
-        assert share.position(index, (share.rank + 1) % workers) != position or workers == 1
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_the_workers_of_a_host_share_one_order_of_what_they_read(workers, part, data):
-    here = tuple(data.draw(st.sets(st.integers(0, workers - 1), min_size=1)))
-    order = [Share(rank, workers, workers * part, here) for rank in here]
-    places = range(len(here) * part * 2)
-    common = [order[0].position_here(place) for place in places]
-    assert all([share.position_here(place) for place in places] == common for share in order)
-    two_steps = 2 * workers * part
-    assert sorted(common) == sorted(position for share in order for position in share.positions(0, two_steps))
-    for share in order:  # a sample each in turn
-        turn = share.in_step.index(share.rank)
-        assert tuple(common[turn :: len(here)]) == share.positions(0, two_steps)
-
-
-def test_without_steps_a_worker_minds_its_own_files_alone():
-    assert Share(1, 4, 8, here=(0, 1)).in_step == (0, 1)
-    assert Share(1, 4, 8, here=(1, 0)).in_step == (0, 1)
-    assert Share(1, 4, 8).in_step == (1,)
-    assert Share(1, 4, 0, here=(0, 1)).in_step == (1,)
-    assert [Share(1, 4, here=(0, 1)).position_here(place) for place in range(3)] == [1, 5, 9]
 
 
 @pytest.mark.parametrize(
@@ -92,23 +61,11 @@ def test_without_steps_a_worker_minds_its_own_files_alone():
         ({"rank": 2, "workers": 2}, "rank must be below the 2 workers, got 2"),
         ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4; give 6, or another"),
         ({"workers": 3, "batch": 2}, "batch must be a multiple of the 3 workers, got 2; give 3, or another"),
-        ({"workers": 2, "here": (1,)}, r"here must hold rank 0 .* got \(1,\)"),
-        ({"workers": 2, "here": (0, 2)}, r"here must hold rank 0 .* got \(0, 2\)"),
-        ({"workers": 2, "here": (0, 0)}, r"here must hold rank 0 .* got \(0, 0\)"),
     ],
 )
 def test_what_is_no_share_is_refused_by_name(wrong, message):
     with pytest.raises(InputError, match=message):
         Share(**wrong)
-
-
-def test_all_that_is_wrong_with_a_share_is_told_at_once():
-    with pytest.raises(InputError) as caught:
-        Share(rank=-1, workers=0, batch=-2)
-    assert [problem.split()[0] for problem in caught.value.problems] == ["rank", "workers", "batch"]
-    with pytest.raises(InputError) as caught:
-        Share(rank=5, workers=3, batch=4)
-    assert len(caught.value.problems) == 2
 
 
 def test_a_stream_of_parts_of_steps_is_refused():

@@ -53,20 +53,6 @@ def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
     assert sum(map(len, owners)) == len(set(patients.values()))
 
 
-@given(st.permutations(list(one_each(12).items())))
-def test_the_order_in_which_cases_are_found_does_not_matter(pairs):
-    assert split_cases(dict(pairs), fractions=THIRDS, seed=1) == split_cases(one_each(12), fractions=THIRDS, seed=1)
-
-
-def test_another_seed_gives_another_split():
-    assert len({str(split_cases(one_each(20), fractions=THIRDS, seed=seed)) for seed in range(5)}) == 5
-
-
-def test_shares_are_a_ratio_whatever_they_sum_to():
-    eighths = split_cases(one_each(20), fractions=(0.8, 0.1, 0.1), seed=0)
-    assert split_cases(one_each(20), fractions=(8, 1, 1), seed=0) == eighths
-
-
 def test_too_few_patients_are_refused_with_the_way_out():
     with pytest.raises(InputError, match=r"at least 3 patients, got 2; .*--split 1 0 0"):
         split_cases({"a": "p", "b": "p", "c": "q"}, fractions=THIRDS, seed=0)
@@ -74,9 +60,3 @@ def test_too_few_patients_are_refused_with_the_way_out():
         split_cases(one_each(2), fractions=(80, 10, 10), seed=0)
     with pytest.raises(InputError, match="got 0"):
         split_cases({}, fractions=(1, 0, 0), seed=0)
-
-
-@pytest.mark.parametrize("fractions", [(0, 0, 0), (1.1, -0.1, 0), (1, 0), (float("nan"), 0.5, 0.5)])
-def test_fractions_that_are_no_shares_are_refused(fractions):
-    with pytest.raises(InputError, match="three shares"):
-        split_cases(one_each(10), fractions=fractions, seed=0)

@@ -20,7 +20,6 @@ from cpu3d.distributed.all_reduce import (
     array_from_chief,
     join,
     lost_by_message,
-    not_started,
     text_from_chief,
 )
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
@@ -137,24 +136,6 @@ def test_all_others_name_the_worker_that_is_gone(workers, gone):
 
 
 @on_linux
-def test_one_that_a_signal_has_stopped_is_lost_and_one_that_computes_is_waited_for(workers, monkeypatch):
-    monkeypatch.setattr(shared_memory, "LOOK_S", 0.02)
-    monkeypatch.setattr(shared_memory, "SILENCE_S", 0.1)
-    suspended = []
-    monkeypatch.setattr(shared_memory, "is_suspended", lambda pid: bool(suspended))
-
-    def work(rank, sum_over):
-        time.sleep(0.3 * rank)
-        assert sum_over(np.ones(1, np.float32)) == 2
-        suspended.append(rank)
-        time.sleep(0.3 * rank)
-        sum_over(np.ones(1, np.float32))
-
-    ends = workers(2, work)
-    assert str(ends[0]).startswith("worker 1 (127.0.0.1:1001) must answer worker 0, got no sign of life")
-
-
-@on_linux
 def test_vectors_of_different_lengths_are_an_error(workers):
     ends = workers(2, lambda rank, sum_over: sum_over(np.ones(2 + rank, np.float32)))
     assert isinstance(ends[0], ValueError)
@@ -187,11 +168,11 @@ HOROVOD = (
         (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got no sign of life"),
         (STOPPED, 2, "worker 2 (h2:29500), this one, must reach the others, got no sign of life"),
         (CHIEF_STOPPED, 1, "worker 0 (h0:29500) must answer worker 1, got no sign of life"),
-        (HOROVOD, 1, "all 3 workers must answer each other, got no answer: one of them"),
+        (HOROVOD, 1, "all 3 workers must answer worker 1, got no connection"),
         ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),
-        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer each other, got /job:worker/task:7 failed: no"),
-        ("", 1, "all 3 workers must answer each other, got an error without words"),
-        ("x" * 5000, 1, "all 3 workers must answer each other, got xxx"),
+        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no"),
+        ("", 1, "all 3 workers must answer worker 1, got an error without words"),
+        ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
 def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, told):
@@ -203,13 +184,6 @@ def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, t
     assert str(error).endswith("the same command continues from the last checkpoint")
     assert "\n" not in str(error)
     assert len(str(error)) < 400
-
-
-def test_a_port_that_was_taken_meanwhile_is_bad_input_and_all_else_a_lost_worker():
-    taken = not_started("Could not start gRPC server", Cluster(THREE, 1))
-    assert taken.exit_code == 2
-    assert str(taken).startswith("port 29500 of worker 1 (h1:29500) must be free until TensorFlow takes it")
-    assert isinstance(not_started(STOPPED, Cluster(THREE, 1)), WorkerLostError)
 
 
 # --- Between processes ---
@@ -302,16 +276,6 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started
     told = [lines(tmp_path, rank, "err") for rank in (0, 1)]
     # Whoever hears of it later may hear first of the one that has ended for it.
     assert any("must answer worker" in one[0] and one[0].startswith("error: worker 2 ") for one in told), told
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_ends_the_others_within_a_minute(started, tmp_path):
-    processes = started("go on")
-    after_two_steps(processes, tmp_path)
-    processes[1].send_signal(signal.SIGSTOP)
-    assert processes[0].wait(50) == 6
-    assert "error: worker 1 " in lines(tmp_path, 0, "err")[0]
-    assert "got no sign of life" in lines(tmp_path, 0, "err")[0]
 
 
 @pytest.mark.slow

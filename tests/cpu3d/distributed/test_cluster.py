@@ -95,19 +95,6 @@ def test_a_cluster_that_is_not_whole_is_refused(environ, said):
         read_cluster(environ)
 
 
-def test_all_bad_addresses_are_told_at_once():
-    with pytest.raises(InputError) as caught:
-        Cluster(("a", "b:1", "c:x"), 3, engine="mpi")
-    assert len(caught.value.problems) == 4
-
-
-def test_workers_of_a_host_are_told_by_its_name():
-    cluster = Cluster(("A:1", "b:1", "a:2", "[::1]:1", "[::1]:2"), 2)
-    assert (cluster.local_ranks, cluster.local_index) == ((0, 2), 1)
-    assert cluster.of_rank(4).local_ranks == (3, 4)
-    assert cluster.of_rank(1).local_ranks == (1,)
-
-
 @pytest.mark.parametrize(
     ("variables", "local_ranks", "index"),
     [((0, 2, 0, 2), (0, 1), 0), ((3, 4, 1, 2), (2, 3), 1), ((2, 3, 0, 1), (2,), 0)],

@@ -49,14 +49,14 @@ def test_a_worker_that_is_suspended_is_ended():
     [
         ({0: (0, 1.0), 1: (0, 2.0)}, 0, ""),
         # killed; the other one lost it
-        ({0: (6, 3.0), 1: (137, 2.0)}, 6, "worker 1 has ended first, by SIGKILL"),
+        ({0: (6, 3.0), 1: (137, 2.0)}, 6, "worker 1 has ended first, SIGKILL"),
         # the one who heard of it was gone before the one that failed
-        ({0: (6, 1.0), 1: (4, 2.0)}, 4, "worker 1 has ended first, with exit code 4"),
-        ({0: (1, 3.0), 1: (4, 2.0), 2: (6, 1.0)}, 4, "worker 1 has ended first, with exit code 4"),
+        ({0: (6, 1.0), 1: (4, 2.0)}, 4, "worker 1 has ended first, exit code 4"),
+        ({0: (1, 3.0), 1: (4, 2.0), 2: (6, 1.0)}, 4, "worker 1 has ended first, exit code 4"),
         # all were told to
-        ({0: (143, 3.0), 1: (143, 2.0)}, 143, "worker 1 has ended first, with exit code 143"),
-        ({0: (143, 3.0), 1: (1, 4.0)}, 1, "worker 1 has ended first, with exit code 1"),
-        ({0: (6, 3.0), 1: (6, 2.0)}, 6, "worker 1 has ended first, with exit code 6"),
+        ({0: (143, 3.0), 1: (143, 2.0)}, 143, "worker 1 has ended first, exit code 143"),
+        ({0: (143, 3.0), 1: (1, 4.0)}, 1, "worker 1 has ended first, exit code 1"),
+        ({0: (6, 3.0), 1: (6, 2.0)}, 6, "worker 1 has ended first, exit code 6"),
     ],
 )
 def test_the_first_that_failed_by_itself_is_named(ends, code, said):

@@ -57,7 +57,7 @@ def connected(cluster):
     """A connection to the chief, as soon as he listens."""
     for _ in range(200):
         with contextlib.suppress(OSError):
-            return rendezvous.connect(cluster, 5)
+            return rendezvous.connect(cluster)
         time.sleep(0.02)
     raise AssertionError("nobody listens")
 
@@ -135,7 +135,7 @@ def test_two_of_one_rank_are_not_taken_for_two_workers(three):
         assert isinstance(chief.exception(), WorkerLostError)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n", b'{"rank": [1]}\n', b"", b"x" * 9000])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000])
 def test_whoever_says_other_things_at_the_port_is_not_counted_and_holds_up_nobody(three, said):
     with ThreadPoolExecutor(1) as pool:
         chief = pool.submit(meet, three)

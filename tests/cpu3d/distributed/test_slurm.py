@@ -1,10 +1,8 @@
 import pytest
 
 from cpu3d.distributed.slurm import (
-    bound_apart,
     expand_counts,
     expand_hosts,
-    hosts_without_step,
     in_slurm,
     read_slurm,
 )
@@ -30,9 +28,8 @@ def test_host_lists_are_expanded(text, hosts):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,", ",a", "a,,b", "n[1-", "n[]", "n[1-a]", "n[3-1]", "n]1[", "a b", "n[1--2]", "n[0-99999999]",
-             "n[0-9999]m[0-9999]"]
-)  # fmt: skip
+    "text", ["", "a,", "n[1-", "n[]", "n[1-a]", "n[3-1]", "n]1[", "a b", "n[0-99999999]", "n[0-9999]m[0-9999]"]
+)
 def test_other_host_lists_are_refused(text):
     with pytest.raises(InputError, match="host list must be like"):
         expand_hosts(text)
@@ -72,11 +69,6 @@ def test_several_tasks_a_host_are_workers(rank, host, local):
     assert task.host_index == host
 
 
-def test_the_jobs_variables_stand_in_for_the_steps():
-    environ = {"SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "1"}
-    assert read_slurm(environ).host_index == 1
-
-
 def test_ports_are_those_reserved_or_by_the_jobs_number():
     assert read_slurm(step("a", "1", 0, SLURM_STEP_RESV_PORTS="12003-12004,12007")).ports == (12003, 12004, 12007)
     ports = read_slurm(step("a", "1", 0)).ports
@@ -91,7 +83,7 @@ def test_ports_are_those_reserved_or_by_the_jobs_number():
     [
         (step("n[1-3]", "1(x2)", 0), "tasks on each of its hosts"),
         (step("a,b", "1(x2)", 0, SLURM_STEP_NUM_TASKS="3"), "tasks on each of its hosts"),
-        (step("a,b", "1(x2)", 2), "got task 2"),
+        (step("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
         (step("a,b", "1(x2)", "x"), "SLURM_PROCID must be a whole number"),
         (step("a,b", "2(x2)", 1, SLURM_NODEID="1", SLURM_LOCALID="0"), "numbered host by host"),
         ({"SLURM_PROCID": "0"}, "host list must be"),
@@ -106,14 +98,4 @@ def test_a_step_that_is_not_whole_is_refused(environ, said):
 def test_a_batch_script_is_no_task():
     script = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     assert not in_slurm(script)
-    assert hosts_without_step(script) == ("n1", "n2")
     assert in_slurm(step("n[1-2]", "1(x2)", 0))
-    assert hosts_without_step(step("n[1-2]", "1(x2)", 0)) == ()
-    assert hosts_without_step({}) == ()
-
-
-def test_tasks_with_cpus_of_their_own_are_bound_apart():
-    assert bound_apart({"SLURM_CPU_BIND_LIST": "0x0000000F,0x000000F0"})
-    for list_of_masks in ("", "0xFF", "0xFF,0xFF"):
-        assert not bound_apart({"SLURM_CPU_BIND_LIST": list_of_masks})
-    assert not bound_apart({})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.folds import with_fold
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
+from cpu3d.data.splits import with_fold
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate

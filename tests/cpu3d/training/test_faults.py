@@ -18,12 +18,12 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench.faults import run_differences
-from cpu3d.data.phantom import write_phantom
-from cpu3d.data.prepare import prepare
 from cpu3d.data.records import array_path
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.stores.conversion import Settings
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.settings import RunConfig
 from cpu3d.training.checkpoint import checkpoints, newest

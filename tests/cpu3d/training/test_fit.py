@@ -132,7 +132,7 @@ def test_a_budget_is_cut_alike_on_all_workers_by_the_chief_s_time(phantom_store,
     monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: vars(now).setdefault("s", 0.0)))
 
     def cut(exchange):
-        fit = Fit(Plan(config, phantom_store), tmp_path, exchange, here=(0, 1), learner=NumpyLearner(config))
+        fit = Fit(Plan(config, phantom_store), tmp_path, exchange, learner=NumpyLearner(config))
 
         def timed(parts, *given):
             now.s += 1.0 + exchange.rank

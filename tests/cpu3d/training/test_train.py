@@ -15,10 +15,10 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.__main__ import main
-from cpu3d.data.folds import with_fold
-from cpu3d.data.patches import patch_at
-from cpu3d.data.prepare import prepare
+from cpu3d.data.sampling import patch_at
 from cpu3d.data.source import patch_sampling
+from cpu3d.data.splits import with_fold
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference

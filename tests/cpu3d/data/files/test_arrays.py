@@ -1,4 +1,3 @@
-import hashlib
 import io
 
 import numpy as np
@@ -6,20 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files.arrays import (
-    BLOCK_VOXELS,
-    CHUNK_VOXELS,
-    FORMATS,
-    aligned_empty,
-    b2nd_layout,
-    content_sha256,
-    decode_b2nd,
-    encode,
-    file_sha256,
-    npy_header,
-    unpack,
-    voxels_sha256,
-)
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, npy_header, voxels_sha256
 
 shapes = st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 4)) | st.tuples(*[st.integers(1, 40)] * 3)
 
@@ -46,31 +32,6 @@ def test_what_is_encoded_comes_back_bit_by_bit_and_says_the_same_hash(format_, s
     assert voxels_sha256(back) == voxels_sha256(array)
 
 
-def test_a_format_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="npy, b2nd"):
-        encode(np.zeros((1, 1, 1), np.uint8), "nii")
-
-
-def test_what_is_unpacked_is_aligned_as_tensorflow_wants_it():
-    array = voxels((17, 5, 9, 2), np.int16)
-    assert decode_b2nd(b"".join(encode(array, "b2nd"))).ctypes.data % 64 == 0
-    for size in range(1, 40):
-        empty = aligned_empty((size, 3), np.int16)
-        assert empty.ctypes.data % 64 == 0
-        assert (empty.shape, empty.dtype, empty.flags.c_contiguous) == ((size, 3), np.int16, True)
-
-
-def test_a_box_of_a_packed_array_is_unpacked_alone():
-    import blosc2
-
-    array = voxels((40, 35, 30, 2), np.int16)
-    content = b"".join(encode(array, "b2nd"))
-    slices = (slice(3, 38), slice(0, 5), slice(29, 30), slice(0, 2))
-    part = unpack(blosc2.ndarray_from_cframe(content, copy=True), slices)
-    assert np.array_equal(part, array[slices])
-    assert part.ctypes.data % 64 == 0
-
-
 @pytest.mark.parametrize(
     "damage", [lambda content: content[: len(content) // 2], lambda content: b"", lambda content: b"\0" * len(content)]
 )
@@ -78,26 +39,6 @@ def test_a_damaged_packed_array_is_told(damage):
     content = b"".join(encode(voxels((8, 8, 8), np.uint8), "b2nd"))
     with pytest.raises(ValueError, match="no whole Blosc2 array"):
         decode_b2nd(damage(content))
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunks", "blocks"),
-    [
-        ((240, 240, 155, 4), (*CHUNK_VOXELS, 4), (*BLOCK_VOXELS, 4)),
-        ((240, 240, 155), CHUNK_VOXELS, BLOCK_VOXELS),
-        ((100, 130, 7, 1), (100, 128, 7, 1), (32, 32, 7, 1)),
-        ((1, 1, 1, 9), (1, 1, 1, 9), (1, 1, 1, 9)),
-    ],
-)
-def test_chunks_and_blocks_hold_all_channels_and_are_no_longer_than_the_array(shape, chunks, blocks):
-    assert b2nd_layout(shape) == (chunks, blocks)
-
-
-def test_a_packed_file_is_laid_out_as_planned():
-    import blosc2
-
-    packed = blosc2.ndarray_from_cframe(b"".join(encode(voxels((40, 33, 20, 2), np.int16), "b2nd")), copy=True)
-    assert (packed.chunks, packed.blocks) == b2nd_layout((40, 33, 20, 2))
 
 
 def test_a_npy_file_begins_as_numpy_would_begin_it_and_its_voxels_are_aligned():
@@ -115,12 +56,3 @@ def test_the_hash_of_voxels_tells_dtype_shape_and_every_voxel_but_not_the_layout
     hashes = {voxels_sha256(one.astype(one.dtype.newbyteorder("<"))) for one in [array, *others]}
     assert len(hashes) == 4
     assert voxels_sha256(np.asfortranarray(array)) == voxels_sha256(array)
-
-
-def test_a_file_in_pieces_has_the_length_and_hash_of_the_file(tmp_path):
-    pieces = encode(voxels((6, 5, 4), np.uint8), "npy")
-    path = tmp_path / "a"
-    path.write_bytes(b"".join(bytes(piece) for piece in pieces))
-    size_bytes, sha256 = content_sha256(pieces)
-    assert size_bytes == path.stat().st_size
-    assert sha256 == file_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()

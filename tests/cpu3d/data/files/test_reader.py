@@ -3,9 +3,6 @@ import errno
 import hashlib
 import os
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files import array_file, page_cache
-from cpu3d.data.files.arrays import npy_header
-from cpu3d.data.files.file_map import map_file
+from cpu3d.data.files import arrays, pages
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
-from cpu3d.data.region import Region
 from cpu3d.errors import InputError
 
 MODES = ("mmap", "pread", "ram")
@@ -70,12 +64,12 @@ def arrays_and_boxes(draw):
     return shape, draw(st.integers(1, 3)), slices
 
 
-@pytest.mark.parametrize("gap_bytes", [4, array_file.GAP_BYTES])
+@pytest.mark.parametrize("gap_bytes", [4, arrays.GAP_BYTES])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrays_and_boxes())
 def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, monkeypatch, gap_bytes, drawn):
     shape, channels, slices = drawn
-    monkeypatch.setattr(array_file, "GAP_BYTES", gap_bytes)  # so that small arrays meet each way to read a box
+    monkeypatch.setattr(arrays, "GAP_BYTES", gap_bytes)  # so that small arrays meet each way to read a box
     image, label = voxels(shape, channels)
     records = [stored_case(tmp_path, image, label, kind=kind) for kind in ("npy", "b2nd")]
     for record in records:
@@ -88,47 +82,6 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, monke
                 assert box.ctypes.data % 64 == 0 or box.size == 0
                 assert box.dtype == stored.dtype
                 np.testing.assert_array_equal(box, stored[slices])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_little_more_than_the_bytes_of_the_box_is_read(tmp_path, stored_case, mode):
-    image, _ = voxels((64, 64, 64), 4)
-    record = stored_case(tmp_path, image)
-    reader = Reader(tmp_path, mode)
-    reader.box(record, "x", (slice(3, 11), slice(20, 28), slice(40, 48)))
-    # 8 planes of 8 rows of 8 voxels of 8 bytes; the rows of a plane are read in one, with what lies between them.
-    assert reader.reads.bytes_read == (8 * 8 * 64 if mode == "ram" else 8 * (7 * 512 + 64))
-
-
-@pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_no_map_is_made_for_a_box(case, monkeypatch, mode):
-    folder, record, image, _ = case
-    monkeypatch.setattr(array_file, "map_file", lambda *_, **__: pytest.fail("mapped"))
-    box = (slice(1, 5), slice(2, 4), slice(1, 4))
-    np.testing.assert_array_equal(Reader(folder, mode).box(record, "x", box), image[box])
-
-
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system cannot tell what is in memory")
-@pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_a_box_is_asked_for_at_once_and_only_where_it_is_not_in_memory(tmp_path, stored_case, monkeypatch, mode):
-    image, _ = voxels((64, 64, 64), 4)
-    record = stored_case(tmp_path, image)
-    path = array_path(tmp_path, record, "x")
-    asked = []
-    bring_in = page_cache.bring_in
-    monkeypatch.setattr(page_cache, "bring_in", lambda *part: asked.append(part) or bring_in(*part))
-    reader, box = Reader(tmp_path, mode), (slice(3, 11), slice(20, 28), slice(40, 48))
-    path.read_bytes()
-    reader.box(record, "x", box)
-    assert asked == []
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        page_cache.give_back(file.fileno())
-        if page_cache.resident(map_file(file.fileno(), record.image_bytes)).any():
-            pytest.skip("this file system's pages cannot be dropped")
-    np.testing.assert_array_equal(reader.box(record, "x", box), image[box])
-    assert len(asked) == 8  # a part for each plane
-    assert sum(length for _, _, length in asked) == 8 * (7 * 512 + 64)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,48 +112,6 @@ def test_a_box_that_reaches_beyond_the_array_is_refused(tmp_path, stored_case, m
     assert reader.reads.bytes_read == 0
 
 
-def test_the_bytes_that_a_packed_files_hash_takes_are_counted_once(tmp_path, stored_case, monkeypatch):
-    record = stored_case(tmp_path, *voxels(), kind="b2nd")
-    preadv, read = os.preadv, []
-    monkeypatch.setattr(os, "preadv", lambda *asked: read.append(preadv(*asked)) or read[-1])
-    box = (slice(0, 7), slice(0, 6), slice(0, 5))  # one chunk
-    reader = Reader(tmp_path)
-    reader.box(record, "x", box)
-    first = reader.reads.bytes_read
-    assert sum(read) == record.image_bytes  # blosc2 reads the chunk by itself
-    reader.box(record, "x", box)
-    chunk = reader.reads.bytes_read - first
-    assert first == record.image_bytes + chunk
-    assert 0 < chunk < record.image_bytes
-    read.clear()
-    reader = Reader(tmp_path)
-    reader.array(record, "x")
-    assert sum(read) == reader.reads.bytes_read == record.image_bytes
-    reader.box(record, "x", box)
-    assert reader.reads.bytes_read == record.image_bytes + chunk
-
-
-@pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_a_patch_comes_out_of_a_file_larger_than_any_memory(tmp_path, make_record, mode):
-    shape = (8192, 8192, 4096)  # 550 GB, of which the disk holds a few pages
-    header = npy_header(np.int16, (*shape, 1))
-    size_bytes = len(header) + 2 * int(np.prod(shape))
-    record = make_record(shape=shape, stored=Region((0, 0, 0), shape), image_bytes=size_bytes)
-    (tmp_path / "cases").mkdir()
-    patch = np.arange(2, dtype=np.int16)
-    with open(array_path(tmp_path, record, "x"), "wb") as file:
-        file.write(header)
-        try:
-            file.truncate(size_bytes)
-        except OSError as error:
-            pytest.skip(f"no file of that length on this file system: {error}")
-        file.seek(len(header) + 2 * ((8000 * 8192 + 8000) * 4096 + 4000))
-        file.write(patch.tobytes())
-    box = Reader(tmp_path, mode).box(record, "x", (slice(7999, 8001), slice(7999, 8001), slice(4000, 4002)))
-    np.testing.assert_array_equal(box[1, 1, :, 0], patch)
-    assert not box[0].any()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["npy", "b2nd"])
 @pytest.mark.parametrize("length", [0, 50, -1, 1])
@@ -212,7 +123,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     stored_case(tmp_path, image, label, stem="b", kind=kind)
     path = array_path(tmp_path, record, "x")
     os.truncate(path, length if length in (0, 50) else record.image_bytes + length)
-    monkeypatch.setattr(array_file, "map_file", lambda *_, **__: pytest.fail("mapped"))
+    monkeypatch.setattr(pages, "map_file", lambda *_, **__: pytest.fail("mapped"))
     for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
         found = path.stat().st_size
         message = f"store file {path} must be {record.image_bytes} bytes long, got {found}; delete it and run"
@@ -222,20 +133,6 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
     good = dataclasses.replace(record, stem="b")
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(good, "x"), image)
-
-
-def test_a_missing_file_is_told_by_name(case):
-    folder, record, _, _ = case
-    path = array_path(folder, record, "y")
-    path.unlink()
-    with pytest.raises(InputError, match=re.escape(f"store file {path} must exist, found none; run `prepare` again")):
-        Reader(folder).array(record, "y")
-
-
-def test_a_case_without_a_label_says_so(tmp_path, stored_case):
-    record = stored_case(tmp_path, voxels()[0])
-    with pytest.raises(InputError, match="case a must have a label"):
-        Reader(tmp_path).array(record, "y")
 
 
 @pytest.mark.parametrize(
@@ -251,14 +148,6 @@ def test_a_file_of_another_array_is_refused(case, other):
         with pytest.raises(InputError, match=message):
             Reader(folder, mode).array(record, "x")
     np.testing.assert_array_equal(Reader(folder).array(record, "y"), label)
-
-
-def test_a_record_that_its_file_contradicts_is_never_read_past_the_end(case):
-    folder, record, _, _ = case
-    os.truncate(array_path(folder, record, "x"), record.image_bytes - 4096 % record.image_bytes)
-    cut = dataclasses.replace(record, image_bytes=array_path(folder, record, "x").stat().st_size)
-    with pytest.raises(InputError, match="got another header"):
-        Reader(folder).array(cut, "x")
 
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
@@ -302,40 +191,6 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_pat
     np.testing.assert_array_equal(Reader(tmp_path).box(record, "y", (slice(1, 3),) * 3), label[1:3, 1:3, 1:3])
 
 
-def test_a_list_of_chunks_that_is_no_array_is_refused(tmp_path, stored_case):
-    blosc2 = pytest.importorskip("blosc2")
-    record = stored_case(tmp_path, *voxels(), kind="b2nd")
-    content = blosc2.SChunk(data=bytes(100), cparams={"typesize": 2}).to_cframe()
-    array_path(tmp_path, record, "x").write_bytes(content)
-    record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
-    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
-        with pytest.raises(InputError, match=r"must be a \.b2nd array of int16"):
-            read(Reader(tmp_path))
-
-
-def test_a_packed_box_comes_from_the_file_that_was_checked(tmp_path, stored_case, monkeypatch):
-    image, label = voxels()
-    record = stored_case(tmp_path, image, label, kind="b2nd")
-    path = array_path(tmp_path, record, "x")
-    real = array_file.ArrayFile.check_content
-
-    def check_then_replace(file):
-        os.replace(array_path(tmp_path, record, "y"), path)
-        return real(file)
-
-    monkeypatch.setattr(array_file.ArrayFile, "check_content", check_then_replace)
-    box = (slice(1, 5), slice(2, 4), slice(1, 4))
-    np.testing.assert_array_equal(Reader(tmp_path).box(record, "x", box), image[box])
-
-
-def test_a_packed_file_of_another_array_is_refused(tmp_path, stored_case):
-    record = stored_case(tmp_path, voxels()[0], kind="b2nd")
-    other = dataclasses.replace(record, channel_mean=(0.0,))
-    for read in (lambda reader: reader.array(other, "x"), lambda reader: reader.box(other, "x", (slice(0, 1),) * 3)):
-        with pytest.raises(InputError, match=re.escape("(7, 6, 5, 1), got int16 (7, 6, 5, 2); delete")):
-            read(Reader(tmp_path))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_replaced_under_a_reader_is_told(case, mode):
     folder, record, image, label = case
@@ -351,17 +206,6 @@ def test_a_file_replaced_under_a_reader_is_told(case, mode):
     np.testing.assert_array_equal(before, image)  # what was given out before lives on
     np.testing.assert_array_equal(reader.array(record, "y"), label)
     np.testing.assert_array_equal(Reader(folder, mode).array(record, "x"), image)
-
-
-def test_a_file_written_to_under_a_reader_is_told(case):
-    folder, record, _, _ = case
-    reader = Reader(folder)
-    reader.array(record, "x")
-    path = array_path(folder, record, "x")
-    status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(InputError, match="must stay as it was"):
-        reader.array(record, "x")
 
 
 def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
@@ -382,16 +226,6 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
     np.testing.assert_array_equal(Reader(folder, "pread").array(record, "y"), label)
 
 
-def test_a_read_that_gives_less_than_it_was_asked_for_goes_on(case, monkeypatch):
-    folder, record, image, _ = case
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda handle, buffers, *rest: preadv(handle, [buffers[0][:33]], *rest))
-    reader = Reader(folder, "pread")
-    np.testing.assert_array_equal(reader.array(record, "x"), image)
-    box = (slice(1, 5), slice(2, 4), slice(1, 4))
-    np.testing.assert_array_equal(reader.box(record, "x", box), image[box])
-
-
 @pytest.mark.parametrize("mode", ["pread", "mmap"])
 def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode):
     folder, record, _, _ = case
@@ -403,18 +237,6 @@ def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode)
     with pytest.raises(OSError, match="Input/output error") as raised:
         Reader(folder, mode).array(record, "x")
     assert raised.value.filename == str(array_path(folder, record, "x"))
-
-
-def test_advice_that_fails_does_not_stop_a_read(case, monkeypatch):
-    folder, record, image, _ = case
-
-    def fail(*_):
-        raise OSError(errno.ENOSYS, "no advice")
-
-    monkeypatch.setattr(array_file.page_cache, "resident", fail)
-    monkeypatch.setattr(array_file.page_cache, "bring_in", fail)
-    box = (slice(1, 5), slice(2, 4), slice(1, 4))
-    np.testing.assert_array_equal(Reader(folder).box(record, "x", box), image[box])
 
 
 def test_problems_names_every_bad_file_of_a_case_and_reads_no_voxel(case):
@@ -450,82 +272,8 @@ def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
 def test_ram_maps_a_file_once_and_keeps_it(case):
     folder, record, _, _ = case
     reader = Reader(folder, "ram")
-    reader.load(record)
+    reader.advise(record)
     assert reader.array(record, "x").ctypes.data == reader.array(record, "x").ctypes.data
     assert str(array_path(folder, record, "y")) in maps()
     del reader
     assert str(array_path(folder, record, "y")) not in maps()
-
-
-def test_ram_locks_nothing_that_a_step_may_need(case):
-    """Whoever may lock, as root may, would hold memory that no plan has counted."""
-
-    def locked_kb():
-        return re.search(r"VmLck:\s*(\d+)", Path("/proc/self/status").read_text())[1]
-
-    folder, record, image, _ = case
-    before, reader = locked_kb(), Reader(folder, "ram")
-    reader.load(record)
-    np.testing.assert_array_equal(reader.array(record, "x"), image)
-    assert locked_kb() == before
-
-
-def test_threads_may_share_a_reader(tmp_path, stored_case):
-    stored = {}
-    for n in range(6):
-        image, label = voxels(seed=n)
-        stored[str(n)] = stored_case(tmp_path, image, label, stem=str(n)), image
-    for mode in MODES:
-        reader, wrong = Reader(tmp_path, mode), []
-
-        def read(reader=reader, wrong=wrong):
-            for record, image in list(stored.values()) * 5:
-                if not np.array_equal(reader.array(record, "x"), image):
-                    wrong.append(record.stem)
-                if not np.array_equal(reader.box(record, "x", (slice(1, 3),) * 3), image[1:3, 1:3, 1:3]):
-                    wrong.append(record.stem)
-
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        assert reader.reads.arrays == 4 * 6 * 5 * 2
-
-
-CHILD = """
-import sys
-from cpu3d.data.files.file_map import map_file
-import os
-handle = os.open(sys.argv[1], os.O_RDONLY)
-array = map_file(handle, os.fstat(handle).st_size)
-total = int(array.sum())
-print("ready", flush=True)
-sys.stdin.readline()
-pages = [line for line in open("/proc/self/smaps").read().split("\\n")]
-start = next(place for place, line in enumerate(pages) if line.endswith(sys.argv[1]))
-fields = dict(line.split(":") for line in pages[start + 1 : start + 20] if line.endswith("kB"))
-print(int(fields["Rss"].split()[0]), int(fields["Pss"].split()[0]), flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_two_processes_share_one_set_of_pages(tmp_path, stored_case):
-    if not os.path.exists("/proc/self/smaps"):
-        pytest.skip("no /proc/self/smaps here")
-    record = stored_case(tmp_path, np.ones((128, 128, 64, 4), np.int16))
-    command = [sys.executable, "-c", CHILD, str(array_path(tmp_path, record, "x"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    try:
-        for child in children:
-            assert child.stdout.readline() == "ready\n"
-        for child in children:
-            print(file=child.stdin, flush=True)
-            resident_kb, share_kb = map(int, child.stdout.readline().split())
-            assert resident_kb == pytest.approx(record.image_bytes / 1024, rel=0.02)
-            assert share_kb == pytest.approx(resident_kb / 2, rel=0.02)
-    finally:
-        for child in children:
-            child.communicate("\n")

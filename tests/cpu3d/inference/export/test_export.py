@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.case import load_case
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
-from cpu3d.data.layouts import CaseFiles
 from cpu3d.data.nifti import read_volume, write_volume
-from cpu3d.data.resume import identity
-from cpu3d.data.write_cases import Settings
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.conversion import Settings, identity
+from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.inference.export import network
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.settings import load_config, save_config

@@ -1,0 +1,268 @@
+"""One case from its files to what the store holds: checked, on one grid in axes R A S, with its statistics."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data import nifti
+from cpu3d.data.files.arrays import file_sha256, voxels_sha256
+from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
+from cpu3d.data.region import bounding_box, whole
+from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.errors import InputError
+
+AFFINE_TOLERANCE = 1e-3
+"""Largest difference, in mm, between the affines of files that lie on one grid."""
+
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+FLOAT16_SMALLEST = np.float16(2**-24)
+
+
+@dataclass(frozen=True)
+class LoadedCase:
+    """A case in memory, ready to be stored or predicted."""
+
+    image: np.ndarray
+    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S."""
+    label: Optional[np.ndarray]
+    """`(X, Y, Z)` uint8 in the data set's own codes, or None."""
+    record: CaseRecord
+    """In no store yet: without a format, and without lengths and hashes of files."""
+
+
+def load_case(
+    files: CaseFiles,
+    *,
+    channels: Tuple[str, ...],
+    labels: Optional[Dict[int, str]] = None,
+    dataset_folder: Optional[Path] = None,
+    scores: bool = False,
+    zero_nan: bool = False,
+    label_map: Optional[Mapping[int, int]] = None,
+) -> LoadedCase:
+    """Read, check and turn one case.
+
+    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
+    `scores`, it is `float16_image`, with its largest rounding error in the record. `zero_nan` makes NaN and infinite
+    voxels 0, which is background, and counts them. `labels` are the codes that may occur once those in `label_map` are
+    changed; None leaves the label unread. Sources are recorded relative to `dataset_folder`.
+
+    Holds about two volumes: the channels as read, then the image. Raises InputError with every problem of the case:
+    files that cannot be read or lie on different grids, NaN or infinite voxels, empty or constant channels, unknown
+    label codes.
+    """
+    problems: List[str] = []
+    volumes, geometry, zeroed_voxels = _read_channels(files, channels, zero_nan, problems)
+    label = None
+    if labels is not None and files.label is not None:
+        label = _read_label(files, labels, label_map or {}, geometry, problems)
+    if problems:
+        raise InputError(*problems)
+    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if scores or any(volume.dtype != np.int16 for volume in volumes):
+        image, max_abs_error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
+    else:
+        image, max_abs_error = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2")), 0.0
+    del volumes
+    if label is not None:
+        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    paths = files.paths if label is not None else files.images
+    record = CaseRecord(
+        case_id=files.case_id,
+        patient_id=files.patient_id,
+        spacing_mm=nifti.ras_spacing_mm(geometry),
+        **facts_of(image, label),
+        max_abs_error=max_abs_error,
+        zeroed_voxels=zeroed_voxels,
+        geometry=geometry,
+        sources=tuple(_source(path, dataset_folder) for path in paths),
+        stem=files.case_id,
+        format="",
+        stored=whole(image.shape[:3]),
+        image_bytes=0,
+        image_sha256="",
+        label_bytes=0,
+        label_sha256="",
+    )
+    return LoadedCase(image, label, record)
+
+
+def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
+    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
+
+    A score that rounds to 0 becomes the smallest number above it, so that 0 stays what it was: background. Returned
+    with the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
+    channels whose scores are beyond what float16 or the sums towards them can hold.
+    """
+    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
+    problems, error = [], 0.0
+    for index, volume in enumerate(volumes):
+        inside = volume != 0
+        values = volume[inside].astype(np.float64)
+        with np.errstate(all="ignore"):  # what overflows is named below
+            std = values.std()
+            scores = (values - values.mean()) / std
+            largest = float(np.abs(scores).max())
+        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
+            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
+            got = f"{largest:g} with a standard deviation of {std:g}"
+            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
+            continue
+        rounded = scores.astype(np.float16)
+        rounded[rounded == 0] = FLOAT16_SMALLEST
+        error = max(error, float(np.abs(rounded - scores).max()))
+        image[..., index][inside] = rounded
+    if problems:
+        raise InputError(*problems)
+    return image, error
+
+
+def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
+    """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label on the whole grid."""
+    mask = np.zeros(image.shape[:3], bool) if label is None else label > 0
+    statistics = []
+    for index in range(image.shape[3]):
+        channel = image[..., index]
+        inside = channel != 0
+        mask |= inside
+        values = channel[inside].astype(np.float64)
+        statistics.append((values.mean(), values.std(), values.min(), values.max(), values.size))
+    mean, std, low, high, voxels = zip(*statistics)
+    counts = np.bincount(label.reshape(-1)) if label is not None else ()
+    return {
+        "shape": tuple(image.shape[:3]),
+        "box": bounding_box(mask),
+        "image_dtype": image.dtype.name,
+        "channel_mean": tuple(map(float, mean)),
+        "channel_std": tuple(map(float, std)),
+        "channel_min": tuple(map(float, low)),
+        "channel_max": tuple(map(float, high)),
+        "channel_voxels": tuple(map(int, voxels)),
+        "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
+        "centres": centres_of(label) if label is not None else {},
+        "image_voxels_sha256": voxels_sha256(image),
+        "label_voxels_sha256": voxels_sha256(label) if label is not None else "",
+    }
+
+
+def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
+    """The path as a record tells it: relative to the data set's folder, or the bare name where it lies outside."""
+    folder = Path(dataset_folder) if dataset_folder is not None else path.parent
+    return path.relative_to(folder).as_posix() if folder in path.parents else path.name
+
+
+# --- Private helpers: reading ---
+
+
+def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, problems: List[str]):
+    """One 3D array per channel, int16 wherever that is exact, the grid of the first file that could be read, and how
+    many voxels were made 0."""
+    volumes, geometry, first, zeroed_voxels = [], None, None, 0
+    expect_4d = len(files.images) == 1 and len(channels) > 1
+    for number, path in enumerate(files.images):
+        try:
+            array, found = nifti.read_volume(path)
+        except InputError as error:
+            problems += error.problems
+            continue
+        if geometry is None:
+            geometry, first = found, path
+        problems += _grid_problems(path, found, first, geometry)
+        names = channels if expect_4d else channels[number : number + 1]
+        array = array if array.ndim == 4 else array[..., None]
+        if array.shape[3] != max(len(names), 1):
+            advice = f"give one 4D file or one 3D file for each of {', '.join(channels)}"
+            problems.append(f"{path} must hold {max(len(names), 1)} channel(s), got {array.shape[3]}; {advice}")
+            continue
+        for index, name in enumerate(names):
+            volume = array[..., index]
+            if zero_nan and not np.isfinite(volume).all():
+                zeroed_voxels += int(np.count_nonzero(~np.isfinite(volume)))
+                volume = np.where(np.isfinite(volume), volume, 0)
+            problems += _channel_problems(f"channel {name} of {path}", volume)
+            volumes.append(_compact(volume))
+    if len(files.images) not in (1, len(channels)):
+        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}; name them all")
+    return volumes, geometry, zeroed_voxels
+
+
+def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
+    """How the grid of `path` differs from that of `first`; nothing where it is the same."""
+    rule = f"{path} must lie on the grid of {first.name}"
+    if found.shape != expected.shape:
+        return [f"{rule}: shape {expected.shape}, got {found.shape}; resample it or leave the case out"]
+    if found.axes != expected.axes:
+        return [f"{rule}: axes {expected.axes}, got {found.axes}; mend its header or leave the case out"]
+    apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())
+    if apart > AFFINE_TOLERANCE:
+        return [f"{rule}: affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}; resample or leave it out"]
+    return []
+
+
+def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
+    """NaN, infinity and channels without contrast, which no normalisation can mend."""
+    bad = volume.size - int(np.count_nonzero(np.isfinite(volume))) if volume.dtype.kind == "f" else 0
+    if bad:
+        advice = "mend it, leave it out, or make them background with --zero-nan"
+        return [f"{name} must be finite, got {bad} NaN or infinite voxels; {advice}"]
+    inside = volume[volume != 0]
+    if inside.size == 0:
+        return [f"{name} must not be empty, got zeros only; fetch it again or leave the case out"]
+    if inside.min() == inside.max():
+        rule = f"{name} must vary over its non-zero voxels"
+        return [f"{rule}, got {inside[0]:g} everywhere; fetch it again or leave the case out"]
+    return []
+
+
+def _compact(volume: np.ndarray) -> np.ndarray:
+    """The volume as int16 where that is exact, else as it is."""
+    limits = np.iinfo(np.int16)
+    if volume.dtype.kind == "f" and not (np.isfinite(volume).all() and np.array_equal(np.rint(volume), volume)):
+        return volume
+    if volume.min() < limits.min or volume.max() > limits.max:
+        return volume
+    return volume.astype(np.int16)
+
+
+def _read_label(
+    files: CaseFiles,
+    labels: Dict[int, str],
+    label_map: Mapping[int, int],
+    expected: Optional[Geometry],
+    problems: List[str],
+) -> Optional[np.ndarray]:
+    """The label as uint8, its codes changed by `label_map`; None where it has problems."""
+    path = files.label
+    try:
+        label, geometry = nifti.read_volume(path)
+    except InputError as error:
+        problems += error.problems
+        return None
+    if label.ndim == 4 and label.shape[3] == 1:
+        label = label[..., 0]
+    if label.ndim != 3:
+        problems.append(f"label {path} must be 3D, got shape {label.shape}; give one label map")
+        return None
+    values, counts = np.unique(label, return_counts=True)
+    codes = [label_map.get(value, value) for value in values]
+    unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
+    if unknown:
+        known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
+        rule = f"label {path} must hold only the codes {known}"
+        advice = "mend it, or say what they are with --label-map"
+        problems.append(f"{rule}; got {', '.join(unknown[:8])}; {advice}")
+        return None
+    if expected is not None:
+        problems += _grid_problems(path, geometry, files.images[0], expected)
+    changed = label.astype(np.uint8)
+    for value, code in zip(values, codes):
+        if code != value:
+            changed[label == value] = code
+    return changed
+
+
+def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:
+    status = path.stat()
+    return SourceFile(source_name(path, dataset_folder), status.st_size, file_sha256(path), status.st_mtime_ns)

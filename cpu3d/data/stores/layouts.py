@@ -1,0 +1,531 @@
+"""Which files make up which case: the data set layouts that `prepare` and `predict` understand.
+
+    decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case (Medical Segmentation Decathlon)
+    brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
+    brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
+
+A layout of a folder a case is an entry of `FOLDER_LAYOUTS`. Label codes differ between releases: they are taken from
+dataset.json or from the layout, never guessed from voxels. Code 4 of brats2023 is the resection cavity (BraTS 2024
+post-treatment): a region RC, apart from WT, TC and ET.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from cpu3d.data.splits import TABLE, read_patients
+from cpu3d.errors import InputError
+from memory_estimator.files import read_json
+
+UNKNOWN = "not known from the name: each case counts as a patient of its own"
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """A layout with a folder of 3D files for each case."""
+
+    separator: str
+    """Between a case's name and the suffix of a file."""
+    suffixes: Dict[str, str]
+    """Suffix -> channel, in the store's order, or "seg"."""
+    labels: Dict[int, str]
+    optional: Tuple[int, ...] = ()
+    """Codes of which a store has those alone that occur in its cases."""
+    patients: Dict[str, str] = field(default_factory=dict)
+    """Rule -> names of cases, of any release, with the patient as group 1."""
+
+    @property
+    def channels(self) -> Tuple[str, ...]:
+        return tuple(channel for channel in self.suffixes.values() if channel != "seg")
+
+
+FOLDER_LAYOUTS = {
+    "brats2017": FolderLayout(
+        "_",
+        {"flair": "FLAIR", "t1": "T1w", "t1ce": "T1gd", "t2": "T2w", "seg": "seg"},
+        {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
+    ),
+    "brats2023": FolderLayout(
+        "-",
+        {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"},
+        {
+            0: "background",
+            1: "necrotic and non-enhancing tumour core",
+            2: "oedema",
+            3: "enhancing tumour",
+            4: "resection cavity",
+        },
+        optional=(4,),
+        patients={"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"},
+    ),
+}
+
+LABEL_CODES = {
+    **{name: layout.labels for name, layout in FOLDER_LAYOUTS.items()},
+    "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
+}
+"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
+
+PATIENT_NAMES = {
+    "BraTS 2023 and later, <patient>-<time point>": r"(BraTS(?:-[a-z]+)+-\d+)-\d{1,3}(?!\d)",
+    "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
+    "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
+    "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
+}
+"""Names in any layout -> the patient in them, as group 1; what follows, such as a modality, is ignored."""
+
+
+@dataclass(frozen=True)
+class CaseFiles:
+    """The files of one case."""
+
+    case_id: str
+    patient_id: str
+    images: Tuple[Path, ...]
+    """One 4D file with the channels last, or one 3D file per channel in the order of the channels."""
+    label: Optional[Path]
+
+    @property
+    def paths(self) -> Tuple[Path, ...]:
+        """The images, then the label where there is one."""
+        return (*self.images, *([self.label] if self.label else []))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case that cannot be used, and one reason why."""
+
+    case_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set as found on disk; no volume has been opened yet."""
+
+    folder: Path
+    name: str
+    layout: str
+    """"decathlon", or one of FOLDER_LAYOUTS."""
+    channels: Tuple[str, ...]
+    labels: Dict[int, str]
+    """Label code -> name; 0 is background."""
+    regions: Dict[str, Tuple[int, ...]]
+    """Region name -> label codes; WT, TC, ET (and RC) for BraTS-like labels, else one region per label."""
+    cases: Tuple[CaseFiles, ...]
+    """The complete ones, by case id."""
+    problems: Tuple[Problem, ...]
+    """Those with a file missing or double; none of them is in `cases`."""
+    patient_rules: Dict[str, str] = field(default_factory=dict)
+    """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
+
+
+def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
+    """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
+
+    `patients` is a table of the cases' patients, instead of their names.
+
+    Cases that lack a modality or a label are named in `problems`, all of them. Raises InputError for what concerns the
+    whole: no such folder, no cases, two layouts in one, a case id twice, a dataset.json that is damaged or names files
+    outside its folder. Symbolic links are followed wherever they lead.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "none"
+        raise InputError(f"data set {folder} must be a folder, found {found}; check it")
+    dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_folders(folder)
+    if patients is None:
+        return dataset
+    table = read_patients(patients, [case.case_id for case in dataset.cases])
+    cases = tuple(replace(case, patient_id=table[case.case_id]) for case in dataset.cases)
+    return replace(dataset, cases=cases, patient_rules={case.case_id: TABLE for case in cases})
+
+
+def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
+    """(patient, the rule that tells it) from the name of a case; (the case itself, UNKNOWN) where that says nothing."""
+    own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
+    for rule, pattern in {**PATIENT_NAMES, **own}.items():
+        found = re.match(pattern, case_id, re.IGNORECASE)
+        if found:
+            return found[1], rule
+    return case_id, UNKNOWN
+
+
+# --- Labels and regions ---
+
+
+def describe_labels(dataset: Dataset) -> List[str]:
+    """The label mapping that was chosen, one line a code, such as "3 enhancing tumour -> WT, TC, ET"."""
+    lines = []
+    always = labels_in_use(dataset.layout, dataset.labels, ())
+    for code, name in sorted(dataset.labels.items()):
+        within = [region for region, codes in dataset.regions.items() if code in codes]
+        where = "" if code in always else ", where a label holds it"
+        lines.append(f"{code} {name} -> {', '.join(within) or 'no region'}{where}")
+    return lines
+
+
+def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
+    """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
+    optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
+    return {code: name for code, name in labels.items() if code not in optional or code in codes}
+
+
+def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region.
+
+    Beside those a resection cavity, which is no tumour, is a region RC.
+    """
+    codes = tuple(code for code in sorted(labels) if code != 0)
+    cavity = tuple(code for code in codes if "cavity" in labels[code].lower())
+    if len(cavity) == 1:
+        rest = regions_of({code: name for code, name in labels.items() if code not in cavity})
+        if "WT" in rest:
+            return {**rest, "RC": cavity}
+    oedema = tuple(code for code in codes if "edema" in labels[code].lower())
+    enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
+    if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
+        return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
+    return {labels[code]: (code,) for code in codes}
+
+
+def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
+    """{4: 3} for "4=3". Raises InputError for what is no pair of codes 0..255, or gives one code two meanings."""
+    problems, label_map = [], {}
+    for pair in pairs:
+        match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
+        old, new = map(int, match.groups()) if match else (0, 0)
+        if not match or max(old, new) > 255 or old == 0:
+            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; mend it")
+        elif label_map.setdefault(old, new) != new:
+            problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
+    if problems:
+        raise InputError(*problems)
+    return label_map
+
+
+def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
+    """The data set with the codes, names and regions that its labels have once `label_map` is applied to them.
+
+    All codes change at once, so 1=2 with 2=1 swaps them. A code that has a name keeps it under a new code that has
+    none: the labels of BraTS 2021 with 4=3 are those of BraTS 2023. A code onto which nothing falls any more is gone.
+    Raises InputError where a new code would have no name.
+    """
+    before = dataset.labels
+    kept = {code for code in before if code not in label_map}
+    labels = {code: name for code, name in before.items() if code in kept or code in label_map.values()}
+    problems = []
+    for old, new in sorted(label_map.items()):
+        name = labels.get(new, before.get(old))
+        if name is None:
+            known = ", ".join(f"{code} {name}" for code, name in sorted(before.items()))
+            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; mend it")
+        labels[new] = name
+    if not problems and len(labels) < 2:
+        problems = ["--label-map must leave a label beside the background, got none; map fewer codes"]
+    if problems:
+        raise InputError(*problems)
+    labels = dict(sorted(labels.items()))
+    return dataclasses.replace(dataset, labels=labels, regions=regions_of(labels))
+
+
+# --- Files to predict ---
+
+
+def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
+    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
+
+    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`; others must be
+    given in it. A segmentation among them is left out, so `label` is None; so are files of known modalities that are
+    not among `channels`. Raises InputError when a file does not exist and when a channel is missing or double.
+    """
+    paths = [Path(path) for path in paths]
+    problems = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
+    if not problems and len(paths) > 1:
+        folders = [path for path in paths if path.is_dir()]
+        problems = [f"image {path} must be a file when several are given, got a folder" for path in folders]
+    if problems or not paths:
+        raise InputError(*problems or ["--image must name a case folder or files, got nothing"])
+    case_id, where = _stem(paths[0]), paths[0].parent
+    if paths[0].is_dir():
+        case_id, paths = _name(paths[0]), _in_channel_order(_volumes(paths[0]), channels, paths[0])
+    elif len(paths) > 1 or len(channels) == 1:
+        paths = [path for path in paths if _modality(path) != "seg"]
+        if all(_modality(path) for path in paths) and all(_canonical(name) for name in channels):
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(where)
+            paths = _in_channel_order(paths, channels, where)
+        elif len(paths) != len(channels):
+            rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
+            raise InputError(f"{rule}, got {len(paths)} files; name them all")
+        else:
+            _refuse_other_order(paths, channels)
+    return CaseFiles(case_id, case_id, tuple(paths), None)
+
+
+def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
+    """3D files to predict, those of one case together; `channels` are what each case needs.
+
+    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
+    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
+    which files make up a case.
+    """
+    paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
+    named = [path for path in paths if _modality(path) and all(map(_canonical, channels))]
+    if len(named) == len(paths):
+        groups: Dict[str, List[Path]] = {}
+        for path in paths:
+            groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
+        return list(groups.values())
+    if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
+        rule = "3D files must be of one case where not all are named after their modality"
+        advice = "predict one case after another, or name the files"
+        raise InputError(f"{rule}, got {len(paths)} for {', '.join(channels)}; {advice}")
+    if len(channels) == 1 and named:
+        unnamed = ", ".join(path.name for path in paths if path not in named)
+        rule = "3D files must all be named after their modality or none of them"
+        raise InputError(f"{rule}, got {unnamed} beside {named[0].name}; predict them apart")
+    return [[path] for path in paths] if len(channels) == 1 else [paths]
+
+
+def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
+    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
+
+    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
+    BraTS-PED has the names of BraTS 2023 and other codes.
+    """
+    folder = files.images[0].absolute().parent
+    try:
+        if folder.name in ("imagesTr", "imagesTs") and (folder.parent / "dataset.json").is_file():
+            return str(folder.parent / "dataset.json"), _read_decathlon(folder.parent).labels
+        _refuse_other_codes(folder, [files.case_id])
+    except InputError:
+        return None
+    named = [layout for layout in FOLDER_LAYOUTS if all(_part_of(path, layout) for path in files.images)]
+    return (named[0], LABEL_CODES[named[0]]) if named else None
+
+
+# --- Private helpers: a folder a case ---
+
+_ALIASES = {"T1w": {"t1w"}, "T1gd": {"t1gd"}, "T2w": {"t2"}}
+"""Channel, or "seg" -> what files and data sets call it, in lower case; what layouts do is added."""
+for _suffix, _channel in [pair for one in FOLDER_LAYOUTS.values() for pair in one.suffixes.items()]:
+    _ALIASES.setdefault(_channel, set()).add(_suffix)
+
+_SUFFIX = re.compile(
+    rf"(?:^|[_-])({'|'.join(sorted(set().union(*_ALIASES.values()), key=len, reverse=True))})\.nii(\.gz)?$",
+    re.IGNORECASE,
+)
+
+
+def _read_folders(folder: Path) -> Dataset:
+    found = _case_folders(folder)
+    layouts = sorted({layout for _, layout in found if layout})
+    if not layouts:
+        raise InputError(
+            f"data set {folder} must hold a dataset.json (Decathlon) or case folders with <id>_flair.nii.gz (BraTS"
+            f" 2017-2021) or <id>-t2f.nii.gz (BraTS 2023 on), found neither; give the folder that holds the cases"
+        )
+    if len(layouts) > 1:
+        raise InputError(f"data set {folder} must have one layout, got {' and '.join(layouts)}; prepare them apart")
+    layout = layouts[0]
+    _refuse_other_codes(folder, [_name(case) for case, _ in found])
+    cases, problems = [], []
+    for case, _ in found:
+        chosen, case_id = {}, _name(case)
+        for suffix, channel in FOLDER_LAYOUTS[layout].suffixes.items():
+            paths = [path for path in _volumes(case) if _part_of(path, layout) == channel]
+            if len(paths) == 1:
+                chosen[channel] = paths[0]
+                continue
+            what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{FOLDER_LAYOUTS[layout].separator}{suffix}"
+            names = ", ".join(path.name for path in paths) or "none"
+            reason = f"{what}.nii.gz must be there once, found {names}; mend the case or leave it out"
+            problems.append(Problem(case_id, reason))
+        images = tuple(chosen[name] for name in FOLDER_LAYOUTS[layout].channels if name in chosen)
+        cases.append(CaseFiles(case_id, case_id, images, chosen.get("seg")))
+    channels = FOLDER_LAYOUTS[layout].channels
+    return _dataset(folder, _name(folder), layout, channels, LABEL_CODES[layout], cases, problems)
+
+
+def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
+    """BraTS-PED has the layout of BraTS 2023, but codes of its own: read as a glioma's they would train nonsense."""
+    rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
+    other = [case_id for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
+    if other:
+        raise InputError(
+            *(f"case {case_id} of {folder} {rule}" for case_id in other),
+            "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out",
+        )
+
+
+def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
+    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
+    own = _layout_of(folder)
+    if own:
+        return [(folder, own)]
+    found = []
+    for child in _subfolders(folder):
+        layout = _layout_of(child)
+        below = [] if layout else [(grandchild, _layout_of(grandchild)) for grandchild in _subfolders(child)]
+        if any(kind for _, kind in below):
+            found += [(path, kind) for path, kind in below if kind or _looks_like_a_case(path)]
+        elif layout or _looks_like_a_case(child):
+            found.append((child, layout))
+    return found
+
+
+def _looks_like_a_case(folder: Path) -> bool:
+    """A folder that is empty, or that holds volumes but none with a known name: a case that went wrong."""
+    return not any(folder.iterdir()) or bool(_volumes(folder))
+
+
+def _layout_of(folder: Path) -> Optional[str]:
+    """The layout with the most files in `folder`; None where no file is named after any."""
+    volumes = _volumes(folder)
+    counts = {layout: sum(_part_of(path, layout) is not None for path in volumes) for layout in FOLDER_LAYOUTS}
+    best = max(counts, key=lambda layout: counts[layout])
+    return best if counts[best] else None
+
+
+def _part_of(path: Path, layout: str) -> Optional[str]:
+    """The canonical channel, or "seg", of a file that is named as in `layout`; None for any other."""
+    found, match = FOLDER_LAYOUTS[layout], _SUFFIX.search(path.name)
+    return found.suffixes.get(match[1].lower()) if match and match[0][0] == found.separator else None
+
+
+# --- Private helpers: Decathlon ---
+
+
+def _read_decathlon(folder: Path) -> Dataset:
+    path = folder / "dataset.json"
+    try:
+        content = read_json(path)
+        named = content["modality"] if "modality" in content else content["channel_names"]  # Decathlon, nnU-Net
+        channels = {int(index): str(name) for index, name in named.items()}
+        by_code = all(re.fullmatch(r"\d+", str(key)) for key in content["labels"])  # {"0": "background"} or the reverse
+        codes = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in content["labels"].items()]
+        pairs = [(entry["image"], entry.get("label")) for entry in content["training"]]
+        if not all(isinstance(image, str) and isinstance(label, (str, type(None))) for image, label in pairs):
+            raise TypeError("an image or label that is no path")
+        name = str(content.get("name") or _name(folder))
+    except OSError as error:
+        raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
+        raise InputError(f"{rule}, got {type(error).__name__}: {error}; mend it") from None
+    labels = {0: "background", **dict(sorted(codes))}
+    distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
+    problems = []
+    if not channels or sorted(channels) != list(range(len(channels))):
+        problems.append(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; mend it")
+    if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
+        rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
+        problems.append(f"{rule}, got {content['labels']}; mend it")
+    if not pairs:
+        problems.append(f'{path} must list cases under "training", got none; give a folder with labelled cases')
+    for one in (name for pair in pairs for name in pair if name is not None):
+        # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
+        if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts:
+            rule = f"path {one!r} in {path} must stay inside its folder"
+            problems.append(f"{rule}; make it relative and move or link the file in")
+    if problems:
+        raise InputError(*problems)
+    cases, bad = [], []
+    for image, label in pairs:
+        case_id = _stem(Path(image))
+        files = CaseFiles(case_id, case_id, (folder / image,), folder / label if label is not None else None)
+        if files.label is None:
+            reason = f"case {case_id} must have a label in {path}, got none; add it or leave the case out"
+            bad.append(Problem(case_id, reason))
+        for what, file in zip(("image", "label"), files.paths):
+            if not file.is_file():
+                bad.append(Problem(case_id, f"{what} {file} must exist, found none; fetch it again"))
+        cases.append(files)
+    ordered = tuple(channels[index] for index in range(len(channels)))
+    return _dataset(folder, name, "decathlon", ordered, labels, cases, bad)
+
+
+# --- Private helpers: all layouts ---
+
+
+def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset:
+    """The data set of these cases, without those that have problems. Raises InputError where an id is used twice."""
+    doubles = [case_id for case_id, times in Counter(case.case_id for case in cases).items() if times > 1]
+    if doubles:
+        raise InputError(*(f"case id {one} in {folder} must be used once; rename one of them" for one in doubles))
+    bad = {problem.case_id for problem in problems}
+    known = {case.case_id: patient_of(case.case_id, layout) for case in cases if case.case_id not in bad}
+    good = [replace(case, patient_id=known[case.case_id][0]) for case in cases if case.case_id in known]
+    return Dataset(
+        folder=folder,
+        name=name,
+        layout=layout,
+        channels=channels,
+        labels=labels,
+        regions=regions_of(labels),
+        cases=tuple(sorted(good, key=lambda case: case.case_id)),
+        problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
+        patient_rules={case_id: rule for case_id, (_, rule) in known.items()},
+    )
+
+
+def _subfolders(folder: Path) -> List[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _volumes(folder: Path) -> List[Path]:
+    """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.endswith((".nii", ".nii.gz")) and not path.name.startswith(".") and path.is_file()
+    )
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _stem(path: Path) -> str:
+    return re.sub(r"\.nii(\.gz)?$", "", path.name)
+
+
+def _modality(path: Path) -> Optional[str]:
+    """The canonical channel that a file's name ends in, "seg" for a segmentation, None where it says nothing."""
+    match = _SUFFIX.search(path.name)
+    return "seg" if match and match[1].lower() == "seg" else _canonical(match[1]) if match else None
+
+
+def _canonical(name: str) -> Optional[str]:
+    """The name in stores of a channel, None where no layout has it."""
+    return next((channel for channel, names in _ALIASES.items() if name.lower() in names and channel != "seg"), None)
+
+
+def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
+    """Files are taken in the order they are given in: raise where one is named after the channel of another."""
+    own = [_canonical(name) for name in channels]
+    problems = [
+        f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files in the"
+        f" order of {', '.join(channels)}"
+        for path, name, modality in zip(paths, channels, own)
+        if _modality(path) in {*own} - {None, modality}
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
+    """The file of each channel, by their names; others are left out."""
+    found = {name: [path for path in paths if _modality(path) == (_canonical(name) or name)] for name in channels}
+    problems = [
+        f"channel {name} of {where} must have one file named after it, found"
+        f" {', '.join(path.name for path in those) or 'none'}; add or name files"
+        for name, those in found.items()
+        if len(those) != 1
+    ]
+    if problems:
+        raise InputError(*problems)
+    return tuple(those[0] for those in found.values())

@@ -1,0 +1,192 @@
+"""A made-up brain tumour data set that is worth learning from, in the Decathlon layout.
+
+Example: python -m cpu3d phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
+
+With --context the tumours look alike and only what their rim is called depends on something far away: on the side of
+the head ("side", to be trained with --no-flip), on the distance of a bright nodule ("landmark"), or on whether there is
+another lesion ("count"). WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
+gap in between: of volumes of 240 voxels up to 70 from front to back. What is written says how many it is.
+"""
+
+import argparse
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, Sequence, Tuple, Union
+
+from cpu3d.data.nifti import write_label, write_volume
+from cpu3d.data.records import Geometry
+from cpu3d.data.region import Shape3
+from cpu3d.data.stores.phantom_case import (
+    CHANNELS,
+    ENHANCING,
+    LABELS,
+    NON_ENHANCING,
+    RULES,
+    VERSION,
+    blind_patch,
+    phantom_case,
+)
+from cpu3d.data.words import by
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.child import KILLED, run_jobs, worker_count
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+from memory_estimator.files import read_json
+from memory_estimator.schema import add_options, from_args, option
+
+SMALLEST = 24
+"""Voxels along an axis below which the enhancing rim no longer shows."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `phantom` takes."""
+
+    out: Path = option(help="folder to write; made if absent, continued if unfinished")
+    cases: int = option(10, "how many")
+    shape: Shape3 = option((240, 240, 155), "voxels", metavar=("X", "Y", "Z"))
+    seed: int = option(0, "of everything that is random")
+    context: str = option(
+        "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=RULES
+    )
+    workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, Options)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = from_args(Options, args, InputError)
+    settings = dict(vars(options))
+    write_phantom(settings.pop("out"), **settings)
+    return 0
+
+
+def write_phantom(
+    out: Union[str, Path],
+    *,
+    cases: int,
+    shape: Tuple[int, int, int],
+    seed: int = 0,
+    workers: Optional[int] = None,
+    context: str = "none",
+) -> Path:
+    """Write `cases` phantom cases below `out` and return that folder.
+
+    Case n depends on (seed, n, shape, context) alone, so more cases can be added later and workers do not matter.
+    dataset.json comes last. Raises InputError for a shape or count that is too small, a shape that is too large for the
+    memory, and a folder that holds anything else or that another process writes.
+    """
+    workers = worker_count(workers)
+    _check(cases, shape, seed)
+    out = writable_folder(out, "phantom folder")
+    with locked(out, "phantom folder"):
+        _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context})
+        _write_cases([(out, index, shape, seed, context) for index in range(cases)], workers)
+        write_json(out / "dataset.json", _dataset_json(cases, context, shape))
+    blind = blind_patch(context, shape)
+    told = f"; patches of up to {blind} voxels from front to back cannot tell enhancing tumour" if blind else ""
+    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}{told}")
+    return out
+
+
+# --- Private helpers ---
+
+_Job = Tuple[Path, int, Tuple[int, int, int], int, str]
+"""Folder, number of the case, shape, seed, context."""
+
+
+def _check(cases: int, shape: Sequence[int], seed: int) -> None:
+    problems = []
+    if cases < 1:
+        problems.append(f"--cases must be at least 1, got {cases}; ask for some")
+    if len(shape) != 3 or min(shape) < SMALLEST or max(shape) > 32767:
+        problems.append(f"--shape must be three numbers from {SMALLEST} to 32767, got {tuple(shape)}; try 64 64 48")
+    if seed < 0:
+        problems.append(f"--seed must not be negative, got {seed}; choose another")
+    if problems:
+        raise InputError(*problems)
+
+
+def _claim(out: Path, identity: dict) -> None:
+    """Take an empty folder, or take up an earlier one of the same phantom; phantom.json says which it is."""
+    path = out / "phantom.json"
+    rule = f"phantom folder {out} must be empty, or the same phantom to be continued"
+    if path.is_file():
+        try:
+            found = read_json(path)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            found.setdefault("context", "none")  # there was no other before there was a choice
+        if found != identity:
+            raise InputError(f"{rule} ({identity}), got {found}; choose another folder")
+    elif not is_untouched(out, path.name):
+        raise InputError(f"{rule}, got other content; choose another folder")
+    parts = [out / name for name in ("imagesTr", "labelsTr")]
+    for part in parts:
+        part.mkdir(exist_ok=True)
+    remove_partials(out, *parts)
+    if not path.is_file():
+        write_json(path, identity)
+
+
+def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
+    """Write all cases, in `workers` processes."""
+    out, _, shape, _, _ = jobs[0]
+    try:
+        with contextlib.closing(run_jobs(_write_case, jobs, workers)) as results, bar("phantom", len(jobs)) as advance:
+            for _, result in results:
+                if result is KILLED:
+                    raise MemoryError
+                advance()
+    except MemoryError:
+        rule = f"--shape must fit into memory, got {by(shape)}"
+        raise InputError(f"{rule}; choose a smaller one or run again with fewer --workers") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
+
+
+def _write_case(job: _Job) -> None:
+    """Write a case's two files unless both are there; each appears whole or not at all."""
+    out, index, shape, seed, context = job
+    image_path, label_path = (out / folder / f"{_case_id(index)}.nii.gz" for folder in ("imagesTr", "labelsTr"))
+    if image_path.is_file() and label_path.is_file():
+        return
+    image, label = phantom_case(shape, seed, index, context)
+    affine = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+    geometry = Geometry(shape=tuple(shape), affine=affine, axes="RAS", sform_code=1, qform_code=1)
+    write_volume(image_path, image, geometry, compression=1)
+    write_label(label_path, label, geometry)
+
+
+def _case_id(index: int) -> str:
+    return f"BRATS_{index + 1:03d}"
+
+
+def _dataset_json(cases: int, context: str, shape: Shape3) -> dict:
+    """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
+    description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
+    if RULES[context]:
+        description += (
+            f". Context {context}: a rim is called {LABELS[ENHANCING]} where {RULES[context]}, "
+            f"else {LABELS[NON_ENHANCING]}"
+        )
+    blind = blind_patch(context, shape)
+    if blind:
+        description += f"; a patch of up to {blind} voxels from front to back has nothing in it that tells which"
+    ids = [_case_id(index) for index in range(cases)]
+    return {
+        "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",
+        "description": description,
+        "tensorImageSize": "4D",
+        "modality": {str(index): name for index, name in enumerate(CHANNELS)},
+        "labels": {str(code): name for code, name in LABELS.items()},
+        "numTraining": cases,
+        "numTest": 0,
+        "training": [{"image": f"./imagesTr/{i}.nii.gz", "label": f"./labelsTr/{i}.nii.gz"} for i in ids],
+        "test": [],
+    }

@@ -1,0 +1,354 @@
+"""One phantom: a made-up head with a tumour, its four channels and its label, drawn from random numbers.
+
+Nothing here is medicine: the shapes and contrasts are drawn by hand after the BraTS volumes that the trainer is for. A
+skull-stripped head lies on zero background; grey and white matter fold, ventricles are filled, the field is uneven, the
+noise Rician. Tumours are an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI:
+oedema is bright in FLAIR and T2, the rim in T1 with contrast agent, the core dark in T1. No channel tells the tumour by
+its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
+
+With a context every lesion looks the same, an enhancing rim and a small enhancing kernel in its necrosis, and what the
+rim is *called* follows a rule about the rest of the head (`RULES`). So whole tumour and tumour core are to be had from
+a patch, and enhancing tumour is not: with the same random numbers, a case where the rule of `landmark` or `count` holds
+and one where it does not are the same but for the landmark, or the other lesion, at least `CLEARANCE` away. The kernel
+is always enhancing: a region without any voxel has next to no gradient in a Dice of single cases. From a volume's mean
+and spread alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of
+`side` is the weak one: a patch that shows the midline or the edge of the brain can tell it.
+
+Coordinates run from -1 to 1 across the head's box, whatever its voxels: u to the right, v to the front, w up.
+"""
+
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.region import Shape3
+
+VERSION = 1
+"""Of what is drawn: the same version, seed, shape and NumPy give the same volumes."""
+
+CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
+LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
+"""Names, spelling and codes of MSD Task01_BrainTumour."""
+EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
+
+SHARES = (135 / 240, 174 / 240, 136 / 155)
+"""Of a volume's voxels along each axis that a middling head takes."""
+
+SMALLEST, LARGEST = 0.96, 1.04
+"""Of a middling head along any axis."""
+
+SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
+SIGNALS = {
+    "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
+    "T1w": (130, 320, 430, 300, 400, 290, 250, 310, 180),
+    "t1gd": (130, 330, 430, 760, 400, 295, 265, 760, 175),
+    "T2w": (640, 380, 285, 200, 330, 540, 500, 430, 600),
+}
+"""Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
+
+LANDMARK = {"FLAIR": 700, "T1w": 900, "t1gd": 700, "T2w": 800}
+"""Channel -> brightness of a landmark: above all of `SIGNALS`, so that it is taken for nothing else."""
+
+RULES = {
+    "none": "",
+    "side": "the lesion is on the patient's left",
+    "landmark": "the bright nodule is near: 1.14 halves of the head's length from the lesion, front to back, not 1.50",
+    "count": "the lesion is the only one",
+}
+"""Context -> when a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2); "" is always."""
+
+NEAR, FAR = 1.14, 1.50
+"""From lesion to landmark along the head's length, in halves of it."""
+
+CLEARANCE = 0.42
+"""Share of the head's length, front to back, that is at least between a core and whatever tells its rule."""
+
+LANDMARK_RADII = (0.26, 0.12, 0.20)
+"""Of the nodule, in the head's coordinates: a ball in a head of the usual proportions."""
+
+
+def phantom_case(
+    shape: Tuple[int, int, int], seed: int, index: int, context: str = "none", holds: Optional[bool] = None
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
+
+    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as told, or else in
+    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on; in
+    smaller volumes with a context the kernel, and with it code 3 where the rule does not hold, may vanish.
+    """
+    rng = np.random.default_rng([VERSION, seed, index])
+    box, start = head_box(shape, rng)
+    head = Head(box, rng)
+    tissue = tissues(head, rng)
+    roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
+    if context == "none":
+        lesions, landmark, rim = drawn_lesions(head, rng), None, ENHANCING
+    else:
+        own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
+        holds = index % 2 == 0 if holds is None else holds
+        lesions, landmark = drawn_scene(context, holds, head, own)
+        rim = ENHANCING if holds else NON_ENHANCING
+    label, tumour = tumours(head, tissue, lesions, roughness, rim)
+    if landmark is not None:
+        tumour["landmark"] = soft(1, head.ball(landmark, LANDMARK_RADII), 0.3) * head.brain
+    image = np.zeros((*shape, len(CHANNELS)), np.int16)
+    full_label = np.zeros(shape, np.uint8)
+    inside = tuple(slice(a, a + n) for a, n in zip(start, box))
+    for number, name in enumerate(CHANNELS):
+        image[(*inside, number)] = signal_of(name, head, tissue, tumour, rng)
+    full_label[inside] = label
+    return image, full_label
+
+
+def blind_patch(context: str, shape: Shape3) -> Optional[int]:
+    """Voxels from front to back of the longest patch that cannot tell the rule in any head of volumes of this shape.
+
+    CLEARANCE of the shortest head: 70 of 240. None where patches of any size may tell, or there is nothing to tell.
+    """
+    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context in ("landmark", "count") else None
+
+
+# --- The head ---
+
+
+class Head:
+    """The grid of a head and its smooth random fields."""
+
+    def __init__(self, box: Tuple[int, int, int], rng: np.random.Generator):
+        self.box = box
+        self.rng = rng
+        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
+        self.u, self.v, self.w = np.ix_(*axes)
+        """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
+        wobble = self.field(5)
+        # Narrower in front and flatter below, as a brain is.
+        narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
+        lower = np.where(self.w < 0, 1.0 + 0.10 * self.w, 1.0).astype(np.float32)
+        self.radius = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2) + 0.035 * wobble
+        self.brain = self.radius < 0.97
+        self.voxel = 2 / min(box)
+
+    def field(self, cells: int) -> np.ndarray:
+        """A smooth random field of about unit spread, with `cells` cubic B-spline cells along every axis."""
+        values = self.rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
+        for axis in (2, 1, 0):  # the last step is the large one, and along the first axis it moves whole planes
+            values = _interpolate(values, axis, self.box[axis], cells)
+        return values * np.float32(2.6)  # a spline averages: 2.6 brings the spread back to one
+
+    def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
+        """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
+        u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
+        return (u + v + w).astype(np.float32)
+
+
+def head_box(shape: Tuple[int, int, int], rng: np.random.Generator):
+    """Size and first voxel of the head: 135x174x136 of 240x240x155, give or take, and near the middle."""
+    share = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
+    box = tuple(round(float(n * s)) for n, s in zip(shape, share))
+    start = tuple(int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box))
+    return box, start
+
+
+def tissues(head: Head, rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    """How much of each voxel is fluid, grey or white matter, vessel or bright cap; soft edges are partial volume."""
+    u, v, w = head.u, head.v, head.w
+    depth = np.clip(0.97 - head.radius, 0, None)
+    # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides, fading with depth.
+    bend = head.field(15)
+    cerebellum = soft(0.10, np.maximum(w + 0.42 + 0.25 * v, 0) + np.maximum(v + 0.15, 0), 0.03)
+    bend = np.abs(bend * (1 - cerebellum) + head.field(26) * cerebellum)
+    fissure = np.abs(u) + 0.02 * np.abs(head.field(6)) + 0.6 * np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
+    fluid = np.maximum(soft(0.17, bend + 0.7 * depth, 0.09), soft(0.022, fissure, 0.010))
+    fluid = np.maximum(fluid, soft(0.02, depth, 0.012))
+    grey = np.maximum(soft(0.80, bend + 1.9 * depth, 0.12), soft(0.07, depth, 0.02))
+    grey = np.maximum(grey, soft(0.055, fissure, 0.02))
+    for side in (-1, 1):
+        grey = np.maximum(grey, soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15))
+        grey = np.maximum(grey, soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15))
+    warp = 0.25 * head.field(6)
+    size = rng.uniform(0.85, 1.25)
+    ventricle = np.full(head.box, 9.0, np.float32)
+    for side in (-1, 1):
+        lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
+        body = (
+            ((u - side * lean) / (0.075 * size)) ** 2
+            + ((v - 0.02) / 0.42) ** 2
+            + ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
+        )
+        horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
+        ventricle = np.minimum(ventricle, np.minimum(body, horn))
+    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16)))
+    ventricle = ventricle + warp
+    inside = soft(1, ventricle, 0.25)
+    caps = soft(1.9, ventricle, 0.35) * (1 - inside) * np.clip(0.45 + 0.5 * head.field(7), 0, 1)
+    fluid = np.maximum(fluid, inside)
+    grey = grey * (1 - fluid)
+    vessel = soft(0.10, np.hypot(head.field(9), head.field(9)), 0.05) * (head.radius > 0.45)
+    sinus = soft(1, (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2 + 8 * np.maximum(0.1 - w, 0), 0.3)
+    spots = soft(-1.9, -head.field(12), 0.15) * (1 - fluid)
+    return {
+        "fluid": fluid,
+        "grey": grey,
+        "white": 1 - fluid - grey,
+        "vessel": np.maximum(vessel, sinus),
+        "caps": np.maximum(caps, 0.8 * spots),
+        "ventricle": inside,
+        "texture": 0.6 * head.field(18) + 0.4 * head.field(8),
+    }
+
+
+def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
+    """1 well below `limit`, 0 well above, a straight ramp over `width` on both sides: cheaper than a sigmoid."""
+    return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
+
+
+def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
+    """Bring `cells + 3` uniform cubic B-spline coefficients along `axis` to `size` voxels, sampled at their middles.
+
+    Four multiplications and additions, because a matrix product's rounding changes with its library's threads.
+    """
+    position = (np.arange(size) + 0.5) / size * cells
+    cell = np.minimum(position.astype(int), cells - 1)
+    t = position - cell
+    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
+    along = [1, 1, 1]
+    along[axis] = size
+    result = np.float32(0)
+    for offset, weight in enumerate(weights):
+        part = values.take(cell + offset, axis)
+        part *= (weight / 6).astype(np.float32).reshape(along)
+        part += result
+        result = part
+    return result
+
+
+# --- Tumours ---
+
+
+@dataclass(frozen=True)
+class Lesion:
+    """One tumour: an ellipsoid with rough borders, and three smaller ones in it."""
+
+    centre: Sequence[float]
+    """In the head's coordinates."""
+    radii: Sequence[float]
+    """Of the oedema, along the axes, in the head's coordinates."""
+    reach: float
+    """A middling radius: what the width of a soft edge is told by."""
+    core_edge: float
+    """Radius of the core, as a share of `radii`."""
+    thick: float
+    """Of the enhancing rim, as a share of `radii`."""
+    kernel: float = 0.0
+    """Radius of an enhancing kernel in the necrosis, as a share of `radii`."""
+
+
+def drawn_lesions(head: Head, rng: np.random.Generator) -> List[Lesion]:
+    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres."""
+    lesions = []
+    for number in range(1 + (rng.random() < 0.3)):
+        reach = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24)
+        centre = _place(rng)
+        radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
+        core_edge = rng.uniform(0.55, 0.72)
+        lesions.append(Lesion(centre, radii, reach, core_edge, rim_thickness(head, reach, rng)))
+    return lesions
+
+
+def rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
+    """Of a rim that shows at any size: at least 1.3 voxels."""
+    return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
+
+
+def tumours(
+    head: Head, tissue: Dict[str, np.ndarray], lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
+) -> Tuple[np.ndarray, Dict[str, np.ndarray]]:
+    """Labels, with code `rim` for the rims, and how much of each voxel is oedema, core, necrosis, rim or kernel.
+
+    `roughness` is a coarse and a fine field that the borders follow.
+    """
+    rough, fine = roughness
+    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim")}
+    allowed = head.brain & (tissue["ventricle"] < 0.5)
+    kernel = np.zeros(head.box, np.float32)
+    for lesion in lesions:
+        core_edge = lesion.core_edge
+        distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
+        outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
+        inner = distance + 0.07 * rough + 0.05 * fine
+        edge = head.voxel / lesion.reach * 0.5 + 0.02
+        whole = soft(1, outer, edge * 1.5) * allowed
+        core = soft(core_edge, inner, edge) * allowed
+        shell = soft(core_edge - 0.06, inner, edge) * allowed
+        dead = soft(max(core_edge - 0.06 - lesion.thick, 0.12), inner, edge) * allowed
+        parts = {"oedema": np.maximum(whole, core), "core": core, "necrosis": dead, "rim": shell}
+        share = {name: np.maximum(share[name], part) for name, part in parts.items()}
+        if lesion.kernel:
+            kernel = np.maximum(kernel, soft(lesion.kernel, distance, edge) * allowed)
+    label = np.zeros(head.box, np.uint8)
+    label[share["oedema"] > 0.5] = EDEMA
+    label[share["core"] > 0.5] = NON_ENHANCING
+    label[share["rim"] > 0.5] = rim
+    label[share["necrosis"] > 0.5] = NON_ENHANCING
+    if kernel.any():
+        share["kernel"] = kernel
+        label[kernel > 0.5] = ENHANCING
+    return label, share
+
+
+def _place(rng: np.random.Generator) -> Tuple[float, float, float]:
+    """A place within a hemisphere, off the midline and inside the brain."""
+    while True:
+        u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
+        if u * u + v * v + w * w < 0.42:
+            return (float(u) * rng.choice((-1, 1)), float(v), float(w))
+
+
+def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator):
+    """(lesions, landmark): one lesion near the front or the back, and far from it a landmark or another, or neither.
+
+    A landmark is the middle of a nodule, in the head's coordinates. The numbers are the same whether the rule `holds`.
+    """
+    pole, side = rng.choice((-1.0, 1.0), 2)
+    across, up = rng.uniform((-0.12, 0.0), (0.12, 0.2))
+    if context == "side":
+        side = -1.0 if holds else 1.0
+    lesion, other = _lesion(side, pole, head, rng), _lesion(-side, -pole, head, rng)
+    place = (across, lesion.centre[1] - pole * (NEAR if holds else FAR), up)
+    lesions = [lesion, other] if context == "count" and not holds else [lesion]
+    return lesions, place if context == "landmark" else None
+
+
+def _lesion(side: float, pole: float, head: Head, rng: np.random.Generator) -> Lesion:
+    """Flat from front to back, so that as much as possible lies between it and the other end of the head."""
+    u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
+    reach = rng.uniform(0.28, 0.32)
+    radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
+    core_edge, thick = rng.uniform(0.64, 0.72), rim_thickness(head, reach, rng)
+    return Lesion((side * u, pole * v, w), radii, reach, core_edge, thick, kernel=0.27)
+
+
+# --- Channels ---
+
+
+def signal_of(name: str, head: Head, tissue: Dict[str, np.ndarray], tumour: Dict[str, np.ndarray], rng) -> np.ndarray:
+    """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
+    level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(SUBSTANCES, SIGNALS[name])}
+    signal = tissue["fluid"] * level["fluid"] + tissue["grey"] * level["grey"] + tissue["white"] * level["white"]
+    for what in ("vessel", "caps"):
+        signal += tissue[what] * (level[what] - signal)
+    for what in ("oedema", "core", "rim", "necrosis"):
+        signal += tumour[what] * (level[what] - signal)
+    if "kernel" in tumour:
+        signal += tumour["kernel"] * (level["rim"] - signal)
+    if "landmark" in tumour:
+        signal += tumour["landmark"] * (LANDMARK[name] - signal)
+    signal *= 1 + 0.06 * tissue["texture"]
+    signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
+    brain = head.brain
+    sigma = 0.045 * level["white"]
+    noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * np.float32(sigma)
+    out = np.zeros(head.box, np.int16)
+    out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
+    return out

@@ -1,0 +1,346 @@
+"""Turn a data set of NIfTI volumes into a store that trains at the speed of memory.
+
+Example: python -m cpu3d prepare --dataset Task01_BrainTumour --store store
+
+Cases are converted in parallel and each is written whole or not at all. A run that was cut, by Ctrl-C, a full disk or a
+lost machine, is continued by the same command; the manifest comes last and marks the store as finished.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+
+from cpu3d.data.records import SPLITS, CaseRecord, Manifest, make_manifest, remake, straddling
+from cpu3d.data.splits import describe_patients, split_cases
+from cpu3d.data.store import open_store, write_store
+from cpu3d.data.stores.conversion import (
+    FORMAT_CHOICES,
+    USUAL,
+    Job,
+    Settings,
+    convert,
+    convert_all,
+    finished_cases,
+    identity,
+    identity_of_data,
+    identity_of_settings,
+    left_out,
+    owner_of,
+    same_sources,
+    settings_of,
+    sweep,
+    write_quarantine,
+)
+from cpu3d.data.stores.layouts import (
+    UNKNOWN,
+    Dataset,
+    Problem,
+    describe_labels,
+    labels_in_use,
+    parse_label_map,
+    read_dataset,
+    regions_of,
+    with_label_map,
+)
+from cpu3d.data.stores.verify import lines_of, store_info
+from cpu3d.data.words import count
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.child import worker_count
+from cpu3d.util.lock import locked
+from cpu3d.util.records import versions
+from memory_estimator.host import read_host
+from memory_estimator.schema import add_options, from_args, option
+
+Fractions = Tuple[float, float, float]
+
+PATIENTS_HELP = (
+    "table of two columns, case and patient (CSV, or with semicolons or tabs), where names such as BraTS-GLI-00001-000"
+    " do not tell the patient; a patient's cases stay in one split"
+)
+WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
+SKIP_BAD_HELP = "leave bad cases out and list them in quarantine.jsonl"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `prepare` takes."""
+
+    dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
+    store: Path = option(help="folder to write; made if absent, continued if unfinished")
+    split: Fractions = option((0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"))
+    seed: int = option(0, "of the split")
+    patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
+    format: str = option(
+        "npy",
+        "npy: int16 where exact, else float16 z-scores, read without unpacking; float16: always those; b2nd: as npy,"
+        " packed to a tenth, for slow disks and networks",
+        choices=FORMAT_CHOICES,
+    )
+    crop: bool = option(False, "store each brain's box only; what is outside is 0")
+    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    label_map: Tuple[str, ...] = option(
+        (), "label codes to change while reading, such as 4=3 for BraTS 2021 in the codes of 2023", metavar="OLD=NEW"
+    )
+    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
+    verify: bool = option(False, "check finished cases by hash, not only by size and date")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, Options)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = from_args(Options, args, InputError)
+    prepare(
+        options.dataset,
+        options.store,
+        fractions=options.split,
+        seed=options.seed,
+        workers=options.workers,
+        skip_bad=options.skip_bad,
+        verify=options.verify,
+        settings=Settings(
+            **FORMAT_CHOICES[options.format],
+            crop=options.crop,
+            zero_nan=options.zero_nan,
+            label_map=parse_label_map(options.label_map),
+        ),
+        patients=options.patients,
+    )
+    return 0
+
+
+def prepare(
+    dataset_dir: Union[str, Path],
+    store_dir: Union[str, Path],
+    *,
+    fractions: Fractions = (0.8, 0.1, 0.1),
+    seed: int = 0,
+    workers: Optional[int] = None,
+    skip_bad: bool = False,
+    verify: bool = False,
+    settings: Settings = USUAL,
+    patients: Optional[Path] = None,
+) -> Manifest:
+    """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
+
+    A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
+    `verify`. `settings` say how arrays are made; a store is continued with its own only. `patients` is a table of the
+    cases' patients, else their names tell them where they can; a finished store keeps those that it has. More than one
+    worker means processes that import the calling script: guard its start with `if __name__ == "__main__"`.
+
+    Raises InputError when cases are bad (all are named, the good ones are written, no manifest is) unless `skip_bad`,
+    when the data set or the split is no good, when identical images fall into two splits, or when the store is
+    another's or was begun with other settings. Raises OSError when writing fails, as on a full disk, and
+    KeyboardInterrupt on Ctrl-C; finished cases are kept then too.
+    """
+    workers = worker_count(workers)
+    found, store_dir = read_dataset(dataset_dir, patients), Path(store_dir)
+    dataset = with_label_map(found, settings.label_map)
+    _announce(dataset, settings, found.labels)
+    _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
+    with _claimed(store_dir, dataset, settings):
+        old = _old_manifest(store_dir)
+        if old is not None:
+            _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
+        wanted = {case.case_id: case.patient_id for case in (dataset if old is None else old).cases}
+        cases = [
+            dataclasses.replace(files, patient_id=wanted[files.case_id])
+            for files in dataset.cases
+            if files.case_id in wanted
+        ]
+        finished = finished_cases(store_dir, cases, dataset.folder, verify)
+        if old is not None and len(finished) == len(wanted):
+            print(f"Nothing to do: store {store_dir} is finished and unchanged.")
+            _print_left_out(store_dir)
+            return old
+        left = [files for files in cases if files.case_id not in finished]
+        jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings) for files in left]
+        records, problems = convert_all(convert, jobs, workers, finished, store_dir, "prepare")
+        if old is None:
+            problems = sorted([*dataset.problems, *problems], key=lambda problem: problem.case_id)
+        if problems and not (skip_bad and old is None):
+            bad = count({problem.case_id for problem in problems}, "bad case")
+            raise InputError(
+                *(problem.reason for problem in problems),
+                f"data set {dataset.folder} must be without bad cases, got {bad}; {count(records, 'good case')} kept"
+                f" in {store_dir}: mend the bad and run again, or leave them out with --skip-bad",
+            )
+        if old is None:
+            manifest = _manifest(dataset, records, fractions, seed, problems)
+            write_quarantine(store_dir, problems)
+        else:
+            manifest = _mended(store_dir, old, records)
+        write_store(store_dir, manifest)
+    summarise(store_dir)
+    return manifest
+
+
+def summarise(store_dir: Path) -> None:
+    """Print what a finished store holds, and what was left out of it."""
+    info = store_info(open_store(store_dir), free_bytes=read_host().free_bytes)
+    print(*lines_of(info), sep="\n")
+    _print_left_out(store_dir)
+
+
+def split_sizes(manifest: Manifest) -> str:
+    """Such as "8 train, 1 val, 1 test"."""
+    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
+
+
+# --- Private helpers ---
+
+
+def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> None:
+    """Print what was found: cases, channels, patients, what each label code means; `names` are those in the files."""
+    channels = ", ".join(dataset.channels)
+    print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
+    print("Labels and regions:", *describe_labels(dataset), sep="\n  ")
+    for old, new in sorted(settings.label_map.items()):
+        name = f" {names[old]}" if old in names else ""
+        print(f"  {old}{name} in the files is read as {new} {dataset.labels[new]}")
+    rules = describe_patients(Counter(dataset.patient_rules.values()), len(dataset.cases))
+    print(f"Patients: {len({case.patient_id for case in dataset.cases})}", *rules, sep="\n  ")
+    if UNKNOWN in dataset.patient_rules.values():
+        print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
+    if dataset.problems:
+        incomplete = {problem.case_id for problem in dataset.problems}
+        print(f"{count(incomplete, 'more case')} with a file missing or double: told at the end")
+
+
+def _print_left_out(store_dir: Path) -> None:
+    bad = {problem.case_id for problem in left_out(store_dir)}
+    if bad:
+        path = store_dir / "quarantine.jsonl"
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
+
+
+@contextlib.contextmanager
+def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[None]:
+    """Make the store's folder, write into source.json whose it is, and keep a second `prepare` out meanwhile.
+
+    Raises InputError where the folder cannot be written, is in use, holds other files or the store of another data set,
+    or one begun with other settings.
+    """
+    if store_dir.resolve() == dataset.folder.resolve():
+        raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
+    if not (store_dir / "manifest.json").exists():  # a finished store may lie where nobody writes any more
+        writable_folder(store_dir, "store")
+    with locked(store_dir, "store"):
+        _refuse_other_owner(store_dir, dataset, settings)
+        if not (store_dir / "source.json").is_file():
+            write_json(store_dir / "source.json", identity(dataset, settings))
+        (store_dir / "cases").mkdir(exist_ok=True)
+        sweep(store_dir)
+        yield
+
+
+def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
+    """Raise unless the folder is empty or holds a store of the same data set, version and settings."""
+    old, owner = _old_manifest(store_dir), owner_of(store_dir)
+    if owner:
+        owner = {**owner, **identity_of_settings(settings_of(store_dir))}
+    if old is not None:
+        owner.update(identity_of_data(old))
+    elif not owner and not is_untouched(store_dir, "source.json"):
+        raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
+    wanted = identity(dataset, settings)
+    problems = [
+        f"{name} of what goes into store {store_dir} must be {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
+        for name in wanted
+        if owner and owner.get(name) != wanted[name]
+    ]
+    if problems:
+        raise InputError(*problems, "choose another --store; nothing was touched")
+
+
+def _old_manifest(store_dir: Path) -> Optional[Manifest]:
+    """The manifest of a finished store, None for one that is not. Raises InputError for another version or damage."""
+    path = store_dir / "manifest.json"
+    if not path.exists():
+        return None
+    try:
+        return open_store(store_dir).manifest
+    except InputError as error:
+        advice = f"{path} is left as it is; choose another store, or delete that file"
+        raise InputError(*error.problems, advice) from None
+
+
+def _refuse_other_content(
+    store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
+) -> None:
+    """A finished store is fixed: raise, naming every difference, where this run would make another one of it."""
+    found = {files.case_id: files for files in dataset.cases}
+    recorded = {case.case_id: case for case in old.cases}
+    new = sorted(set(found) - set(recorded) - {problem.case_id for problem in left_out(store_dir)})
+    differences = [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+    known_as: Dict[str, Set[str]] = {}
+    for case_id, record in sorted(recorded.items()):
+        if case_id not in found:
+            differences.append(f"case {case_id} is no longer whole in {dataset.folder}")
+            continue
+        if not same_sources(found[case_id], record, dataset.folder, verify):
+            differences.append(f"the source of case {case_id} has changed")
+        known_as.setdefault(found[case_id].patient_id, set()).add(record.patient_id)
+    for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases}):
+        differences.append(f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good")
+    for patient, those in known_as.items():
+        if len(those) > 1:
+            names = ", ".join(sorted(those))
+            differences.append(f"patient {patient} counts as {len(those)} patients, {names}, which folds may part")
+    patients = {case.case_id: case.patient_id for case in old.cases}
+    if seed != old.split_seed or _split(patients, fractions, seed, ()) != old.split:
+        differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
+    if differences:
+        rule = f"store {store_dir} is finished and must keep its content"
+        advice = "give another --store for the new content, or add new cases with `store append`"
+        raise InputError(*(f"{rule}, but {one}" for one in differences), f"{advice}; the finished store is untouched")
+
+
+def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):
+    """`split_cases`, naming the bad cases too where too few are left."""
+    try:
+        return split_cases(patients, fractions=fractions, seed=seed)
+    except InputError as error:
+        raise InputError(*(problem.reason for problem in problems), *error.problems) from None
+
+
+def _manifest(
+    dataset: Dataset, records: Dict[str, CaseRecord], fractions: Fractions, seed: int, problems: Sequence[Problem]
+) -> Manifest:
+    cases = tuple(records[case_id] for case_id in sorted(records))
+    labels = labels_in_use(dataset.layout, dataset.labels, {code for case in cases for code in case.label_voxels})
+    return make_manifest(
+        name=dataset.name,
+        layout=dataset.layout,
+        channels=dataset.channels,
+        labels=labels,
+        regions=regions_of(labels),
+        split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
+        split_seed=seed,
+        cases=cases,
+        versions=versions(),
+        patient_rules=Counter(dataset.patient_rules[case.case_id] for case in cases),
+    )
+
+
+def _mended(store_dir: Path, old: Manifest, records: Dict[str, CaseRecord]) -> Manifest:
+    """A finished store's manifest once damaged cases were made again: the voxels must be what they were.
+
+    The files may differ: another version of a library may pack the same voxels differently.
+    """
+    other: List[str] = []
+    for case in old.cases:
+        new = records[case.case_id]
+        hashes = (new.image_voxels_sha256, new.label_voxels_sha256)
+        if hashes != (case.image_voxels_sha256, case.label_voxels_sha256):
+            other.append(f"case {case.case_id} of {store_dir} must get back the voxels that it had, got others")
+    if other:
+        raise InputError(*other, "use the versions in manifest.json that made the store, or make another --store")
+    return remake(old, cases=tuple(records.values()))

@@ -1,0 +1,358 @@
+"""What changes a finished store: new cases (`append`), another format (`change_format`), more entries of each case.
+
+None of the old cases moves, and what was exact stays exact.
+"""
+
+import dataclasses
+import errno
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from cpu3d.data.files.arrays import file_sha256, voxels_sha256
+from cpu3d.data.files.reader import Reader
+from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, record_path, remake, to_json
+from cpu3d.data.splits import TABLE, deal_cases, read_patients
+from cpu3d.data.store import Store, on_grid, open_store, write_store
+from cpu3d.data.stores import conversion
+from cpu3d.data.stores.case import facts_of, float16_image
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings, convert_all, settings_of, sweep, write_arrays
+from cpu3d.data.stores.layouts import (
+    CaseFiles,
+    Problem,
+    labels_in_use,
+    patient_of,
+    read_dataset,
+    regions_of,
+    with_label_map,
+)
+from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
+from cpu3d.data.words import count
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.child import worker_count
+from cpu3d.util.lock import locked
+from cpu3d.util.records import versions
+from memory_estimator.files import read_json
+
+# --- New cases ---
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What became of a data set's cases."""
+
+    manifest: Manifest
+    """Of the store as it is now."""
+    new: Tuple[str, ...]
+    """Case ids that the store did not have."""
+    known: Tuple[str, ...]
+    """Case ids that it had, from the same files."""
+    bad: Tuple[str, ...]
+    """Case ids that were left out."""
+
+
+def append(
+    store_dir: Union[str, Path],
+    dataset_dir: Union[str, Path],
+    *,
+    workers: Optional[int] = None,
+    skip_bad: bool = False,
+    patients: Optional[Path] = None,
+) -> Appended:
+    """Add the cases of a data set that a finished store does not have, and say what became of each.
+
+    They are made with the store's own settings: format, crop, NaN and label codes. The split of the old cases stays,
+    new ones are dealt by `deal_cases`. The manifest is replaced at the end, so the store can be used meanwhile, and the
+    same call continues where one was cut.
+
+    Raises InputError, and leaves the store as it was, when channels or labels differ, when a case of the same id was
+    made from other files, when a new id is the name of arrays that the store has under other ids, when a patient or
+    identical images would be in two splits, where the store's patients come from a table and there is none for the new
+    cases, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    """
+    workers, store_dir = worker_count(workers), Path(store_dir)
+    settings, old = settings_of(store_dir), open_store(store_dir).manifest  # raises unless finished and whole
+    dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
+    labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
+    for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
+        if getattr(old, what) != value:
+            rule = f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(old, what)}"
+            raise InputError(f"{rule}, got {value}; prepare a store of its own")
+    writable_folder(store_dir, "store")
+    with locked(store_dir, "store"):
+        sweep(store_dir)
+        store = open_store(store_dir)
+        store.check_split()
+        old = store.manifest
+        there = {case_id for ids in old.split.values() for case_id in ids}
+        known = [files for files in dataset.cases if files.case_id in there]
+        new = [files for files in dataset.cases if files.case_id not in there]
+        problems = _clashes(store, known, new)
+        table = read_patients(patients, ()) if patients is not None else {}
+        if new and TABLE in old.patient_rules and patients is None:
+            rule = f"--patients must name a table, as store {store_dir} knows its patients from one"
+            problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
+        for case in old.cases if table else ():
+            own = _patient_of(case, old.layout)
+            if table.get(case.case_id, own) not in (case.patient_id, own):
+                rule = f"case {case.case_id} must be of the patient that store {store_dir} has, {own}"
+                problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
+        if problems:
+            raise InputError(*problems)
+        out = conversion.left_out(store_dir)
+        finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
+        jobs = [
+            conversion.Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings)
+            for files in new
+            if files.case_id not in finished
+        ]
+        records, problems = convert_all(conversion.convert, jobs, workers, finished, store_dir, "prepare")
+        problems += [problem for problem in dataset.problems if problem.case_id not in there]
+        for case_id in sorted(records):
+            other = sorted(set(records[case_id].label_voxels) - set(old.labels))
+            if other:
+                found = ", ".join(f"{code} {dataset.labels[code]}" for code in other)
+                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {found}"
+                problems.append(Problem(case_id, f"{rule}; prepare a store of its own, which will have that region"))
+                del records[case_id]
+        bad = tuple(sorted({problem.case_id for problem in problems}))
+        if bad and not skip_bad:
+            raise InputError(
+                *(problem.reason for problem in problems),
+                f"data set {dataset.folder} must be without bad cases, got {count(bad, 'bad case')}; nothing was"
+                " appended: mend the bad and run again, or leave them out with --skip-bad",
+            )
+        manifest = old
+        if records:
+            split = deal_cases(
+                old.split,
+                {case.case_id: _patient_of(case, old.layout) for case in old.cases},
+                {case_id: record.patient_id for case_id, record in records.items()},
+                seed=old.split_seed,
+            )
+            rules = Counter(old.patient_rules)
+            rules.update(dataset.patient_rules[case_id] for case_id in records)
+            manifest = remake(
+                old, cases=[*old.cases, *records.values()], split=split, versions=versions(), patient_rules=dict(rules)
+            )
+            write_store(store_dir, manifest)
+        still_out = [problem for problem in out if problem.case_id not in {*there, *records, *bad}]
+        conversion.write_quarantine(store_dir, [*still_out, *problems])
+    return Appended(manifest, tuple(sorted(records)), tuple(sorted(files.case_id for files in known)), bad)
+
+
+# --- Another format ---
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case's arrays to be written in another format."""
+
+    old: Path
+    new: Path
+    record: CaseRecord
+    channels: Tuple[str, ...]
+    settings: Settings
+
+    @property
+    def case_id(self) -> str:
+        """Of the arrays, which entries may share."""
+        return self.record.stem
+
+
+def change_format(
+    store_dir: Union[str, Path],
+    new_dir: Union[str, Path],
+    *,
+    format_: Optional[str] = None,
+    crop: Optional[bool] = None,
+    workers: Optional[int] = None,
+) -> Manifest:
+    """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
+
+    `format_` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. Every case
+    is written whole or not at all, read back and compared voxel by voxel; a conversion that was cut is continued by the
+    same call. The split stays, and so does its hash, unless int16 images become float16: those are other voxels,
+    rounded by up to the recorded error.
+
+    Raises InputError for a way back from float16, for damaged cases of the old store (the good ones are kept), and
+    where `new_dir` holds anything but this conversion. OSError and KeyboardInterrupt as `prepare`.
+    """
+    workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
+    settings, out = _changed_settings(store, format_, crop), conversion.left_out(store.folder)
+    store.check_split()
+    writable_folder(new_dir, "new store")
+    with locked(new_dir, "store"):
+        _claim(new_dir, store, settings)
+        if (new_dir / "manifest.json").exists():
+            print(f"Nothing to do: store {new_dir} is finished.")
+            return open_store(new_dir).manifest
+        records = {record.stem: record for record in store.manifest.cases}
+        done = _converted(new_dir, records)
+        channels = store.manifest.channels
+        jobs = [Job(store.folder, new_dir, one, channels, settings) for one in records.values() if one.stem not in done]
+        done, problems = convert_all(_convert_arrays, jobs, workers, done, new_dir, "convert")
+        if problems:
+            kept = f"{count(done, 'converted case')} kept in {new_dir}"
+            advice = f"{kept}: mend the old store and run the same command again"
+            raise InputError(*(problem.reason for problem in problems), advice)
+        cases = [
+            dataclasses.replace(entry, **{name: getattr(done[entry.stem], name) for name in OF_ARRAYS})
+            for entry in store.manifest.cases
+        ]
+        manifest = remake(store.manifest, cases=cases, versions=versions())
+        conversion.write_quarantine(new_dir, out)
+        write_json(new_dir / "source.json", conversion.identity(manifest, settings))
+        write_store(new_dir, manifest)
+    return manifest
+
+
+# --- More entries ---
+
+
+def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
+    """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
+
+    To measure what grows with the number of cases: 484 cases, 101 times, are 48,884 entries. The entries of a case
+    share its arrays, its patient and its split. Written in place of the store's manifest, whole or not at all; the
+    arrays are left as they are. Raises InputError for fewer than one entry a case, and while another process writes
+    the store.
+    """
+    if times < 1:
+        raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
+
+    def names(case_id: str) -> Sequence[str]:
+        return [f"{case_id}-{number:03d}" for number in range(times)]
+
+    store_dir = open_store(store_dir).folder  # raises unless finished
+    with locked(store_dir, "store"):
+        old = open_store(store_dir).manifest
+        cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in names(case.case_id)]
+        split = {name: [new for one in ids for new in names(one)] for name, ids in old.split.items()}
+        rules = {rule: times * number for rule, number in old.patient_rules.items()}
+        manifest = remake(old, cases=cases, split=split, patient_rules=rules)
+        write_store(store_dir, manifest)
+    return manifest
+
+
+# --- Private helpers: new cases ---
+
+
+def _patient_of(case: CaseRecord, layout: str) -> str:
+    """As recorded, or by its name where the record is from before names were read in every layout."""
+    return case.patient_id if case.patient_id != case.case_id else patient_of(case.case_id, layout)[0]
+
+
+def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles]) -> List[str]:
+    """Where a known case was made from other files, by content, as their folder may be another, and where a new case's
+    files would replace arrays that entries of other ids share."""
+    problems = []
+    for files in known:
+        sources = store.case(files.case_id).sources
+        if [path.stat().st_size for path in files.paths] != [source.size_bytes for source in sources] or any(
+            file_sha256(path) != source.sha256 for path, source in zip(files.paths, sources)
+        ):
+            rule = f"case {files.case_id} must be the one that store {store.folder} has"
+            problems.append(f"{rule}, got other files under the same id; give it another id, or prepare a new store")
+    entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
+    for files in new:
+        if files.case_id in entry_of:
+            rule = f"case {files.case_id} must have an id that names no arrays of store {store.folder}"
+            got = f"that of the arrays of case {entry_of[files.case_id]}"
+            problems.append(f"{rule}, got {got}; give it another id, or prepare a new store")
+    return problems
+
+
+# --- Private helpers: another format ---
+
+
+def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]) -> Settings:
+    """Those of the new store. Raises InputError for an unknown format and where int16 is asked of what was rounded."""
+    if format_ not in (None, *FORMAT_CHOICES):
+        raise InputError(f"--format must be one of {', '.join(FORMAT_CHOICES)}, got {format_!r}; pick one")
+    old = settings_of(store.folder)
+    if old.scores and format_ == "npy":
+        raise InputError(
+            f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores:"
+            " the source's values are gone; unpack them with --format float16, or run `prepare` on the data set"
+        )
+    changes: Dict[str, Any] = {} if crop is None else {"crop": crop}
+    if format_ is not None:
+        changes.update(FORMAT_CHOICES[format_])
+        changes["scores"] |= old.scores
+    return dataclasses.replace(old, **changes)
+
+
+def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
+    """Take an empty folder for this conversion, or go on with it. Raises InputError where it holds something else."""
+    path = new_dir / "conversion.json"
+    made_of = {
+        "schema": SCHEMA,
+        "name": store.manifest.name,
+        "split_hash": store.manifest.split_hash,
+        "format": settings.format,
+        "scores": settings.scores,
+        "crop": settings.crop,
+    }
+    found: Any = "other files"
+    if path.is_file():
+        try:
+            found = read_json(path)
+        except ValueError:
+            found = "no JSON"
+    if found != made_of and (path.is_file() or not is_untouched(new_dir, path.name)):
+        rule = f"new store {new_dir} must be empty or this very conversion, {made_of}"
+        raise InputError(f"{rule}, got {found}; choose another")
+    sweep(new_dir)
+    (new_dir / "cases").mkdir(exist_ok=True)
+    if not path.is_file():
+        write_json(path, made_of)
+
+
+def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, CaseRecord]:
+    """By stem, those that are written already: of the same voxels, in files of the right lengths."""
+    reader, done = Reader(new_dir, "pread"), {}
+    for stem, old in records.items():
+        new = conversion.own_record(new_dir, stem)
+        if new is None:
+            continue
+        same = new.image_dtype != old.image_dtype or new.image_voxels_sha256 == old.image_voxels_sha256
+        if same and new.label_voxels_sha256 == old.label_voxels_sha256 and not reader.problems(new):
+            done[stem] = new
+    return done
+
+
+def _convert_arrays(job: Job) -> conversion.Outcome:
+    """Write one case's arrays and then its record, or say what is wrong with the old ones.
+
+    Raises OSError where the new store cannot be written, or gives back other voxels than were written.
+    """
+    reader, record = Reader(job.old, "pread"), job.record
+    try:
+        image = on_grid(reader.array(record, "x"), record)
+        label = on_grid(reader.array(record, "y"), record) if record.has_label else None
+        found = voxels_sha256(image), voxels_sha256(label) if label is not None else ""
+        if found != (record.image_voxels_sha256, record.label_voxels_sha256):
+            rule = f"voxels of case {record.case_id} of store {job.old} must be as recorded"
+            return (f"{rule}, got others; {ADVICE}",)
+        if job.settings.scores and record.image_dtype == "int16":
+            names = [f"channel {name} of {record.case_id}" for name in job.channels]
+            image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
+            record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
+    except InputError as error:
+        return error.problems
+    except OSError as error:
+        return (f"case {record.case_id} of store {job.old} must be readable, got {error}; {ADVICE}",)
+    new = write_arrays(job.new, record, image, label, format_=job.settings.format, cropped=job.settings.crop)
+    again = Reader(job.new, "pread")
+    for part, array in (("x", image), ("y", label)):
+        if array is not None and not np.array_equal(on_grid(again.array(new, part), new), array):
+            path = array_path(job.new, new, part)
+            path.unlink()
+            raise OSError(errno.EIO, "what was read back is not what was written", str(path))
+    write_json(record_path(job.new, new.stem), to_json(new))
+    return new

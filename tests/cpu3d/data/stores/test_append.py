@@ -1,0 +1,190 @@
+import json
+import os
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu3d.data.store import open_store
+from cpu3d.data.stores import conversion
+from cpu3d.data.stores.conversion import Settings, settings_of
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.upkeep import append, deal_cases, repeat_entries
+from cpu3d.data.stores.verify import verify
+from cpu3d.errors import InputError
+
+SPLITS = ("train", "val", "test")
+
+
+@pytest.fixture
+def data(tmp_path, decathlon):
+    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of the first."""
+    decathlon(tmp_path / "few", 3)
+    decathlon(tmp_path / "many", 6)
+    for path in tmp_path.rglob("*.nii.gz"):
+        os.utime(path, (0, 0))  # records tell a file's date: these may be compared
+    return tmp_path
+
+
+@pytest.fixture
+def store(data):
+    prepare(data / "few", data / "store", fractions=(1, 1, 1), workers=1)
+    return data / "store"
+
+
+def content_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def arrays_of(folder):
+    return {name: content for name, content in content_of(folder).items() if name.endswith((".npy", ".b2nd"))}
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings("b2nd", True), Settings(scores=True), Settings("b2nd", scores=True)]
+)
+def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
+    store = data / "store"
+    prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)
+    prepare(data / "many", data / "direct", fractions=(1, 1, 1), workers=1, settings=settings)
+    old, before = open_store(store), arrays_of(store)
+    done = append(store, data / "many", workers=1)
+    assert done.new == ("BRATS_003", "BRATS_004", "BRATS_005")
+    assert done.known == ("BRATS_000", "BRATS_001", "BRATS_002")
+    assert done.bad == ()
+    new = open_store(store)
+    assert new.manifest == done.manifest
+    assert {name: arrays_of(store)[name] for name in before} == before
+    assert arrays_of(store) == arrays_of(data / "direct")
+    assert list(new.manifest.cases) == list(open_store(data / "direct").manifest.cases)
+    for name in SPLITS:
+        assert set(old.manifest.split[name]) < set(new.manifest.split[name])
+        assert len(new.manifest.split[name]) == 2
+    assert new.manifest.split_hash != old.manifest.split_hash
+    assert settings_of(store) == settings
+    assert verify(store, workers=1).problems == ()
+    assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
+
+
+def test_a_new_case_whose_files_would_replace_arrays_that_entries_share_is_refused(
+    data, store, write_nifti, tiny_label
+):
+    repeat_entries(store, 2)
+    before = content_of(store)
+    write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
+    with pytest.raises(InputError) as caught:
+        append(store, data / "many", workers=1)
+    assert len(caught.value.problems) == 3
+    assert re.search(
+        "case BRATS_001 must have an id that names no arrays of store .*, got that of the arrays of case BRATS_001-00",
+        str(caught.value),
+    )
+    assert content_of(store) == before
+    assert verify(store, workers=1).problems == ()
+    for number in range(3):
+        (data / f"many/labelsTr/BRATS_00{number}.nii.gz").unlink()
+    with pytest.raises(InputError, match="got 3 bad cases; nothing was appended"):
+        append(store, data / "many", workers=1)
+    assert append(store, data / "many", workers=1, skip_bad=True).new == ("BRATS_003", "BRATS_004", "BRATS_005")
+    assert verify(store, workers=1).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}}, "labels of store"),
+        ({"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "t1gd"}}, "channels of store"),
+    ],
+)
+def test_other_channels_or_labels_are_refused(data, store, decathlon, change, told):
+    before = content_of(store)
+    shutil.rmtree(data / "many")
+    with pytest.raises(InputError, match=told):
+        append(store, decathlon(data / "many", 6, **change), workers=1)
+    assert content_of(store) == before
+
+
+def test_bad_cases_are_told_and_nothing_is_appended_unless_they_may_be_left_out(data, store):
+    before = open_store(store).manifest
+    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
+    (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
+    with pytest.raises(InputError, match="got 2 bad cases; nothing was appended") as caught:
+        append(store, data / "many", workers=1)
+    assert "BRATS_003.nii.gz" in str(caught.value)
+    assert "BRATS_004" in str(caught.value)
+    assert open_store(store).manifest == before
+    done = append(store, data / "many", workers=1, skip_bad=True)
+    assert (done.new, done.bad) == (("BRATS_005",), ("BRATS_003", "BRATS_004"))
+    listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
+    assert listed == ["BRATS_003", "BRATS_004"]
+
+
+def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeypatch):
+    shutil.copytree(store, data / "twin")
+    append(data / "twin", data / "many", workers=1)
+    before = open_store(store).manifest
+    real = conversion.run_jobs
+
+    def cut_after_two(*given):
+        for number, pair in enumerate(real(*given)):
+            yield pair
+            if number == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
+    with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+        append(store, data / "many", workers=1)
+    assert open_store(store).manifest == before
+    assert verify(store, workers=1).problems == ()
+    assert len(verify(store, workers=1).strays) == 6
+    done = []
+    monkeypatch.setattr(conversion, "run_jobs", lambda f, jobs, n: done.extend(jobs) or real(f, jobs, n))
+    append(store, data / "many", workers=1)
+    assert [job.files.case_id for job in done] == ["BRATS_005"]
+    assert content_of(store) == content_of(data / "twin")
+
+
+@given(
+    have=st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any),
+    new=st.integers(0, 30),
+    cases_each=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient(have, new, cases_each, seed):
+    old, split = {}, {}
+    for name, count in zip(SPLITS, have):
+        split[name] = tuple(f"{name}{number}" for number in range(count))
+        old.update({case_id: case_id for case_id in split[name]})
+    more = {f"new{patient}-{number}": f"new{patient}" for patient in range(new) for number in range(cases_each)}
+    dealt = deal_cases(split, old, more, seed=seed)
+    assert all(set(split[name]) <= set(dealt[name]) for name in SPLITS)
+    assert sorted(sum(dealt.values(), ())) == sorted([*old, *more])
+    patients = {**old, **more}
+    assert max(Counter(p for name in SPLITS for p in {patients[c] for c in dealt[name]}).values()) == 1
+    total = sum(have) + new
+    for name, count in zip(SPLITS, have):
+        now = len({patients[case_id] for case_id in dealt[name]})
+        assert abs(now - count / sum(have) * total) < 1
+
+
+def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_region(
+    tmp_path, brats_case, write_nifti, tiny_label
+):
+    for folder, case_id in (
+        ("few", "BraTS-GLI-00005-100"),
+        ("more", "BraTS-GLI-00006-100"),
+        ("more", "BraTS-GLI-00007-100"),
+    ):
+        files = brats_case(tmp_path / folder / case_id)
+    write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
+    prepare(tmp_path / "few", tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    with pytest.raises(InputError, match=r"BraTS-GLI-00007-100 .* got 4 resection cavity; prepare a store of its own"):
+        append(tmp_path / "store", tmp_path / "more", workers=1)
+    done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
+    assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))
+    assert verify(tmp_path / "store", workers=1).problems == ()
+    prepare(tmp_path / "more", tmp_path / "rc", fractions=(1, 0, 0), workers=1)
+    assert append(tmp_path / "rc", tmp_path / "few", workers=1).manifest.regions["RC"] == (4,)

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from cpu3d.data.region import Region
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.errors import InputError
+
+LABELS = {0: "background", 1: "core", 2: "oedema", 3: "enhancing"}
+LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
+
+
+@pytest.fixture
+def files(tmp_path, write_nifti):
+    """files(*images, label=None, affines=..., label_affine=...): a case of the given arrays."""
+
+    def make(*images, label=None, affines=None, label_affine=None):
+        affines = affines or [np.eye(4)] * len(images)
+        paths = tuple(
+            write_nifti(tmp_path / "c" / f"c_{number}.nii.gz", image, affine)
+            for number, (image, affine) in enumerate(zip(images, affines))
+        )
+        label_path = None
+        if label is not None:
+            label_path = write_nifti(tmp_path / "c" / "c_seg.nii.gz", label, label_affine)
+        return CaseFiles("c", "p", paths, label_path)
+
+    return make
+
+
+def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by_hand(files, tmp_path):
+    first = np.zeros((3, 2, 2), np.float64)
+    first[0, 0, 0], first[1, 0, 0] = 2, 4
+    second = np.zeros((3, 2, 2), np.int16)
+    second[1, 1, 0], second[1, 0, 1], second[0, 0, 0] = -5, 1, 1
+    label = np.zeros((3, 2, 2), np.uint8)
+    label[1, 0, 0] = 3
+    case = load_case(
+        files(first, second, label=label, affines=[LPS, LPS], label_affine=LPS),
+        channels=("a", "b"),
+        labels=LABELS,
+        dataset_folder=tmp_path,
+    )
+    assert (case.image.dtype, case.image.shape) == (np.int16, (3, 2, 2, 2))
+    assert case.image.flags.c_contiguous
+    assert case.label.flags.c_contiguous
+    assert case.image[2, 1, 0, 0] == 2
+    assert case.image[1, 1, 0, 0] == 4
+    assert case.image[1, 0, 0, 1] == -5
+    assert case.label[1, 1, 0] == 3
+    record = case.record
+    assert (record.image_dtype, record.max_abs_error) == ("int16", 0.0)
+    assert record.channel_mean == (3.0, -1.0)
+    assert record.channel_std == pytest.approx((1.0, np.sqrt(8)))
+    assert (record.channel_min, record.channel_max) == ((2.0, -5.0), (4.0, 1.0))
+    assert record.channel_voxels == (2, 3)
+    assert record.label_voxels == {0: 11, 3: 1}
+    assert record.box == Region((1, 0, 0), (2, 2, 2))
+    assert record.geometry.axes == "LPS"
+    assert [source.path for source in record.sources] == ["c/c_0.nii.gz", "c/c_1.nii.gz", "c/c_seg.nii.gz"]
+    assert record.sources[0].size_bytes == (tmp_path / "c/c_0.nii.gz").stat().st_size
+
+
+def test_axes_that_are_permuted_come_back_in_order_with_their_spacing(files):
+    affine = np.zeros((4, 4))
+    affine[2, 0], affine[0, 1], affine[1, 2], affine[3, 3] = -3, 1, 2, 1  # first axis down, second right, third front
+    volume = np.arange(1, 25, dtype=np.int16).reshape(2, 3, 4)
+    case = load_case(files(volume, affines=[affine]), channels=("a",))
+    assert case.record.geometry.axes == "IRA"
+    assert case.record.shape == (3, 4, 2)
+    assert case.record.spacing_mm == (1.0, 2.0, 3.0)
+    assert np.array_equal(case.image[..., 0], volume[::-1].transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("value", [40000.0, 1.5])
+def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files, tiny_image, value):
+    exact, other = tiny_image(0), tiny_image(1).astype(np.float64)
+    other[1, 1, 1] = value
+    case = load_case(files(exact, other), channels=("a", "b"))
+    assert case.image.dtype == np.float16
+    assert 0 < case.record.max_abs_error < 2e-3
+    for index, source in enumerate((exact, other)):
+        inside = source != 0
+        scores = (source[inside] - source[inside].mean()) / source[inside].std()
+        stored = case.image[..., index]
+        assert np.abs(stored[inside].astype(np.float64) - scores).max() <= case.record.max_abs_error
+        assert not stored[~inside].any()
+    assert case.record.channel_mean == pytest.approx((0, 0), abs=1e-3)
+    assert case.record.channel_std == pytest.approx((1, 1), abs=1e-3)
+
+
+def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
+    volume = np.zeros((2, 2, 2), np.int16)
+    volume[0, :, 0], volume[1, 0, 0] = (3, 5), 4
+    case = load_case(files(volume), channels=("a",), scores=True)
+    assert np.array_equal(case.image[..., 0] != 0, volume != 0)
+    assert case.record.channel_voxels == (3,)
+    assert case.record.max_abs_error < 5e-4
+
+
+def problems_of(files, channels=("a", "b"), labels=LABELS):
+    with pytest.raises(InputError) as error:
+        load_case(files, channels=channels, labels=labels)
+    return error.value.problems
+
+
+def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tiny_label):
+    sick = tiny_image(0).astype(np.float32)
+    sick[1, 1, 1], sick[2, 2, 2] = np.nan, np.inf
+    told = problems_of(files(sick, np.zeros_like(sick), label=tiny_label(1, 9)))
+    assert len(told) == 3
+    assert "c_0.nii.gz must be finite, got 2 NaN" in told[0]
+    assert "c_1.nii.gz must not be empty" in told[1]
+    assert "c_seg.nii.gz must hold only the codes 0 background, 1 core" in told[2]
+    assert "got 9 (1 voxels)" in told[2]

@@ -1,0 +1,327 @@
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
+from cpu3d.data.stores import conversion
+from cpu3d.data.stores.conversion import Settings
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.errors import InputError
+
+THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
+
+
+def content_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def dataset(tmp_path, decathlon):
+    return decathlon(tmp_path / "data", 4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The ids of the cases that are converted, in order."""
+    done = []
+    real = conversion.load_case
+    monkeypatch.setattr(
+        conversion, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more)
+    )
+    return done
+
+
+def test_a_store_holds_every_case_and_says_what_it_is(tmp_path, dataset, tiny_image, tiny_label, capsys):
+    manifest = prepare(dataset, tmp_path / "store", **THIRDS, seed=1)
+    store = open_store(tmp_path / "store")
+    assert store.manifest == manifest
+    assert sorted(sum(manifest.split.values(), ())) == [f"BRATS_00{number}" for number in range(4)]
+    for number in range(4):
+        image = store.image(f"BRATS_00{number}")
+        assert np.array_equal(image, np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1))
+        assert np.array_equal(store.label(f"BRATS_00{number}"), tiny_label(1, 2, 3))
+    told = capsys.readouterr().out
+    assert "layout decathlon, channels FLAIR, T1w, t1gd, T2w" in told
+    assert "3 enhancing tumour -> WT, TC, ET" in told
+    assert f"2 train, 1 val, 1 test, seed 1, hash {manifest.split_hash}" in told
+    assert "4 int16 .npy; exact" in told
+    assert "brain's box 4x3x2" in told
+
+
+def test_two_processes_write_what_one_does(tmp_path, dataset):
+    prepare(dataset, tmp_path / "one", fractions=(1, 0, 0), workers=1)
+    prepare(dataset, tmp_path / "two", fractions=(1, 0, 0), workers=2)
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+
+
+def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, counted, monkeypatch):
+    prepare(dataset, tmp_path / "whole", **THIRDS)
+    real = conversion.run_jobs
+
+    def cut_after_two(*given):
+        for number, pair in enumerate(real(*given)):
+            yield pair
+            if number == 1:
+                (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial").write_bytes(b"left by a killed worker")
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
+    with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
+        prepare(dataset, tmp_path / "cut", **THIRDS)
+    assert not (tmp_path / "cut/manifest.json").exists()
+    assert not list((tmp_path / "cut").rglob("*.partial"))
+    monkeypatch.setattr(conversion, "run_jobs", real)
+    counted.clear()
+    (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.cpu3d.partial").write_bytes(b"left by a killed process")
+    prepare(dataset, tmp_path / "cut", **THIRDS)
+    assert counted == ["BRATS_002", "BRATS_003"]
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("damage", "verify"),
+    [
+        (lambda path: path.unlink(), False),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), False),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), True),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("name", ["BRATS_001.x.npy", "BRATS_001.y.npy"])
+def test_only_the_case_whose_array_is_damaged_is_done_again(tmp_path, dataset, counted, damage, verify, finished, name):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    if not finished:
+        (tmp_path / "store/manifest.json").unlink()
+    damage(tmp_path / "store/cases" / name)
+    counted.clear()
+    prepare(dataset, tmp_path / "store", **THIRDS, verify=verify)
+    assert counted == ["BRATS_001"]
+    assert content_of(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize("dated", [True, False], ids=["dated", "from before dates were kept"])
+@pytest.mark.parametrize("by_s", [100, -100], ids=["later", "earlier"])
+def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(
+    tmp_path, dataset, dated, by_s, capsys
+):
+    store = tmp_path / "store"
+    manifest = prepare(dataset, store, **THIRDS)
+    if not dated:
+        undated = [
+            dataclasses.replace(
+                case, sources=tuple(dataclasses.replace(source, mtime_ns=None) for source in case.sources)
+            )
+            for case in manifest.cases
+        ]
+        write_store(store, remake(manifest, cases=undated))
+        prepare(dataset, store, **THIRDS)
+        assert "finished and unchanged" in capsys.readouterr().out
+    path = dataset / "labelsTr/BRATS_000.nii.gz"
+    content, then_s = path.read_bytes(), path.stat().st_mtime + by_s
+    path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
+    os.utime(path, (then_s, then_s))
+    with pytest.raises(InputError, match="source of case BRATS_000 has changed"):
+        prepare(dataset, store, **THIRDS)
+
+
+def test_a_finished_store_refuses_another_split_and_other_cases_and_stays(tmp_path, dataset, decathlon):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    with pytest.raises(InputError, match="another split than 2 train, 1 val, 1 test"):
+        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    with pytest.raises(InputError, match="seed 0"):
+        prepare(dataset, tmp_path / "store", **THIRDS, seed=5)
+    decathlon(dataset, 5)
+    with pytest.raises(InputError, match="case BRATS_004 is new"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    decathlon(dataset, 3)
+    with pytest.raises(InputError, match="case BRATS_003 is no longer whole"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert content_of(tmp_path / "store") == before
+
+
+def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp_path, dataset, decathlon):
+    store = tmp_path / "store"
+    prepare(dataset, store, **THIRDS)
+    before = content_of(store)
+    other = decathlon(tmp_path / "other", 4, name="SPLEEN")
+    with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
+        prepare(other, store, **THIRDS)
+    (store / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
+        prepare(other, store, **THIRDS)
+    (store / "manifest.json").write_text(json.dumps({"schema": 7}))
+    with pytest.raises(InputError, match="schema 2, got 7"):
+        prepare(dataset, store, **THIRDS)
+    (store / "manifest.json").write_bytes(before["manifest.json"])
+    assert content_of(store) == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="must be empty or begun by `prepare`"):
+        prepare(dataset, tmp_path / "home", **THIRDS)
+    assert os.listdir(tmp_path / "home") == ["letter.txt"]
+    with pytest.raises(InputError, match="another folder than the data set"):
+        prepare(dataset, dataset, **THIRDS)
+    with pytest.raises(InputError, match="folder to write to"):
+        prepare(dataset, tmp_path / "home/letter.txt", **THIRDS)
+
+
+def spoil(dataset, write_nifti, tiny_image):
+    """Three of the four cases bad: a file missing, a file cut, a NaN and an unknown code."""
+    (dataset / "labelsTr/BRATS_000.nii.gz").unlink()
+    cut = dataset / "imagesTr/BRATS_001.nii.gz"
+    cut.write_bytes(cut.read_bytes()[:-5])
+    sick = np.stack([tiny_image(channel) for channel in range(4)], -1).astype(np.float32)
+    sick[1, 1, 1, 2] = np.nan
+    write_nifti(dataset / "imagesTr/BRATS_002.nii.gz", sick)
+    write_nifti(dataset / "labelsTr/BRATS_002.nii.gz", np.full((6, 5, 4), 8, np.uint8))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_bad_cases_are_told_and_the_good_are_kept(tmp_path, dataset, write_nifti, tiny_image, workers):
+    spoil(dataset, write_nifti, tiny_image)
+    with pytest.raises(InputError) as error:
+        prepare(dataset, tmp_path / "store", fractions=(1, 0, 0), workers=workers)
+    *told, advice = error.value.problems
+    assert ["BRATS_00" + problem.split("BRATS_00")[1][0] for problem in told] == [f"BRATS_00{n}" for n in (0, 1, 2, 2)]
+    assert "got 3 bad cases; 1 good case kept" in advice
+    assert "--skip-bad" in advice
+    assert sorted(os.listdir(tmp_path / "store/cases")) == ["BRATS_003.json", "BRATS_003.x.npy", "BRATS_003.y.npy"]
+    assert not (tmp_path / "store/manifest.json").exists()
+
+
+def test_bad_cases_are_put_into_quarantine_when_asked(tmp_path, dataset, write_nifti, tiny_image, capsys):
+    spoil(dataset, write_nifti, tiny_image)
+    store = tmp_path / "store"
+    manifest = prepare(dataset, store, fractions=(1, 0, 0), workers=1, skip_bad=True)
+    assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
+    listed = [json.loads(line) for line in (store / "quarantine.jsonl").read_text().splitlines()]
+    assert [(entry["case_id"], len(entry["reasons"])) for entry in listed] == [
+        ("BRATS_000", 1),
+        ("BRATS_001", 1),
+        ("BRATS_002", 2),
+    ]
+    assert "left out 3 bad cases" in capsys.readouterr().out
+    assert prepare(dataset, store, fractions=(1, 0, 0), workers=1, skip_bad=True) == manifest
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("crop", [False, True])
+@pytest.mark.parametrize("format_", conversion.FORMAT_CHOICES)
+def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
+    prepare(dataset, tmp_path / "store", **THIRDS, settings=Settings(**conversion.FORMAT_CHOICES[format_], crop=crop))
+    store = open_store(tmp_path / "store")
+    store.check(store.manifest.cases)
+    for number, record in enumerate(store.manifest.cases):
+        exact = np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1)
+        assert (record.format, record.image_dtype) == {
+            "npy": ("npy", "int16"),
+            "float16": ("npy", "float16"),
+            "b2nd": ("b2nd", "int16"),
+        }[format_]
+        assert record.stored.size == ((4, 3, 2) if crop else (6, 5, 4))
+        assert np.array_equal(store.label(record.case_id), tiny_label(1, 2, 3))
+        image = store.image(record.case_id)
+        if format_ == "float16":
+            assert 0 < record.max_abs_error < 2e-3
+            assert np.array_equal(image != 0, exact != 0)
+        else:
+            assert np.array_equal(image, exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": "b2nd"}, "format of .* must be 'npy', as it was begun, got 'b2nd'"),
+        ({"scores": True}, "scores of .* must be False, as it was begun, got True"),
+        ({"crop": True}, "crop of .* must be False, as it was begun, got True"),
+        ({"label_map": {4: 3}}, "label_map of .* must be {}, as it was begun, got {'4': 3}"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_store_is_not_continued_with_other_settings(tmp_path, dataset, changes, told, finished):
+    store = tmp_path / "store"
+    prepare(dataset, store, **THIRDS)
+    if not finished:
+        (store / "manifest.json").unlink()
+    before = content_of(store)
+    with pytest.raises(InputError, match=told) as error:
+        prepare(dataset, store, **THIRDS, settings=Settings(**changes))
+    assert error.value.problems[1:] == ("choose another --store; nothing was touched",)
+    assert content_of(store) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[1]", '{"case_id": "x"}', '{"case_id": "x", "reasons": "bad"}', '{"case_id": 1, "reasons": []}']
+)
+def test_a_damaged_list_of_what_was_left_out_is_refused_with_its_line(tmp_path, dataset, line):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    before = content_of(tmp_path / "store")
+    (tmp_path / "store/quarantine.jsonl").write_text('{"case_id": "a", "reasons": ["b", "c"]}\n' + line + "\n")
+    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 2"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    (tmp_path / "store/quarantine.jsonl").unlink()
+    assert content_of(tmp_path / "store") == before
+
+
+def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused(tmp_path, dataset, monkeypatch):
+    prepare(dataset, tmp_path / "store", **THIRDS)
+    manifest = (tmp_path / "store/manifest.json").read_bytes()
+    (tmp_path / "store/cases/BRATS_001.x.npy").unlink()
+    real = conversion.load_case
+
+    def other(files, **options):
+        case = real(files, **options)
+        return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
+
+    monkeypatch.setattr(conversion, "load_case", other)
+    with pytest.raises(InputError, match=r"case BRATS_001 of .* must get back the voxels that it had, got others"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert (tmp_path / "store/manifest.json").read_bytes() == manifest
+
+
+def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
+    real = conversion.pages.give_back
+
+    def failing(handle):
+        real(handle)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\x07")
+
+    monkeypatch.setattr(conversion.pages, "give_back", failing)
+    with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    assert not list((tmp_path / "store/cases").iterdir())
+
+
+@pytest.fixture
+def post_treatment(tmp_path, brats_case, write_nifti, tiny_label):
+    """Two cases as in BraTS 2024, one with a resection cavity, beside a data set of the one without."""
+    for folder, case_id in (
+        ("both", "BraTS-GLI-00005-100"),
+        ("both", "BraTS-GLI-00006-100"),
+        ("one", "BraTS-GLI-00006-100"),
+    ):
+        brats_case(tmp_path / folder / case_id)
+    write_nifti(tmp_path / "both/BraTS-GLI-00005-100/BraTS-GLI-00005-100-seg.nii.gz", tiny_label(1, 2, 3, 4))
+    return tmp_path
+
+
+def test_the_resection_cavity_of_brats_2024_is_a_region_where_it_occurs(post_treatment, capsys):
+    with_cavity = prepare(post_treatment / "both", post_treatment / "rc", fractions=(1, 0, 0), workers=1)
+    assert with_cavity.labels[4] == "resection cavity"
+    assert with_cavity.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
+    assert "4 resection cavity -> RC" in capsys.readouterr().out
+    assert prepare(post_treatment / "both", post_treatment / "rc", fractions=(1, 0, 0), workers=1) == with_cavity
+    without = prepare(post_treatment / "one", post_treatment / "plain", fractions=(1, 0, 0), workers=1)
+    assert sorted(without.labels) == [0, 1, 2, 3]
+    assert tuple(without.regions) == ("WT", "TC", "ET")
+    assert prepare(post_treatment / "one", post_treatment / "plain", fractions=(1, 0, 0), workers=1) == without
+    assert "finished and unchanged" in capsys.readouterr().out
