@@ -222,18 +222,6 @@ def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[fl
     return [found[rate] for rate in sorted(found)]
 
 
-def searched_dice(run: PlannedRun, store: Path, out: Path, *, force: bool = False) -> Optional[float]:
-    """Train one run of a search; its highest mean Dice on the validation cases, None where it diverged."""
-    try:
-        carry_out([run], store, out, force=force)
-    except RunFailedError as error:
-        if error.diverged:
-            return None  # an answer, which is kept, and not a failure of the search
-        raise
-    events = read_events(run.folder)
-    return max((event["mean_dice"] for event in events if event.get("event") == "validation"), default=None)
-
-
 # --- Private helpers ---
 
 

@@ -155,14 +155,11 @@ COSTS = {
 
 
 class Point(NamedTuple):
-    """A validation on the way."""
+    """A validation on the way: after so many voxels, and seconds of steps alone."""
 
     voxels: int
-    """Seen by the network so far."""
     seconds: float
-    """Of steps so far, validation and saving aside."""
     mean_dice: float
-    """Over the validation cases and regions."""
 
 
 @dataclass(frozen=True)
