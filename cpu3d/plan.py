@@ -30,6 +30,7 @@ from cpu3d.settings import (
     RunConfig,
     config_from_json,
     differences,
+    left_open,
     load_config,
     recipe_config,
     with_settings,
@@ -212,7 +213,7 @@ def make_plan(
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     config = _decided(store, host, settings, recipe, saved, gpus, workers)
     asked = settings.get("device", saved.device if saved else AUTO)
-    unused = why_no_card(asked, config.mode, gpus) if config.device == "cpu" else []
+    unused = why_no_card(left_open(asked), config.mode, gpus) if config.device == "cpu" else []
     reasons = dict(zip(["device"], unused))
     pick = settings.get("policy", saved.unet.policy if saved else AUTO) == AUTO
     plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons)
@@ -492,7 +493,7 @@ def _for_host(
 ) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
     own = saved.device if saved else config.device if config.device != "cpu" else AUTO
-    device = pick_device(settings.get("device", own), config.mode, gpus)
+    device = pick_device(left_open(settings.get("device", own)), config.mode, gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
     dtype = settings.get("dtype") or (saved.unet.dtype if saved else AUTO)

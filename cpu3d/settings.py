@@ -30,6 +30,12 @@ from models.config import DTYPES, POLICIES, UNetConfig
 AUTO = "auto"
 """What an option says that `cpu3d.plan` decides."""
 
+
+def left_open(value: Optional[str]) -> Optional[str]:
+    """`value`, or None where it is AUTO: what decides takes None for nothing said."""
+    return None if value == AUTO else value
+
+
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
@@ -82,7 +88,10 @@ class RunConfig:
     channels: Tuple[str, ...] = option((), "image channels to use, such as FLAIR; default: all", "NAME", group="data")
     regions: Tuple[str, ...] = option((), "regions to learn, such as WT; default: all", "NAME", group="data")
     read_mode: str = option(
-        AUTO, "how files are read; auto: with pread from a network, else mmap", choices=READ_MODES, group="data"
+        AUTO,
+        "how files are read; auto: with pread from a network, else mmap",
+        choices=(AUTO, *READ_MODES),
+        group="data",
     )
     fold: str = option("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K", group="data")
     """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
@@ -156,7 +165,7 @@ class RunConfig:
     """On a CPU the bits are the same without."""
     seed: int = option(0, "of weights, order and augmentation", "S", group="training")
     """The split has the store's own."""
-    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=ENGINES, group="training")
+    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES), group="training")
 
     def __post_init__(self):
         check(self, InputError)

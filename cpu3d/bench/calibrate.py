@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
@@ -89,9 +89,7 @@ Measured = List[Tuple[str, Result]]
 class Options:
     """What `calibrate` measures, and where it writes."""
 
-    engine: str = option(
-        "auto", help="default: auto, what `train` would use", choices=[e for e in ENGINES if e != "stock-no-onednn"]
-    )
+    engine: Optional[str] = option(None, "default: what `train` would use", choices=ENGINES[:2])
     all: bool = option(False, help="every engine that is installed, a minute each")
     out: Path = option(OWN, help=f"default: {OWN.name} in the project's root", metavar="FILE")
     name: str = option("", help="default: the CPU's name")

@@ -25,7 +25,7 @@ from cpu3d.bench.harness import Output, Result, Turns
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.settings import RunConfig
+from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import versions
 from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
@@ -70,7 +70,7 @@ class EngineOptions(StepOptions):
 def add_step_options(parser: argparse.ArgumentParser, *more: type) -> None:
     """Add the options of a job, as the estimator has them, and those of `more` classes."""
     add_source_options(parser)
-    add_job_options(parser, [engine for engine in ENGINES if engine != "auto"], ("auto", *DTYPES))
+    add_job_options(parser, ENGINES, (AUTO, *DTYPES))
     for cls in more:
         add_options(parser, cls)
 
@@ -98,17 +98,17 @@ def run(args: argparse.Namespace) -> int:
 
 def step_request(args: argparse.Namespace, options: StepOptions, **more: Any) -> Dict[str, Any]:
     """What `measure` is to do, 128^3 voxels where no shape is given. Raises InputError for a job that cannot be."""
-    engine = getattr(args, "engine", "auto")
+    engine = getattr(args, "engine", AUTO)
     if engine not in KNOWN_ENGINES:
-        args.engine = "auto"  # a job has none that the estimator does not know
-    if getattr(args, "dtype", "auto") == "auto":
+        args.engine = AUTO  # a job has none that the estimator does not know
+    if getattr(args, "dtype", AUTO) == AUTO:
         vars(args).pop("dtype", None)
     try:
         whole = source_job(args)
         job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     except ValueError as error:
         raise InputError(str(error)) from None
-    engine = job.engine if whole and engine == "auto" else engine
+    engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": getattr(args, "threads", None)}
     return request_for(job, **{**own, "steps": options.steps, "warm_up": options.warm_up, **more})
 

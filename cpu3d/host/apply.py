@@ -5,7 +5,7 @@
     host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
 Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock-no-onednn" without oneDNN as well,
-"auto" is "itex" where it is installed and "stock" elsewhere.
+None is "itex" where it is installed and "stock" elsewhere.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from cpu3d.util.records import versions
 from memory_estimator.host import Host
 from memory_estimator.job import itex_is_installed
 
-ENGINES = ("auto", "itex", "stock", "stock-no-onednn")
+ENGINES = ("itex", "stock", "stock-no-onednn")
 
 
-def apply(plan: ThreadPlan, engine: str = "auto") -> None:
+def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
 
     A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower. What is
@@ -42,7 +42,7 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
     policy = memory_policy()
     if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
         set_memory_policy(plan.memory_policy, plan.memory_nodes)
-    if engine != "auto":
+    if engine is not None:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
     major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
@@ -50,7 +50,7 @@ def apply(plan: ThreadPlan, engine: str = "auto") -> None:
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
 
 
-def import_tensorflow(engine: str = "auto") -> Any:
+def import_tensorflow(engine: Optional[str] = None) -> Any:
     """Import TensorFlow on `engine` with the threads of the environment, and return the module.
 
     Called again, it checks that the engine is the one asked for and returns the same module.
@@ -64,9 +64,9 @@ def import_tensorflow(engine: str = "auto") -> Any:
         )
     fresh = "tensorflow" not in sys.modules
     intra_op, inter_op = _threads("TF_NUM_INTRAOP_THREADS"), _threads("TF_NUM_INTEROP_THREADS")
-    with _hidden_plugins() if engine.startswith("stock") else contextlib.nullcontext():
+    with _hidden_plugins() if (engine or "").startswith("stock") else contextlib.nullcontext():
         import tensorflow as tf
-    if engine != "auto" and (engine == "itex") != _itex_is_loaded():
+    if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
     if fresh:
@@ -75,7 +75,9 @@ def import_tensorflow(engine: str = "auto") -> Any:
     return tf
 
 
-def set_up(engine: str = "auto", device: str = CPU, local: Tuple[int, int] = (0, 1)) -> Tuple[Host, ThreadPlan, Any]:
+def set_up(
+    engine: Optional[str] = None, device: str = CPU, local: Tuple[int, int] = (0, 1)
+) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
     What every command that computes begins with. `local` is (index, count) of this process among the workers that share
@@ -113,9 +115,9 @@ def engine_name(tf: Any) -> str:
     return ", ".join(parts)
 
 
-def installed(engine: str) -> bool:
-    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES."""
-    if engine not in ENGINES:
+def installed(engine: Optional[str]) -> bool:
+    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES, nor None."""
+    if engine not in (None, *ENGINES):
         raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
 

@@ -46,9 +46,7 @@ class Options:
         help="plan for another host: an example by name (`list` names them), or a file of `doctor --json`",
         metavar="NAME|FILE",
     )
-    engine: str = option(
-        "auto", help="what to try out; default: auto, as `train`", choices=[one for one in ENGINES if "no" not in one]
-    )
+    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES[:2])
     self_test: bool = option(True, help="only look, start no TensorFlow")
     json: bool = option(False, help="print it as JSON, the host in full")
 
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(hosts_table())
         return 0
     if not installed(options.engine):
-        raise InputError(f"engine must be installed, got {options.engine} without it; choose auto or stock")
+        raise InputError(f"engine must be installed, got {options.engine} without it; choose stock")
     topology = topology_of(options.on_host) if options.on_host else read_topology()
     plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
     if not options.json:

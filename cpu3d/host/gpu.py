@@ -1,7 +1,7 @@
 """The NVIDIA cards of this host: what there is, which one a run takes, and the call that gives TensorFlow only that.
 
 gpus = HostGpus()                               # asks the driver's nvidia-smi once it is looked at, no TensorFlow
-device = pick_device("auto", "patch", gpus)     # "gpu:0", or "cpu"
+device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
 use_device(tf, device)                          # after TensorFlow is imported, before it computes: set_up does it
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import DoesNotFitError, InputError
 
-AUTO, CPU = "auto", "cpu"
+CPU = "cpu"
 
 QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")
 """What nvidia-smi is asked for, in this order."""
@@ -124,14 +124,14 @@ def best_dtype(gpu: Gpu) -> str:
     return "bfloat16" if gpu.compute_capability >= (8, 0) else "float32"
 
 
-def pick_device(asked: str, mode: str, gpus: Sequence[Gpu]) -> str:
-    """The device of a run: "cpu", or a card such as "gpu:0". `asked` may be "auto" too.
+def pick_device(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
+    """The device of a run: "cpu", or a card such as "gpu:0".
 
-    "auto" is a card for mode "patch" alone, since whole volumes are what this trainer has a CPU for: of several the one
+    None is a card for mode "patch" alone, since whole volumes are what this trainer has a CPU for: of several the one
     with most free memory, and only where a TensorFlow for cards is installed. Raises InputError for a card that is not
     there.
     """
-    if asked == AUTO:
+    if asked is None:
         if mode != "patch" or not gpus or not cuda_is_installed():
             return CPU
         return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
@@ -141,7 +141,7 @@ def pick_device(asked: str, mode: str, gpus: Sequence[Gpu]) -> str:
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     """The card that "gpu:0" and so on names. Raises InputError for one that is not there, and for what is no card."""
     if not re.fullmatch(r"gpu:\d+", device):
-        raise InputError(f"device must be auto, cpu, or a card such as gpu:0, got {device!r}; choose one of them")
+        raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
     for gpu in gpus:
         if gpu.device == device:
             return gpu
@@ -154,9 +154,9 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     )
 
 
-def why_no_card(asked: str, mode: str, gpus: Sequence[Gpu]) -> List[str]:
-    """A line to print where `pick_device` has chosen the CPU although "auto" might have had a card; else nothing."""
-    if asked != AUTO or mode != "patch":
+def why_no_card(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
+    """A line to print where `pick_device` has chosen the CPU although None might have had a card; else nothing."""
+    if asked is not None or mode != "patch":
         return []
     if gpus and not cuda_is_installed():
         first = gpus[0]

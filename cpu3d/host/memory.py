@@ -102,7 +102,7 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     mask = _Mask()
     for node in nodes:
         mask[node // _WORD] |= 1 << node % _WORD
-    # The kernel looks at one bit less than it is told.
+    # The kernel looks at one bit less than this number.
     error = _call(0, ctypes.c_int(MODES.index(mode)), mask if nodes else None, ctypes.c_ulong(_MOST_NODES + 1))
     return os.strerror(error) if error else ""
 

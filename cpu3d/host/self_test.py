@@ -1,6 +1,6 @@
 """What TensorFlow does on this host, tried out in a fresh process within a minute or so.
 
-for check in self_test("auto"):
+for check in self_test():
     print(check.name, check.state, check.found, check.advice)
 
 As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it has it. Others may
@@ -51,7 +51,7 @@ class Check:
     """What to do; "" where there is nothing."""
 
 
-def self_test(engine: str) -> Iterator[Check]:
+def self_test(engine: Optional[str] = None) -> Iterator[Check]:
     """Try an engine out in a fresh process; yields each result when it is there.
 
     A failed check is the last, as what comes after it would not say anything. So is that of a process which dies or
@@ -60,7 +60,12 @@ def self_test(engine: str) -> Iterator[Check]:
     with (
         tempfile.NamedTemporaryFile() as errors,
         subprocess.Popen(
-            [*PROGRAM, engine], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+            [*PROGRAM, *([engine] if engine else [])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
         ) as process,
     ):
         timer = threading.Timer(LIMIT_S, process.kill)
@@ -77,7 +82,7 @@ def self_test(engine: str) -> Iterator[Check]:
             process.kill()
 
 
-def main(engine: str) -> None:
+def main(engine: Optional[str]) -> None:
     """Do the tests in this process, one line of JSON each on stdout."""
     host, _, tf = set_up(engine)
     for _, test in TESTS:
@@ -85,17 +90,17 @@ def main(engine: str) -> None:
         print(f"\n{json.dumps(dataclasses.asdict(test(tf, host, engine)))}\n", end="", flush=True)
 
 
-def engine_in_force(tf: Any, host: Host, engine: str) -> Check:
+def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """oneDNN and, where it is installed or asked for, ITEX; by what is loaded and not by what was asked for."""
     name = engine_name(tf)
     if "no oneDNN" in name:
         return Check("engine", "fail", name, "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without")
-    if engine in ("auto", "itex") and installed("itex") and "ITEX" not in name:
+    if engine in (None, "itex") and installed("itex") and "ITEX" not in name:
         return Check("engine", "fail", f"{name}, although ITEX is installed", "run `./run.sh setup` again")
     return Check("engine", "ok", name)
 
 
-def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
+def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """Seconds of a small training step, two convolutions and their gradients, in float32 and in bfloat16."""
     if not host.fast_bfloat16:
         return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
@@ -119,7 +124,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: str) -> Check:
     return Check("bfloat16", "ok", found)
 
 
-def large_tensor(tf: Any, host: Host, engine: str) -> Check:
+def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """A convolution of more than 2^31 elements, its answers at the far end and its duration against one of less."""
     dtype = tf.as_dtype(host.best_dtype)
     elements = math.prod(SLICE)

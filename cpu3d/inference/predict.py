@@ -50,6 +50,7 @@ from cpu3d.inference.runs import (
     trained_predictors,
     zeroes_nan,
 )
+from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
@@ -89,10 +90,10 @@ class Options:
         False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
     )
     codes: str = option(
-        "auto",
+        AUTO,
         help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
         "store (auto, default); those of the store; or those of a layout",
-        choices=("auto", "store", *LABEL_CODES),
+        choices=(AUTO, "store", *LABEL_CODES),
     )
 
 
@@ -268,17 +269,17 @@ def channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]
     return _fitting(count, channels, inputs)
 
 
-def codes_for(predictor: Any, files: CaseFiles, choice: str = "auto") -> Codes:
+def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
     """The label codes that a case is written in; `choice` is what --codes takes.
 
-    By "auto" they are those of the case's own data set, or the store's where those are not known or lack a region of
+    Left open they are those of the case's own data set, or the store's where those are not known or lack a region of
     the run. Raises InputError where codes that were chosen lack one.
     """
-    of, labels = (choice, LABEL_CODES.get(choice)) if choice != "auto" else label_codes_of(files) or (STORE, None)
+    of, labels = (choice, LABEL_CODES.get(choice)) if choice != AUTO else label_codes_of(files) or (STORE, None)
     if labels is None:
         return Codes(STORE, predictor.labels, predictor.regions)
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
-    if choice == "auto" and not set(predictor.regions) <= set(regions):
+    if choice == AUTO and not set(predictor.regions) <= set(regions):
         return Codes(STORE, predictor.labels, predictor.regions)
     problems = [
         f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"

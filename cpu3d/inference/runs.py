@@ -26,8 +26,8 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.conversion import settings_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import AUTO, CPU, Gpu, HostGpus, pick_device, why_no_card
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.host.gpu import CPU, Gpu, HostGpus, pick_device, why_no_card
+from cpu3d.settings import AUTO, RunConfig, left_open, load_config
 from cpu3d.util.records import listed
 from memory_estimator.schema import check, given, option
 
@@ -314,8 +314,9 @@ def _fold_problems(runs: Sequence[Path], folds: Sequence[str], some_folds: bool)
 def _device(configs: Sequence[RunConfig], inference: Inference, gpus: Sequence[Gpu]) -> str:
     """Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory."""
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
-    device = pick_device(inference.device, mode, gpus)
+    asked = left_open(inference.device)
+    device = pick_device(asked, mode, gpus)
     if device == CPU:
-        for line in why_no_card(inference.device, mode, gpus):
+        for line in why_no_card(asked, mode, gpus):
             Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
     return device

@@ -145,7 +145,7 @@ def strips(
 def grey_window(image: np.ndarray) -> np.ndarray:
     """Grey values 0..1: the 0.5th to 99.5th percentile of the head. Background, zero in the store, is black.
 
-    The store's z-scores are negative in half of the head, so black must be told by position, not by value.
+    The store's z-scores are negative in half of the head, so black is known by position, not by value.
     """
     inside = image != 0
     if not inside.any():

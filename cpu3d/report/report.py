@@ -7,10 +7,9 @@ what is there, also while a training is under way or before anything was evaluat
 """
 
 import argparse
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -22,11 +21,15 @@ from cpu3d.inference.evaluate import ranked, scores_path, warning
 from cpu3d.report import pictures
 from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Line
-from cpu3d.report.run_files import RunFiles, gather
+from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write, writable_folder
-from cpu3d.util.records import duration
+from cpu3d.util.records import duration, seconds
 from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Bold, Table
 from memory_estimator.units import GIB
+
+Figures = List[Tuple[str, bytes]]
+"""(what it shows, PNG)"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Options:
     """Command-line options of `report`."""
 
     run: Path = option(help="run folder written by train", metavar="DIR")
-    out: Optional[Path] = option(None, "page to write (default: report.html in the run folder)", "FILE")
+    out: Optional[Path] = option(None, help="page to write (default: report.html in the run folder)", metavar="FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +54,7 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     """Write the page of the run in `run_dir` to `out`, by default run/report.html, atomically; returns its path.
 
     Raises InputError when `run_dir` holds no readable config.json, for a scores.json that is damaged or of another
-    version, and when the page cannot be written there. Everything else that is missing is said on the page.
+    version, and when the page cannot be written there. What else is missing is named on the page.
     """
     run_dir = Path(run_dir).resolve()
     out = Path(out) if out else run_dir / "report.html"
@@ -67,15 +70,14 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
 
 def render(files: RunFiles) -> str:
     """The page as HTML."""
-    scores, events = files.scores, files.events
-    starts = [event for event in events if event["event"] == "start"]
+    scores, starts = files.scores, of_kind(files.events, "start")
     return render_page(
         Path(__file__).with_name("report.html.j2"),
         title=f"Report of {files.folder.name}",
         files=files,
-        config=sorted(flat(files.config)),
+        config=Table(("", ""), sorted(flat(files.config)), names=2),
         mode=files.config["mode"],
-        starts=starts,
+        hosts=[(start, _host_table(start)) for start in starts],
         facts=_facts(files, starts),
         missing=_missing(files),
         warning=warning(scores["split"]) if scores and not scores["untouched"] else "",
@@ -83,22 +85,21 @@ def render(files: RunFiles) -> str:
         ranked=ranked(scores["cases"]) if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
         cases=_overlays(files) if scores else [],
-        curves=_curves(events),
-        costs=_costs(events, files.config, scores),
-        foreseen=_foreseen(starts, events),
+        curves=_curves(files.events),
+        costs=_costs(files.events, files.config, scores),
+        predicted=_predicted(starts, files.events),
         split=files.store.manifest.split if files.store else {},
         colours=(pictures.PREDICTION_ONLY, pictures.TRUTH_ONLY, pictures.BOTH),
     )
 
 
-# --- Private helpers: words and numbers ---
+# --- Private helpers: numbers and tables ---
 
 
-def _facts(files: RunFiles, starts: Sequence[Mapping[str, Any]]) -> List[Tuple[str, str]]:
+def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of what tells this run from others."""
     config, manifest = files.config, files.store.manifest if files.store else None
-    end = _end(files.events)
-    steps = [event["step"] for event in files.events if event["event"] == "step"]
+    end, steps = last_end(files.events), numbers(of_kind(files.events, "step"), "step")
     first, last = (starts[0], starts[-1]) if starts else ({}, {})
     facts = [
         ("run", str(files.folder)),
@@ -106,17 +107,15 @@ def _facts(files: RunFiles, starts: Sequence[Mapping[str, Any]]) -> List[Tuple[s
         ("store", str(config.get("store", "-"))),
         ("split hash", str(config.get("split_hash") or first.get("split_hash") or "-")),
         *([("fold", config["fold"])] if config["fold"] else []),
-        ("started", _when(first.get("time"))),
+        ("started", str(first.get("time") or "-").replace("T", " ")[:19]),
         ("steps", f"{max(steps):,}" if steps else "0"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
         ("channels", ", ".join(config.get("channels", [])) or "-"),
         *_seen(config, last.get("grid")),
         ("parameters", f"{last['parameters']:,}" if isinstance(last.get("parameters"), int) else "-"),
-        ("precision", str(last.get("precision", "-"))),
-        ("policy", str(last.get("policy", "-"))),
-        ("micro-batch", str(last.get("micro_batch", "-"))),
+        *((name, str(last.get(name.replace("-", "_"), "-"))) for name in ("precision", "policy", "micro-batch")),
         ("engine", str(last.get("engine", "-"))),
-        ("device", _device(last, config)),
+        ("device", str(last.get("device") or config["device"])),
     ]
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
@@ -138,24 +137,17 @@ def _seen(config: Mapping[str, Any], grid: Any) -> List[Tuple[str, str]]:
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored; "-" where the scores are too old to say."""
     runs = scores.get("runs") or [scores]
-    ways = "; ".join({_way(run.get("inference")): None for run in runs})
+    ways = []
+    for inference in (run.get("inference") or {} for run in runs):
+        way = "in one pass" if inference else "-"
+        if inference.get("window"):
+            way = f"window of {_shape(inference['window'])}, {100 * inference.get('overlap', 0):g} % overlap"
+        ways.append(f"{way}, mean of 8 mirror images" if inference.get("flips") else way)
+    found = "; ".join(dict.fromkeys(ways))
     if len(runs) == 1:
-        return ways
+        return found
     crossed = all("held_out" in run for run in runs)
-    return f"{ways}; {'each case by the fold that held it out' if crossed else f'mean of {len(runs)} runs'}"
-
-
-def _way(inference: Optional[Mapping[str, Any]]) -> str:
-    if not inference:
-        return "-"
-    window = inference.get("window")
-    way = f"window of {_shape(window)}, {100 * inference.get('overlap', 0):g} % overlap" if window else "in one pass"
-    return f"{way}, mean of 8 mirror images" if inference.get("flips") else way
-
-
-def _device(start: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """That of an attempt, as its start says; those of older logs do not, and were on the CPU as the settings are."""
-    return str(start.get("device") or config["device"])
+    return f"{found}; {'each case by the fold that held it out' if crossed else f'mean of {len(runs)} runs'}"
 
 
 def _missing(files: RunFiles) -> List[str]:
@@ -163,7 +155,7 @@ def _missing(files: RunFiles) -> List[str]:
     notes = []
     if files.scores is None:
         notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
-    if not any(event["event"] == "step" for event in files.events):
+    if not of_kind(files.events, "step"):
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
     if files.store is None:
         notes.append(f"The store {files.config.get('store', '')} is not there now, so no cases are shown.")
@@ -173,97 +165,74 @@ def _missing(files: RunFiles) -> List[str]:
     return notes
 
 
-def _costs(
-    events: Sequence[Mapping[str, Any]], config: Mapping[str, Any], scores: Optional[Mapping[str, Any]]
-) -> List[Tuple[str, str, str]]:
-    """Memory and time: (what, value, how it was told)."""
-    steps = [event for event in events if event["event"] == "step"]
-    end = _end(events)
-    step_s, wait_s = _column(steps, "step_s"), _column(steps, "wait_s")
-    extra_s = sum(_column([event for event in events if event["event"] in ("validation", "checkpoint")], "seconds"))
-    ends = [event for event in events if event["event"] == "end"]
-    peak = max([0, *_column(ends, "peak_rss_bytes"), *_column(steps, "rss_bytes")])
-    wait_share = sum(wait_s) / sum(step_s) if sum(step_s) else None
+def _host_table(start: Mapping[str, Any]) -> Table:
+    groups = ("engine", "precision", "host", "versions", "threads", "memory")
+    rows = [pair for group in groups if start.get(group) for pair in flat(start[group], group)]
+    return Table(("", ""), rows, names=2)
+
+
+def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[str, Any]]) -> Table:
+    """Memory and time: what, value, what value it is."""
+    steps, end = of_kind(events, "step"), last_end(events)
+    step_s, wait_s = numbers(steps, "step_s"), numbers(steps, "wait_s")
+    total_s, extra_s = sum(step_s), sum(numbers(of_kind(events, "validation", "checkpoint"), "seconds"))
+    peak = max([0, *numbers(of_kind(events, "end"), "peak_rss_bytes"), *numbers(steps, "rss_bytes")])
+    share = percent(extra_s / (extra_s + total_s)) if step_s else "-"
     rows = [
         ("peak memory of the process", gib(peak), "largest resident set in the log"),
         *_allocated(events, config),
-        ("time per step", f"{np.median(step_s):.2f} s" if step_s else "-", "median"),
-        ("waiting for data", percent(wait_share), "of the time of the steps"),
-        (
-            "validation and checkpoints",
-            percent(extra_s / (extra_s + sum(step_s))) if step_s else "-",
-            "of the whole time",
-        ),
-        ("whole training", duration(end.get("seconds") or sum(step_s) + extra_s), "wall clock, all attempts"),
+        ("time per step", seconds(median(step_s)), "median"),
+        ("waiting for data", percent(sum(wait_s) / total_s if total_s else None), "of the time of the steps"),
+        ("validation and checkpoints", share, "of the whole time"),
+        ("whole training", duration(end.get("seconds") or total_s + extra_s), "wall clock, all attempts"),
     ]
     if scores:
-        rows.append(
-            ("prediction", f"{np.median(_column(scores['cases'], 'predict_s')):.1f} s a volume", "median, full grid")
-        )
-        rows.append(("scoring", f"{np.median(_column(scores['cases'], 'score_s')):.1f} s a volume", "median"))
-    return [row for row in rows if row[1] != "-"]
+        for name, key in (("prediction", "predict_s"), ("scoring", "score_s")):
+            rows.append((name, seconds(median(numbers(scores["cases"], key))), "a volume on its full grid, median"))
+    return Table(("", "", ""), [(name, Bold(value), how) for name, value, how in rows if value != "-"], names=3)
 
 
-def _allocated(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> List[Tuple[str, str, str]]:
-    """The allocator's peak on every device that an attempt ended on: TensorFlow has one allocator for each."""
-    device, peaks = _device({}, config), {}
-    for event in events:
+def _allocated(events: Events, config: Mapping[str, Any]) -> List[Tuple[str, str, str]]:
+    """The allocator's peak on every device that an attempt ended on: TensorFlow has one allocator for each.
+
+    Starts in older logs do not name their device: they were on the CPU, as the settings are.
+    """
+    device, peaks = config["device"], {}
+    for event in of_kind(events, "start", "end"):
         if event["event"] == "start":
-            device = _device(event, config)
-        elif event["event"] == "end":
-            peaks[device] = max([peaks.get(device, 0), *_column([event], "allocator_peak_bytes")])
-    what = "peak of TensorFlow's allocator"
-    rows = []
-    for device, peak in peaks.items():
-        if device == "cpu":
-            rows.append((what, gib(peak), "with ITEX it holds oneDNN's scratch"))
+            device = event.get("device") or config["device"]
         else:
-            rows.append((f"{what} on {device}", gib(peak), "cuDNN's workspaces are in it, CUDA's context is not"))
-    return rows
+            peaks[device] = max([peaks.get(device, 0), *numbers([event], "allocator_peak_bytes")])
+    what = "peak of TensorFlow's allocator"
+    of_card = "cuDNN's workspaces are in it, CUDA's context is not"
+    return [
+        (what, gib(peak), "with ITEX it holds oneDNN's scratch")
+        if device == "cpu"
+        else (f"{what} on {device}", gib(peak), of_card)
+        for device, peak in peaks.items()
+    ]
 
 
-def _foreseen(starts: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> List[Tuple[str, ...]]:
-    """(what, predicted, measured, how far off) of the last attempt; empty where nothing was predicted of it."""
-    predicted = starts[-1].get("predicted") if starts else None
-    if not predicted:
-        return []
-    end, attempt = _end(events), events[max(i for i, event in enumerate(events) if event is starts[-1]) :]
-    # The first step compiles; it is left out wherever another one tells the time.
-    steps = [event for event in attempt if event["event"] == "step"]
+def _predicted(starts: Events, events: Events) -> Table:
+    """What was predicted of the last attempt beside what was measured; no rows where nothing was."""
+    predicted = starts[-1].get("predicted") or {} if starts else {}
+    attempt = events[max((i for i, event in enumerate(events) if event["event"] == "start"), default=0) :]
+    steps = of_kind(attempt, "step")
     step_s = [event["step_s"] - event["wait_s"] for event in steps if "step_s" in event and "wait_s" in event]
-    measured = {**end, "step_s": float(np.median(step_s[1:] or step_s)) if step_s else None}
+    # The first step compiles; it is left out wherever another one tells the time.
+    measured = {**last_end(events), "step_s": median(step_s[1:] or step_s)}
     rows = []
     for name, key, measured_key, show in (
         ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", gib),
         ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", gib),
         ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", gib),
-        (
-            "time per step, waiting for data aside",
-            "step_s",
-            "step_s",
-            lambda seconds: f"{seconds:.2f} s" if seconds else "-",
-        ),
+        ("time per step, waiting for data aside", "step_s", "step_s", seconds),
     ):
-        told, found = predicted.get(key), measured.get(measured_key)
-        if not told:
-            continue
-        off = f"{told / found - 1:+.1%}" if told and found else "-"
-        rows.append((name, show(told), show(found), off))
-    return rows
-
-
-def _end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The event that ended the last attempt; empty when it has not ended, or was killed."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
-    return last if last.get("event") == "end" else {}
-
-
-def _column(events: Sequence[Mapping[str, Any]], key: str) -> List[float]:
-    return [event[key] for event in events if isinstance(event.get(key), (int, float))]
-
-
-def _when(iso: Any) -> str:
-    return str(iso).replace("T", " ")[:19] if iso else "-"
+        value, found = predicted.get(key), measured.get(measured_key)
+        if value:
+            rows.append((name, show(value), show(found), f"{value / found - 1:+.1%}" if found else "-"))
+    caption = "Of the last attempt; the measured peak of the process includes mapped pages of the store."
+    return Table(("", "predicted", "measured", "predicted is off by"), rows, caption=caption)
 
 
 def _shape(shape: Any) -> str:
@@ -273,86 +242,60 @@ def _shape(shape: Any) -> str:
 # --- Private helpers: pictures ---
 
 
-def _score_pictures(scores: Mapping[str, Any]) -> List[Tuple[str, bytes]]:
-    def column(metric: str) -> Dict[str, List[float]]:
-        return {name: [case["regions"][name][metric] for case in scores["cases"]] for name in scores["summary"]}
-
-    tolerance = f"{scores['tolerance_mm']:g} mm"
+def _score_pictures(scores: Mapping[str, Any]) -> Figures:
+    share = {"y_label": "share", "y_range": (-0.02, 1.02)}
     return [
-        ("Dice of every case", pictures.strips(column("dice"), title="Dice", y_label="Dice", y_range=(-0.02, 1.02))),
         (
-            "HD95 of every case",
-            pictures.strips(column("hd95_mm"), title="HD95 (less is better)", y_label="mm", y_range=(0, None)),
-        ),
-        (
-            "surface Dice of every case",
+            f"{title} of every case",
             pictures.strips(
-                column("surface_dice"), title=f"Surface Dice at {tolerance}", y_label="share", y_range=(-0.02, 1.02)
+                {name: [case["regions"][name][metric] for case in scores["cases"]] for name in scores["summary"]},
+                title=title,
+                **axis,
             ),
-        ),
-    ]
-
-
-def _curves(events: Sequence[Mapping[str, Any]]) -> List[Tuple[str, bytes]]:
-    """(what it shows, PNG) for every curve there is something to draw of."""
-    steps = [event for event in events if event["event"] == "step"]
-    validations = [event for event in events if event["event"] == "validation"]
-
-    def line(name: str, source: Sequence[Mapping[str, Any]], value: Callable, colour: str, measured: bool) -> Line:
-        points = [(event["step"], value(event)) for event in source]
-        points = [(x, y) for x, y in points if isinstance(y, (int, float))]
-        return Line(name, [x for x, _ in points], [y for _, y in points], colour, measured)
-
-    def pair(name: str, value: Callable, colours: Tuple[str, str]) -> List[Line]:
-        both = [
-            line(f"{name}training", steps, value, colours[0], False),
-            line(f"{name}validation", validations, value, colours[1], True),
-        ]
-        return [each for each in both if len(each.x)]
-
-    charts = []
-    loss = pair("", lambda event: event.get("loss"), PALETTE[:2])
-    if loss:
-        charts.append(("Loss over steps", pictures.chart(loss, title="Loss", y_label="loss")))
-    regions = list(dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice") or {}))
-    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
-        dice = [
-            line(
-                name,
-                source,
-                lambda event, name=name: (event.get("dice") or {}).get(name),
-                colour,
-                source is validations,
-            )
-            for name, colour in zip(regions, PALETTE * len(regions))
-        ]
-        dice = [each for each in dice if len(each.x)]
-        if dice:
-            title = f"Dice, {kind}"
-            charts.append((title, pictures.chart(dice, title=title, y_label="Dice", y_range=(0, 1))))
-    seconds = [
-        line("step", steps, lambda event: event.get("step_s"), PALETTE[0], False),
-        line("waiting for data", steps, lambda event: event.get("wait_s"), PALETTE[1], False),
-    ]
-    seconds = [each for each in seconds if len(each.x)]
-    if seconds:
-        charts.append(
-            ("Seconds per step", pictures.chart(seconds, title="Time of a step", y_label="s", y_range=(0, None)))
         )
-    singles = (
-        ("Learning rate", "learning_rate", "learning rate", 1),
-        ("Memory of the process", "rss_bytes", "GiB", GIB),
-    )
-    for title, key, label, unit in singles:
-        only = line("", steps, lambda event, key=key: event.get(key), PALETTE[2], True)
-        if len(only.x):
-            only = dataclasses.replace(only, y=[value / unit for value in only.y], dots=False)
-            charts.append((title, pictures.chart([only], title=title, y_label=label, y_range=(0, None))))
+        for metric, title, axis in (
+            ("dice", "Dice", share),
+            ("hd95_mm", "HD95 (less is better)", {"y_label": "mm", "y_range": (0, None)}),
+            ("surface_dice", f"Surface Dice at {scores['tolerance_mm']:g} mm", share),
+        )
+    ]
+
+
+def _curves(events: Events) -> Figures:
+    """A chart of every curve there is something to draw of."""
+    steps, validations = of_kind(events, "step"), of_kind(events, "validation")
+    charts: Figures = []
+
+    def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
+        lines = [line for line in lines if len(line.x)]
+        if lines:
+            charts.append((title, pictures.chart(lines, title=title, **axis)))
+
+    loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
+    add("Loss", loss, y_label="loss")
+    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice") or {})
+    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
+        dice = [{**event, **(event.get("dice") or {})} for event in source]
+        lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
+        add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
+    from_zero = {"y_range": (0, None)}
+    times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
+    add("Time of a step", times, y_label="s", **from_zero)
+    add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
+    add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
     return charts
 
 
-def _overlays(files: RunFiles) -> List[Tuple[str, bytes]]:
-    """(caption, PNG) of the best, median and worst case by mean Dice; of fewer where there are fewer."""
+def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
+    """What events hold under a key over their steps: with names those of steps are noisy, those of validations dots."""
+    known = [event for event in events if numbers([event], key)]
+    x, y = [event["step"] for event in known], [event[key] / unit for event in known]
+    of_steps = bool(known) and known[0]["event"] == "step"
+    return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)
+
+
+def _overlays(files: RunFiles) -> Figures:
+    """The best, median and worst case by mean Dice; fewer where there are fewer."""
     if files.store is None:
         return []
     cases = ranked(files.scores["cases"])[::-1]
@@ -360,15 +303,15 @@ def _overlays(files: RunFiles) -> List[Tuple[str, bytes]]:
     for name, position in (("best", 0), ("median", len(cases) // 2), ("worst", len(cases) - 1)):
         chosen.setdefault(cases[position]["case_id"], []).append(name)
     region, codes = next(iter(files.scores["regions"].items()))
-    pages = []
+    figures = []
     for case in cases:
         names = chosen.get(case["case_id"])
         png = names and _overlay(files, case["case_id"], codes)
         if png:
             each = ", ".join(f"{name} {values['dice']:.3f}" for name, values in case["regions"].items())
             kind = " and ".join(names) if len(cases) > 1 else "the only"
-            pages.append((f"{kind} case {case['case_id']}: Dice {each}. Shown: {region}", png))
-    return pages
+            figures.append((f"{kind} case {case['case_id']}: Dice {each}. Shown: {region}", png))
+    return figures
 
 
 def _overlay(files: RunFiles, case_id: str, codes: Sequence[int]) -> Optional[bytes]:

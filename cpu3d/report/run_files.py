@@ -1,9 +1,10 @@
 """What a run folder holds, read back: settings, log, scores and the store they rest on."""
 
 import dataclasses
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
@@ -11,6 +12,8 @@ from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.settings import load_config
 from cpu3d.training.run_log import read_events
+
+Events = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,25 @@ def gather(run_dir: Path) -> RunFiles:
             except InputError:
                 store = None  # moved or deleted since: the page says so
     return RunFiles(run_dir, config, tuple(events), scores, store)
+
+
+def of_kind(events: Events, *kinds: str) -> List[Mapping[str, Any]]:
+    """The events of these kinds, in order."""
+    return [event for event in events if event["event"] in kinds]
+
+
+def numbers(events: Events, key: str) -> List[float]:
+    """What events hold under a key, where that is a number; True and False are none."""
+    values = [event.get(key) for event in events]
+    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+def median(values: Sequence[float]) -> Optional[float]:
+    """None for none."""
+    return float(statistics.median(values)) if values else None
+
+
+def last_end(events: Events) -> Mapping[str, Any]:
+    """The event that ended the last attempt; empty when it has not ended, or was killed."""
+    last = (of_kind(events, "start", "end") or [{"event": "start"}])[-1]
+    return last if last["event"] == "end" else {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.report.run_files import Events, median, numbers, of_kind
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, Heartbeat, heartbeat_path, read_heartbeats
@@ -116,7 +117,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     events = recent_events(run, RECENT)
     workers = _workers(run, heartbeats, now)
     beats = [one.heartbeat for one in workers if one.heartbeat]
-    starts, recent, validations = ([one for one in events if one["event"] == kind] for kind in _KINDS)
+    starts, recent, validations = (of_kind(events, kind) for kind in ("start", "step", "validation"))
     step = max(map(_whole, [*(event.get("step") for event in events), *(beat.step for beat in beats)]), default=0)
     known = [beat.steps for beat in beats] + [config.steps if config else None]
     steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
@@ -126,7 +127,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     if not workers or (by_log.state == "finished" and _is_left_finished(events[-1], workers, step, steps)):
         judged = [by_log]
     first = judged[0]
-    step_s = median([event.get("step_s") for event in recent])
+    step_s = median(numbers(recent, "step_s"))
     return RunStatus(
         folder=str(run),
         state=first.state,
@@ -139,10 +140,10 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         step_s=step_s,
         seconds_left=_seconds_left(events, step, steps, step_s) if first.state in ("running", "starting") else None,
         recent_steps=len(recent),
-        loss=_mean([event.get("loss") for event in recent]),
+        loss=_mean(numbers(recent, "loss")),
         dice=_mean_of_each([event.get("dice") or {} for event in recent]),
         validation=validations[-1] if validations else None,
-        best=max((event["mean_dice"] for event in validations if _is_number(event.get("mean_dice"))), default=None),
+        best=max(numbers(validations, "mean_dice"), default=None),
         checkpoint=checkpoint,
     )
 
@@ -166,15 +167,7 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
     return WorkerStatus(beat.rank, state, detail, age, max(0.0, beat.beat - beat.phase_since), beat)
 
 
-def median(values: Sequence[Any]) -> Optional[float]:
-    """Of those that are numbers; None for none."""
-    known = list(filter(_is_number, values))
-    return statistics.median(known) if known else None
-
-
 # --- Private helpers ---
-
-_KINDS = ("start", "step", "validation")
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
@@ -203,7 +196,7 @@ def _beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
     return max(0.0, min(now - beat.beat, now - written))
 
 
-def _state_by_log(run: Path, events: Sequence[Dict[str, Any]], now: float) -> WorkerStatus:
+def _state_by_log(run: Path, events: Events, now: float) -> WorkerStatus:
     """Of a run without heartbeats, as earlier versions have made them."""
     if not events:
         return WorkerStatus(0, "unknown", "nothing is logged and there is no heartbeat")
@@ -212,7 +205,7 @@ def _state_by_log(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Wo
         finished = last.get("reason") in FINISHED
         return WorkerStatus(0, "finished") if finished else WorkerStatus(0, "interrupted", str(last.get("reason")))
     age = max(0.0, now - (run / "log.jsonl").stat().st_mtime)
-    slow = 10 * (median([event.get("step_s") for event in events if event["event"] == "step"]) or 0)
+    slow = 10 * (median(numbers(of_kind(events, "step"), "step_s")) or 0)
     detail = f"there is no heartbeat; the last line of the log came {format_seconds(age)} ago"
     return WorkerStatus(0, "running" if age < max(5 * SILENT_S, slow) else "unknown", detail)
 
@@ -251,7 +244,7 @@ def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: 
     return f"{again}; its last words are in {log}" if log.is_file() else again
 
 
-def _checkpoint(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Optional[Saved]:
+def _checkpoint(run: Path, events: Events, now: float) -> Optional[Saved]:
     logged = [event.get("step") for event in events if event["event"] == "checkpoint"]
     for path in checkpoints(run):
         with contextlib.suppress(OSError):  # it may be removed for newer ones just now
@@ -261,31 +254,24 @@ def _checkpoint(run: Path, events: Sequence[Dict[str, Any]], now: float) -> Opti
     return None
 
 
-def _seconds_left(
-    events: Sequence[Dict[str, Any]], step: int, steps: Optional[int], step_s: Optional[float]
-) -> Optional[float]:
+def _seconds_left(events: Events, step: int, steps: Optional[int], step_s: Optional[float]) -> Optional[float]:
     """At the median step, with the share of time that this attempt has spent on other things."""
     if not steps or not step_s or step > steps:
         return None
     begin = max((number for number, event in enumerate(events) if event["event"] == "start"), default=0)
     done = step - _whole(events[begin].get("step"))
-    beside = sum(event["seconds"] for event in events[begin + 1 :] if _is_number(event.get("seconds")))
+    beside = sum(numbers(events[begin + 1 :], "seconds"))
     return (steps - step) * (step_s + (beside / done if done > 0 else 0.0))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _mean(values: Sequence[Any]) -> Optional[float]:
-    known = list(filter(_is_number, values))
-    return statistics.fmean(known) if known else None
+def _mean(values: Sequence[float]) -> Optional[float]:
+    return statistics.fmean(values) if values else None
 
 
-def _mean_of_each(dicts: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
-    means = {name: _mean([one.get(name) for one in dicts]) for one in dicts for name in one}
+def _mean_of_each(dicts: Events) -> Dict[str, float]:
+    means = {name: _mean(numbers(dicts, name)) for one in dicts for name in one}
     return {name: mean for name, mean in means.items() if mean is not None}

@@ -10,7 +10,7 @@ from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, left_open
 from memory_estimator.host import read_host
 
 PREPARING_FOR_A_CARD = 4
@@ -29,7 +29,7 @@ class Feeds:
             store,
             [split for split in ("train", "val") if store.cases(split)],
             free_bytes=read_host().free_bytes,
-            read_mode=config.read_mode,
+            read_mode=left_open(config.read_mode),
             patches=config.is_patch,
             share=share,
         )

@@ -29,7 +29,7 @@ from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import share_of
 from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
-from cpu3d.settings import AUTO, RunConfig, add_training_options, chosen_settings, load_config, save_config
+from cpu3d.settings import RunConfig, add_training_options, chosen_settings, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
@@ -85,7 +85,7 @@ def train(
     place = share_of_host(cluster, os.environ)
     host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
     gpus = HostGpus()
-    engine, device, plan = settings.get("engine", AUTO), "cpu", None
+    engine, device, plan = left_open(settings.get("engine")), "cpu", None
 
     def refuse_what_does_not_fit() -> None:
         if not force:
@@ -94,11 +94,11 @@ def train(
     if cluster.is_chief:  # the others get its plan once they are together
         plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=cluster.workers, force=force)
         _say(*plan.describe(host))
-        engine, device = plan.config.engine, plan.config.device
+        engine, device = left_open(plan.config.engine), plan.config.device
         if plan.saved is None:
             refuse_what_does_not_fit()
     elif "engine" not in settings and (run_folder / "config.json").is_file():
-        engine = load_config(run_folder).engine
+        engine = left_open(load_config(run_folder).engine)
     watched = Guard(run_folder, say=_say, rank=cluster.rank, workers=cluster.workers)
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)

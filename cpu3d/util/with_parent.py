@@ -1,4 +1,4 @@
-"""Run a command that is told to end when the process that started it does, however that one ends.
+"""Run a command that gets SIGTERM when the process that started it ends, however that one ends.
 
     python with_parent.py PARENT_PID COMMAND ...
 

@@ -1,7 +1,5 @@
 """The plan on paper is the network that Keras builds."""
 
-import itertools
-
 import pytest
 import tensorflow as tf
 
@@ -22,9 +20,10 @@ KINDS = {
 }
 
 VARIANTS = [
-    UNetConfig(filters=4, depth=depth, norm=norm, up=up, policy="speed")
-    for depth, norm, up in itertools.product((2, 3, 5), ("instance", "batch", "none"), ("transposed", "upsampling"))
-] + [
+    UNetConfig(filters=4, depth=2, up="upsampling", policy="speed"),
+    UNetConfig(filters=4, depth=3, norm="batch", policy="speed"),
+    UNetConfig(filters=4, depth=3, norm="none", up="upsampling", policy="speed"),
+    UNetConfig(filters=4, depth=5, policy="speed"),
     UNetConfig(filters=4, depth=4, residual=True, policy="speed"),
     UNetConfig(filters=4, depth=3, residual=True, norm="none", policy="speed"),
     UNetConfig(filters=4, depth=4, deep_supervision=True, dtype="bfloat16", policy="speed"),

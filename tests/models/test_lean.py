@@ -196,15 +196,6 @@ def test_gradients_are_computed_one_after_the_other(residual, policy, waits_for)
 # --- As a Keras layer ---
 
 
-def test_a_block_comes_back_from_its_configuration():
-    unet = UNetConfig(filters=4, depth=3, residual=True, policy="lean", dtype="bfloat16")
-    layer = LeanBlock(unet, (4, 8), keeps_hidden=True, up_width=6, dtype="mixed_bfloat16", name="decoder0")
-    again = LeanBlock.from_config(layer.get_config())
-    assert again.get_config() == layer.get_config()
-    assert (again.unet, again.widths, again.keeps_hidden, again.up_width) == (unet, (4, 8), True, 6)
-    assert (again.name, again.compute_dtype, again.conv1.compute_dtype) == ("decoder0", "bfloat16", "bfloat16")
-
-
 @pytest.mark.parametrize("policy", LEANER)
 def test_a_network_comes_back_from_its_configuration_and_weights(policy):
     config = UNetConfig(filters=2, depth=3, norm="batch", policy=policy)

@@ -106,9 +106,3 @@ def test_a_compute_dtype_of_bfloat16_reads_the_bias_in_it_and_the_norms_weights_
         "batch": {tf.float32},
         "none": {tf.bfloat16},
     }
-
-
-def test_a_saved_config_rebuilds_the_norm_layer():
-    layer = NormActivation("instance", activate=False, dtype="mixed_bfloat16", name="n")
-    again = NormActivation.from_config(layer.get_config())
-    assert (again.norm, again.activate, again.compute_dtype) == ("instance", False, "bfloat16")

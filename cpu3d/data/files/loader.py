@@ -54,7 +54,7 @@ def open_reading(
     splits: Sequence[str] = ("train",),
     *,
     free_bytes: int,
-    read_mode: str = "auto",
+    read_mode: Optional[str] = None,
     page_budget_bytes: Optional[int] = None,
     patches: bool = False,
     share: Share = ALL,

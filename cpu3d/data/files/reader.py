@@ -29,7 +29,7 @@ from memory_estimator.files import NotRegularError, open_regular
 
 Slices = Tuple[slice, slice, slice]
 
-READ_MODES = ("auto", "mmap", "pread", "ram")
+READ_MODES = ("mmap", "pread", "ram")
 
 NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
 """Types of file systems whose reads can fail for reasons outside this host; nfs*, smb* and fuse* besides."""
@@ -50,23 +50,25 @@ class ReadPlan:
     """One line for people."""
 
 
-def choose_read_mode(asked: str, *, file_system: str, needed_bytes: int, free_bytes: int, patches: bool) -> ReadPlan:
-    """The way to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`.
+def choose_read_mode(
+    asked: Optional[str], *, file_system: str, needed_bytes: int, free_bytes: int, patches: bool
+) -> ReadPlan:
+    """The way to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
 
-    "auto": pread from a network, because a map turns its failures into the end of the process; ram for patches whose
+    None: pread from a network, because a map turns its failures into the end of the process; ram for patches whose
     files fit a quarter of the free memory, because one read from front to back takes less than many small ones; else
     mmap. A budget is half of what is free: the other half is for whatever else the run will need.
 
     Raises InputError for an unknown mode, and for "ram" when the files do not fit the free memory.
     """
-    if asked not in READ_MODES:
-        raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; use auto")
+    if asked not in (None, *READ_MODES):
+        raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; leave it out")
     if asked == "ram" and needed_bytes > free_bytes:
         raise InputError(
             f"read mode ram must hold {_gib(needed_bytes)} of files in memory, got {_gib(free_bytes)} free;"
-            " use auto, or a smaller store (--crop, --format b2nd)"
+            " leave it out, or make a smaller store (--crop, --format b2nd)"
         )
-    mode, why = (asked, "as asked") if asked != "auto" else _automatic(file_system, needed_bytes, free_bytes, patches)
+    mode, why = (asked, "as asked") if asked is not None else _automatic(file_system, needed_bytes, free_bytes, patches)
     budget = needed_bytes if mode == "ram" else free_bytes // 2
     kept = "all" if budget >= needed_bytes else f"{_gib(budget)} at most"
     return ReadPlan(mode, budget, f"{mode} ({why}); {_gib(needed_bytes)} of files, {kept} of it kept in memory")
@@ -94,11 +96,11 @@ def file_system(path: Union[str, Path], mounts: Union[str, Path] = "/proc/self/m
 class Reads:
     """What a reader has done so far."""
 
-    arrays: int
+    arrays: int = 0
     """Arrays given out, boxes included."""
-    zero_copy: int
+    zero_copy: int = 0
     """Of them, maps: their voxels are the kernel's own pages."""
-    bytes_read: int
+    bytes_read: int = 0
     """Bytes of files that were read for them, to compare hashes too; of a map, those it gave out."""
 
     @property
@@ -120,13 +122,8 @@ class Reader:
         self._seen: Dict[str, Tuple[int, int, int]] = {}
         self._held: Dict[str, np.ndarray] = {}
         self._whole: Set[str] = set()  # packed files whose bytes were compared with their hash
-        self._arrays = self._zero_copy = self._bytes_read = 0
+        self.reads = Reads()
         self._lock = threading.Lock()
-
-    @property
-    def reads(self) -> Reads:
-        with self._lock:
-            return Reads(self._arrays, self._zero_copy, self._bytes_read)
 
     def array(self, record: CaseRecord, part: str) -> np.ndarray:
         """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
@@ -246,9 +243,8 @@ class Reader:
 
     def _count(self, array: np.ndarray, bytes_read: int, zero_copy: bool = False) -> np.ndarray:
         with self._lock:
-            self._arrays += 1
-            self._zero_copy += zero_copy
-            self._bytes_read += bytes_read
+            done = self.reads
+            self.reads = Reads(done.arrays + 1, done.zero_copy + zero_copy, done.bytes_read + bytes_read)
         return array
 
 
@@ -281,7 +277,7 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 def _automatic(file_system: str, needed_bytes: int, free_bytes: int, patches: bool) -> Tuple[str, str]:
-    """(mode, why) for "auto"."""
+    """(mode, why) where nothing is asked for."""
     kind = file_system or "an unknown file system"
     if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
         return "pread", f"{kind} can fail while it is read"

@@ -66,7 +66,7 @@ def store_info(store: Store, *, free_bytes: int) -> Dict[str, Any]:
     kind, plans = file_system(store.folder), {}
     for work in ("volumes", "patches"):
         facts = {"file_system": kind, "needed_bytes": sum(needed.values()), "free_bytes": free_bytes}
-        plan = choose_read_mode("auto", **facts, patches=work == "patches")
+        plan = choose_read_mode(None, **facts, patches=work == "patches")
         plans[work] = {"mode": plan.mode, "reason": plan.reason}
     return {
         "store": str(store.folder),

@@ -74,7 +74,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
     assert (third["shape"], third["optimizer"], third["engine"]) == ([32, 32, 32], "sgd", "stock")
     assert (fourth["engine"], fourth["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
-    assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], "auto", "speed")
+    assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], None, "speed")
     assert default["unet"]["dtype"] == second["unet"]["dtype"] == read_host().best_dtype
 
 
@@ -105,7 +105,7 @@ REQUEST = {
     "micro_batch": 1,
     "optimizer": "adam",
     "steps": 3,
-    "engine": "auto",
+    "engine": None,
     "unet": vars(UNetConfig(filters=8, depth=3, dtype="bfloat16")),
 }
 HOST = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}

@@ -101,7 +101,7 @@ def test_a_stock_engine_loads_no_itex_and_the_user_s_own_settings_win():
 
 @pytest.mark.skipif(TENSORFLOW.startswith("2.15"), reason="TensorFlow 2.15 has no Keras 3")
 def test_keras_3_is_refused():
-    assert "tf.keras must be Keras 2, got keras 3." in run_engine("auto", TF_USE_LEGACY_KERAS="0")["error"]
+    assert "tf.keras must be Keras 2, got keras 3." in run_engine("stock", TF_USE_LEGACY_KERAS="0")["error"]
 
 
 @pytest.mark.skipif(HAS_ITEX, reason="ITEX is installed")
@@ -133,7 +133,7 @@ def test_apply_sets_what_is_unset_and_leaves_the_rest(without_tensorflow):
     assert (os.environ["KMP_BLOCKTIME"], os.environ["OMP_NUM_THREADS"]) == ("1", "5")
 
 
-@pytest.mark.parametrize(("engine", "onednn"), [("auto", "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
+@pytest.mark.parametrize(("engine", "onednn"), [(None, "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
 def test_onednn_follows_a_chosen_engine_and_not_the_environment(without_tensorflow, engine, onednn):
     os.environ["TF_ENABLE_ONEDNN_OPTS"] = "7"
     apply(ThreadPlan(1, 1, 1, {"TF_ENABLE_ONEDNN_OPTS": "1"}), engine)
@@ -148,7 +148,7 @@ def test_apply_after_tensorflow_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("function", [lambda: apply(ThreadPlan(1, 1, 1, {}), "mkl"), lambda: import_tensorflow("mkl")])
 def test_an_unknown_engine_is_refused_with_the_choice(function):
-    with pytest.raises(InputError, match="engine must be one of auto, itex, stock, stock-no-onednn, got mkl"):
+    with pytest.raises(InputError, match="engine must be one of itex, stock, stock-no-onednn, got mkl"):
         function()
 
 

@@ -1,4 +1,4 @@
-"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is told."""
+"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is given."""
 
 import dataclasses
 import stat
@@ -100,10 +100,10 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp
         f"open({str(asked)!r}, 'a').write('x')\nprint({TWO!r}, end='')"
     )
     gpus = HostGpus()
-    assert pick_device("cpu", "patch", gpus) == pick_device("auto", "whole", gpus) == "cpu"
-    assert why_no_card("cpu", "patch", gpus) == why_no_card("auto", "whole", gpus) == []
+    assert pick_device("cpu", "patch", gpus) == pick_device(None, "whole", gpus) == "cpu"
+    assert why_no_card("cpu", "patch", gpus) == why_no_card(None, "whole", gpus) == []
     assert not asked.exists()
-    assert pick_device("auto", "patch", gpus) == "gpu:1"
+    assert pick_device(None, "patch", gpus) == "gpu:1"
     assert pick_device("gpu:0", "whole", gpus) == "gpu:0"
     assert tuple(gpus) == (V100, A100)
     assert asked.read_text() == "x"
@@ -122,8 +122,8 @@ def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeyp
     monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
     driver("time.sleep(30)")
     gpus = HostGpus()
-    assert pick_device("auto", "patch", gpus) == "cpu"
-    assert "has not answered within 0.3 s" in why_no_card("auto", "patch", gpus)[0]
+    assert pick_device(None, "patch", gpus) == "cpu"
+    assert "has not answered within 0.3 s" in why_no_card(None, "patch", gpus)[0]
     with pytest.raises(InputError, match=r"got gpu:0 with a driver that has not answered within 0\.3 s, none found"):
         pick_device("gpu:0", "patch", gpus)
 
@@ -141,12 +141,12 @@ def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
 @pytest.mark.parametrize(
     ("asked", "mode", "gpus", "cuda", "device", "is_explained"),
     [
-        ("auto", "whole", (V100, A100), False, "cpu", False),
-        ("auto", "patch", (), False, "cpu", False),
-        ("auto", "patch", (V100, A100), False, "cpu", True),
-        ("auto", "patch", (V100, A100), True, "gpu:1", False),
-        ("auto", "patch", (V100, Gpu(1, "split", None, None, (8, 0))), True, "gpu:0", False),
-        ("auto", "patch", (V100, dataclasses.replace(V100, index=1)), True, "gpu:0", False),
+        (None, "whole", (V100, A100), False, "cpu", False),
+        (None, "patch", (), False, "cpu", False),
+        (None, "patch", (V100, A100), False, "cpu", True),
+        (None, "patch", (V100, A100), True, "gpu:1", False),
+        (None, "patch", (V100, Gpu(1, "split", None, None, (8, 0))), True, "gpu:0", False),
+        (None, "patch", (V100, dataclasses.replace(V100, index=1)), True, "gpu:0", False),
         ("cpu", "patch", (V100,), False, "cpu", False),
         ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
         ("gpu:0", "whole", (V100,), True, "gpu:0", False),
@@ -172,8 +172,8 @@ def test_cuda_is_known_by_its_package(monkeypatch):
     [
         ("gpu:0", (), "device must be a GPU of this host, got gpu:0 with none found; use --device cpu"),
         ("gpu:2", (V100,), "gpu:2 with gpu:0 .Tesla V100-SXM2-16GB. found; use --device gpu:0"),
-        ("cuda", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'cuda'"),
-        ("gpu:", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'gpu:'"),
+        ("cuda", (V100,), "device must be cpu, or a card such as gpu:0, got 'cuda'"),
+        ("gpu:", (V100,), "device must be cpu, or a card such as gpu:0, got 'gpu:'"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
@@ -181,7 +181,7 @@ def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
         pick_device(asked, "patch", gpus)
 
 
-# --- What TensorFlow is told ---
+# --- What TensorFlow is given ---
 
 
 class FakeTensorFlow:
@@ -256,7 +256,7 @@ def test_a_process_that_is_set_up_computes_on_no_card_but_the_one_it_names(devic
     tf = FakeTensorFlow("ab")
     monkeypatch.setitem(sys.modules, "tensorflow", tf)
     monkeypatch.setattr(apply, "import_tensorflow", lambda engine: tf)
-    assert set_up("auto", *device)[2] is tf
+    assert set_up(None, *device)[2] is tf
     assert tf.visible == visible
 
 

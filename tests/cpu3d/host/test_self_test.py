@@ -21,7 +21,7 @@ def process(monkeypatch):
 
     def put(script):
         monkeypatch.setattr(module, "PROGRAM", (sys.executable, "-c", f"import json, os, sys, time\n{script}"))
-        return list(module.self_test("auto"))
+        return list(module.self_test())
 
     return put
 
@@ -65,11 +65,11 @@ def test_a_process_that_hangs_is_ended(process, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "engine", "itex", "state"),
     [
-        ("TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0", "auto", True, "ok"),
-        ("TensorFlow 2.15.1, oneDNN", "auto", True, "fail"),
+        ("TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0", None, True, "ok"),
+        ("TensorFlow 2.15.1, oneDNN", None, True, "fail"),
         ("TensorFlow 2.15.1, oneDNN", "stock", True, "ok"),
-        ("TensorFlow 2.21.0, oneDNN", "auto", False, "ok"),
-        ("TensorFlow 2.21.0, no oneDNN", "auto", False, "fail"),
+        ("TensorFlow 2.21.0, oneDNN", None, False, "ok"),
+        ("TensorFlow 2.21.0, no oneDNN", None, False, "fail"),
     ],
 )
 def test_the_engine_must_be_what_was_installed(monkeypatch, name, engine, itex, state):
@@ -88,10 +88,10 @@ def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, m
     for gain, state in ((1.8, "ok"), (1.1, "warn")):
         seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
         monkeypatch.setattr(module, "_seconds", lambda step, seconds=seconds: (next(seconds), step()))
-        check = module.bfloat16_gain(tf, HOST, "auto")
+        check = module.bfloat16_gain(tf, HOST, None)
         assert check.state == state
         assert check.found.startswith(f"{gain:.2f} times as fast")
-    assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), "auto").state == "skipped"
+    assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def small(monkeypatch):
 
 
 def test_a_convolution_that_is_right_to_its_end_is_well(tf, small):
-    check = module.large_tensor(tf, HOST, "auto")
+    check = module.large_tensor(tf, HOST, None)
     assert check.state == "ok"
     assert check.found.startswith("1.016 x 2^31 elements")
 
@@ -116,12 +116,12 @@ def test_a_convolution_that_stops_early_is_found(tf, small, monkeypatch):
         return convolve(image, *more) * tf.cast(is_within, image.dtype)
 
     monkeypatch.setattr(tf.nn, "conv3d", cut)
-    assert module.large_tensor(tf, HOST, "auto").state == "fail"
+    assert module.large_tensor(tf, HOST, None).state == "fail"
 
 
 def test_a_slow_convolution_is_warned_of_and_one_without_room_left_out(tf, small, monkeypatch):
     seconds = iter([30.0, 2.0])
     monkeypatch.setattr(module, "_convolve", lambda *_: (next(seconds), True))
-    assert module.large_tensor(tf, HOST, "auto").state == "warn"
+    assert module.large_tensor(tf, HOST, None).state == "warn"
     monkeypatch.setattr(module, "read_host", lambda: dataclasses.replace(HOST, available_bytes=GIB))
-    assert module.large_tensor(tf, HOST, "auto").state == "skipped"
+    assert module.large_tensor(tf, HOST, None).state == "skipped"

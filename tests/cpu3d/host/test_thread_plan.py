@@ -34,252 +34,121 @@ def test_plan_by_host(host, threads, affinity):
     assert plan.environment["TF_ENABLE_ONEDNN_OPTS"] == plan.environment["TF_USE_LEGACY_KERAS"] == "1"
 
 
-def spelled(topology, workers):
-    """Each worker as "CPUs | memory nodes | threads"."""
-    return [
-        f"{cpu_ranges(plan.cpus)} | {plan.memory_policy} {cpu_ranges(plan.memory_nodes)} | {plan.intra_op}"
-        for plan in thread_plans(topology, workers)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "plans"),
-    [
-        ("small-1x2", 1, ["0-1 |   | 2"]),
-        ("small-1x2", 2, ["0 |   | 1", "1 |   | 1"]),
-        ("xeon-2x28", 1, ["0-111 | interleaved 0-1 | 56"]),
-        ("xeon-2x28", 2, ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 28"]),
-        (
-            "xeon-2x28",
-            4,
-            [
-                "0-13,56-69 | preferred 0 | 14",
-                "14-27,70-83 | preferred 0 | 14",
-                "28-41,84-97 | preferred 1 | 14",
-                "42-55,98-111 | preferred 1 | 14",
-            ],
-        ),
-        (
-            "paper-4x20",
-            4,
-            [
-                "0-19,80-99 | preferred 0 | 20",
-                "20-39,100-119 | preferred 1 | 20",
-                "40-59,120-139 | preferred 2 | 20",
-                "60-79,140-159 | preferred 3 | 20",
-            ],
-        ),
-        ("paper-4x20", 2, ["0-39,80-119 | interleaved 0-1 | 40", "40-79,120-159 | interleaved 2-3 | 40"]),
-        ("amx-2x60-snc4", 2, ["0-59,120-179 | interleaved 0-3 | 60", "60-119,180-239 | interleaved 4-7 | 60"]),
-        (
-            "amx-2x60-snc4",
-            4,
-            [
-                "0-29,120-149 | interleaved 0-1 | 30",
-                "30-59,150-179 | interleaved 2-3 | 30",
-                "60-89,180-209 | interleaved 4-5 | 30",
-                "90-119,210-239 | interleaved 6-7 | 30",
-            ],
-        ),
-        ("container-7-of-64", 1, [" |   | 7"]),
-        ("container-7-of-64", 3, [" |   | 2"] * 3),
-        ("container-cpuset-7-of-64", 1, ["0-6 |   | 7"]),
-        ("container-cpuset-7-of-64", 2, ["0-2 |   | 3", "3-6 |   | 4"]),
-    ],
-)
-def test_workers_by_host(name, workers, plans):
-    assert spelled(topology_of(name), workers) == plans
-
-
-def test_workers_that_divide_neither_nodes_nor_their_number_stay_in_their_socket():
-    """Six on two sockets of four nodes: three a socket, 20 cores each, over the node that two of them share."""
-    plans = thread_plans(topology_of("amx-2x60-snc4"), 6)
-    assert [plan.intra_op for plan in plans] == [20] * 6
-    assert [plan.memory_nodes for plan in plans] == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
-
-
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [("small-1x2", 1), ("xeon-2x28", 2), ("paper-4x20", 4), ("amx-2x60-snc4", 2), ("amx-2x60-snc2", 2),
-     ("container-7-of-64", 1), ("container-cpuset-7-of-64", 1)],
-)  # fmt: skip
-def test_by_default_there_is_one_worker_a_socket(name, workers):
-    assert default_workers(topology_of(name)) == workers
-
-
-def masked(name, cpus):
-    """An example host as a process sees it that is held to some CPUs."""
-    return restricted(topology_of(name), cpus=cpus)
-
-
 def under_quota(topology, quota):
     return dataclasses.replace(topology, host=dataclasses.replace(topology.host, cpu_quota=quota))
 
 
-def with_more_nodes(name, *nodes):
-    """An example host that has memory without CPUs too, as on the chip (HBM) or behind a bus (CXL)."""
-    topology = topology_of(name)
-    return dataclasses.replace(topology, nodes=(*topology.nodes, *nodes))
+def masked(name, *cpus):
+    """An example host as a process sees it that is held to some CPUs."""
+    return restricted(topology_of(name), cpus=cpus)
 
+
+XEON_28, SNC4 = topology_of("xeon-2x28"), topology_of("amx-2x60-snc4")
+BUS = Node(1, 512 * 2**30, 500 * 2**30)
+"""Memory behind a bus (CXL), without CPUs."""
 
 BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 28"]
 
 
 @pytest.mark.parametrize(
-    ("topology", "plans"),
+    ("topology", "workers", "plans"),
     [
-        pytest.param(under_quota(topology_of("xeon-2x28"), 112.0), BOTH_SOCKETS, id="a quota of all CPUs"),
-        pytest.param(under_quota(topology_of("xeon-2x28"), 400.0), BOTH_SOCKETS, id="a quota of more"),
-        pytest.param(under_quota(topology_of("xeon-2x28"), 111.0), [" |   | 56"], id="a quota of less"),
-        pytest.param(
-            under_quota(masked("xeon-2x28", {*range(14), *range(56, 70)}), 28.0),
-            ["0-13,56-69 | preferred 0 | 14"],
-            id="a cpuset and a quota of all of it",
-        ),
-        pytest.param(
-            masked("xeon-2x28", set(range(20, 36))),
-            ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
-            id="a cpuset over two sockets",
-        ),
-        pytest.param(
-            masked("xeon-2x28", set(range(112)) - {3, 59}),
-            ["0-2,4-27,56-58,60-83 | preferred 0 | 27", "28-55,84-111 | preferred 1 | 28"],
-            id="a core that is offline",
-        ),
-        pytest.param(
-            masked("xeon-2x28", set(range(56))),
-            ["0-27 | preferred 0 | 28", "28-55 | preferred 1 | 28"],
-            id="one hyper-thread of each core",
-        ),
-        pytest.param(masked("xeon-2x28", {0, 1, 57}), ["0-1,57 | preferred 0 | 2"], id="one hyper-thread of one core"),
-        pytest.param(
-            with_more_nodes("xeon-2x28", Node(2, 64 * 2**30, 60 * 2**30), Node(3, 64 * 2**30, 60 * 2**30)),
-            BOTH_SOCKETS,
-            id="nodes of memory alone",
-        ),
-        pytest.param(
-            with_more_nodes("small-1x2", Node(1, 512 * 2**30, 500 * 2**30)),
-            ["0-1 | preferred 0 | 2"],
-            id="memory behind a bus",
-        ),
-    ],
-)
-def test_default_workers_of_hosts_that_are_cut_or_odd(topology, plans):
-    assert spelled(topology, default_workers(topology)) == plans
-
-
-def test_a_lopsided_mask_gets_one_worker_by_default():
-    """One core of socket 0 and six of socket 1: a worker each would wait for the first at every step."""
-    assert default_workers(masked("xeon-2x28", {0, *range(28, 34)})) == 1
-    assert default_workers(masked("xeon-2x28", {0, 1, 2, *range(28, 34)})) == 2
-
-
-@pytest.mark.parametrize(
-    ("cpus", "plans"),
-    [
-        ({0, 1, 2, 15, 16}, ["0-2 | preferred 0 | 3", "15-16 | preferred 1 | 2"]),
-        ({0, 1, 2, 15}, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"]),
-        ({0, 1, 2, 3, 4, 15}, ["0-2 | preferred 0 | 3", "3-4,15 | interleaved 0-1 | 3"]),
-    ],
-)
-def test_whole_nodes_are_given_unless_one_is_too_small(cpus, plans):
-    """Nodes of three cores and two, of three and one, and of five and one, in one socket."""
-    assert spelled(masked("amx-2x60-snc4", cpus), 2) == plans
-
-
-def test_cpus_that_are_numbered_from_socket_to_socket_in_turns_stay_together():
-    topology = topology_of("xeon-2x28")
-    cpus = tuple(Cpu(number, number % 56, number % 2, number % 2) for number in range(112))
-    first, second = thread_plans(dataclasses.replace(topology, cpus=cpus), 2)
-    assert first.cpus == tuple(range(0, 112, 2))
-    assert second.memory_nodes == (1,)
-    quarter = thread_plans(dataclasses.replace(topology, cpus=cpus), 4)[1]
-    assert quarter.cpus == (*range(28, 56, 2), *range(84, 112, 2))
-
-
-def test_a_worker_on_a_part_of_one_node_keeps_that_node():
-    """The host has another node, so memory could come from there; its threads need no places of their own."""
-    (plan,) = thread_plans(masked("xeon-2x28", set(range(7))), 1)
-    assert (plan.cpus, plan.memory_nodes) == ((0, 1, 2, 3, 4, 5, 6), (0,))
-    assert "KMP_AFFINITY" not in plan.environment
-
-
-def test_a_node_without_memory_is_not_asked_for_any():
-    topology = topology_of("xeon-2x28")
-    nodes = (topology.nodes[0], dataclasses.replace(topology.nodes[1], memory_bytes=0, free_bytes=0))
-    first, second = thread_plans(dataclasses.replace(topology, nodes=nodes), 2)
-    assert (first.memory_nodes, second.memory_nodes, second.memory_policy) == ((0,), (), "")
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "message"),
-    [
-        ("small-1x2", 3, "workers must have whole sockets or equal parts of them, and a core each, got 3 on 2 cores on "
-                         "1 socket; use 1 or 2"),
-        ("xeon-2x28", 3, "got 3 on 56 cores on 2 sockets; use 1, 2, 4 or 6"),
-        ("paper-4x20", 3, "got 3 on 80 cores on 4 sockets; use 1, 2, 4 or 8"),
-        ("xeon-2x28", 0, "got 0 on"),
-        ("xeon-2x28", -2, "got -2 on"),
-        ("xeon-2x28", 57, "use 50, 52, 54 or 56"),
-        ("container-7-of-64", 8, "whole CPU's worth of time each, got 8 on 7 cores' worth of quota; use 4, 5, 6 or 7"),
-        ("container-cpuset-7-of-64", 8, "use 4, 5, 6 or 7"),
+        pytest.param(topology_of("small-1x2"), 1, ["0-1 |   | 2"], id="one node"),
+        pytest.param(topology_of("small-1x2"), 2, ["0 |   | 1", "1 |   | 1"], id="a core each"),
+        pytest.param(XEON_28, 1, ["0-111 | interleaved 0-1 | 56"], id="two nodes in turns"),
+        pytest.param(XEON_28, 2, BOTH_SOCKETS, id="a socket each"),
+        pytest.param(XEON_28, 4, ["0-13,56-69 | preferred 0 | 14", "14-27,70-83 | preferred 0 | 14",
+            "28-41,84-97 | preferred 1 | 14", "42-55,98-111 | preferred 1 | 14"], id="half a socket each"),
+        pytest.param(topology_of("paper-4x20"), 2, ["0-39,80-119 | interleaved 0-1 | 40",
+            "40-79,120-159 | interleaved 2-3 | 40"], id="two sockets each"),
+        pytest.param(SNC4, 4, ["0-29,120-149 | interleaved 0-1 | 30", "30-59,150-179 | interleaved 2-3 | 30",
+            "60-89,180-209 | interleaved 4-5 | 30", "90-119,210-239 | interleaved 6-7 | 30"], id="two nodes each"),
+        # Three a socket of four nodes, 20 cores each, over the node that two of them share.
+        pytest.param(SNC4, 6, [f"{n}-{n + 19},{n + 120}-{n + 139} | interleaved {nodes} | 20"
+            for n, nodes in zip(range(0, 120, 20), ("0-1", "1-2", "2-3", "4-5", "5-6", "6-7"))], id="nodes shared"),
+        pytest.param(topology_of("container-7-of-64"), 3, [" |   | 2"] * 3, id="a quota"),
+        pytest.param(topology_of("container-cpuset-7-of-64"), 2, ["0-2 |   | 3", "3-6 |   | 4"], id="a cpuset"),
+        pytest.param(under_quota(XEON_28, 400.0), 2, BOTH_SOCKETS, id="a quota of more than all"),
+        pytest.param(under_quota(XEON_28, 111.0), 1, [" |   | 56"], id="a quota of less than all"),
+        pytest.param(masked("xeon-2x28", *range(20, 36)), 2, ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
+            id="a cpuset over two sockets"),
+        pytest.param(masked("xeon-2x28", *(set(range(112)) - {3, 59})), 2,
+            ["0-2,4-27,56-58,60-83 | preferred 0 | 27", BOTH_SOCKETS[1]], id="a core that is offline"),
+        pytest.param(masked("xeon-2x28", 0, 1, 57), 1, ["0-1,57 | preferred 0 | 2"], id="one hyper-thread of a core"),
+        pytest.param(dataclasses.replace(topology_of("small-1x2"), nodes=(*topology_of("small-1x2").nodes, BUS)), 1,
+            ["0-1 | preferred 0 | 2"], id="memory behind a bus"),
+        pytest.param(dataclasses.replace(XEON_28, nodes=(XEON_28.nodes[0], Node(1, 0, 0))), 2,
+            [BOTH_SOCKETS[0], "28-55,84-111 |   | 28"], id="a node without memory"),
+        # Nodes of three cores and two, and of three and one, in one socket.
+        pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15, 16), 2, ["0-2 | preferred 0 | 3", "15-16 | preferred 1 | 2"],
+            id="whole nodes"),
+        pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15), 2, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"],
+            id="a node that is too small"),
+        pytest.param(dataclasses.replace(XEON_28, cpus=tuple(Cpu(n, n % 56, n % 2, n % 2) for n in range(112))), 2,
+            [f"{','.join(map(str, range(i, 112, 2)))} | preferred {i} | 28" for i in (0, 1)], id="numbered in turns"),
     ],
 )  # fmt: skip
-def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(name, workers, message):
+def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
+    """Each as "CPUs | memory nodes | threads"."""
+    assert [
+        f"{cpu_ranges(plan.cpus)} | {plan.memory_policy} {cpu_ranges(plan.memory_nodes)} | {plan.intra_op}"
+        for plan in thread_plans(topology, workers)
+    ] == plans
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers"),
+    [
+        *((topology_of(name), host_workers) for name, host_workers in zip(EXAMPLE_HOSTS, (1, 2, 4, 2, 2, 1, 1))),
+        (masked("xeon-2x28", 0, *range(28, 34)), 1),  # a worker each would wait for the first at every step
+        (masked("xeon-2x28", 0, 1, 2, *range(28, 34)), 2),
+    ],
+)
+def test_by_default_there_is_one_worker_a_socket_unless_sockets_are_lopsided(topology, workers):
+    assert default_workers(topology) == workers
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "message"),
+    [
+        (topology_of("small-1x2"), 3, "workers must have whole sockets or equal parts of them, and a core each, got 3 "
+                                      "on 2 cores on 1 socket; use 1 or 2"),
+        (XEON_28, 3, "got 3 on 56 cores on 2 sockets; use 1, 2, 4 or 6"),
+        (XEON_28, 0, "got 0 on"),
+        (XEON_28, -2, "got -2 on"),
+        (XEON_28, 57, "use 50, 52, 54 or 56"),
+        (topology_of("container-7-of-64"), 8, "got 8 on 7 cores' worth of quota; use 4, 5, 6 or 7"),
+        (masked("xeon-2x28", 0, *range(28, 34)), 4, "got 4 on 7 cores on 2 sockets; use 1 or 2"),
+    ],
+)  # fmt: skip
+def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(topology, workers, message):
     with pytest.raises(InputError, match=message):
-        thread_plans(topology_of(name), workers)
-
-
-def test_a_socket_with_fewer_cores_than_workers_is_refused():
-    with pytest.raises(InputError, match="got 4 on 7 cores on 2 sockets; use 1 or 2"):
-        thread_plans(masked("xeon-2x28", {0, *range(28, 34)}), 4)
+        thread_plans(topology, workers)
 
 
 @pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_no_core_has_two_workers_and_none_is_left_over(name):
+def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_plans(name):
     topology = topology_of(name)
-    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
-    possible = possible_workers(topology)
-    assert possible[0] == 1
-    for workers in possible:
+    host, core_of = topology.host, {cpu.number: cpu.core for cpu in topology.cpus}
+    assert thread_plans(topology, 1)[0].environment == thread_plan(host).environment
+    for workers in possible_workers(topology):
         plans = thread_plans(topology, workers)
-        assert len(plans) == workers
         threads = [plan.intra_op for plan in plans]
-        if topology.host.cpu_quota is not None:
-            assert workers <= sum(threads) <= topology.host.cpu_quota
+        share = share_of(host, workers)
+        assert thread_plan(share).intra_op == min(threads)
+        assert (share.free_bytes, share.memory_bytes) == (host.free_bytes // workers, host.memory_bytes)
+        if host.cpu_quota is not None:
+            assert workers <= sum(threads) <= host.cpu_quota
             continue
         assert sorted(cpu for plan in plans for cpu in plan.cpus) == sorted(core_of)
-        for plan in plans:
-            assert plan.intra_op == len({core_of[cpu] for cpu in plan.cpus}) == plan.omp_threads
-        assert sum(threads) == topology.host.cores
+        assert all(plan.intra_op == len({core_of[cpu] for cpu in plan.cpus}) for plan in plans)
+        assert sum(threads) == host.cores
         assert max(threads) - min(threads) <= 1
 
 
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_one_worker_has_the_plan_of_a_process_that_has_the_host_to_itself(name):
-    topology = topology_of(name)
-    (plan,) = thread_plans(topology, 1)
-    assert plan.environment == thread_plan(topology.host).environment
-
-
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_the_share_of_a_worker_has_its_threads_and_its_part_of_what_is_free(name):
-    topology = topology_of(name)
-    for workers in possible_workers(topology):
-        share = share_of(topology.host, workers)
-        assert thread_plan(share).intra_op == min(plan.intra_op for plan in thread_plans(topology, workers))
-        assert share.free_bytes == topology.host.free_bytes // workers
-        assert share.memory_bytes == topology.host.memory_bytes
-    assert share_of(topology.host, 1) is topology.host
-
-
-def test_what_a_cgroup_has_used_already_is_nobody_s_share():
+def test_what_a_cgroup_has_used_already_is_nobody_s_share_and_cpus_apart_are_not_divided():
     host = dataclasses.replace(ZEN, cgroup_limit_bytes=16 * 2**30, cgroup_used_bytes=6 * 2**30)
     assert share_of(host, 2).free_bytes == 5 * 2**30
-    full = dataclasses.replace(host, cgroup_used_bytes=17 * 2**30)
-    assert share_of(full, 2).free_bytes == 0
-
-
-def test_a_worker_on_cpus_of_its_own_shares_the_memory_alone():
+    assert share_of(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
     share = share_of(XEON, 2, cpus_apart=True)
     assert (share.cores, share.numa_nodes, share.free_bytes) == (56, 2, 750 * 2**30)

@@ -51,6 +51,13 @@ def read(path):
 
 
 @pytest.fixture
+def no_pictures(monkeypatch):
+    """They take most of a page's time."""
+    for draw in ("chart", "strips", "overlay"):
+        monkeypatch.setattr(report.pictures, draw, lambda *args, **kwargs: b"PNG")
+
+
+@pytest.fixture
 def evaluated(tiny_store, tiny_run, fake_predictor):
     fake_predictor.shift = 1
     return evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
@@ -87,23 +94,6 @@ def test_predictions_stand_beside_what_was_measured(tiny_run):
     assert "time per step, waiting for data aside 2.18 s 1.98 s +10.0%" in text
 
 
-def test_policy_and_micro_batch_are_the_last_attempt_s_and_open_in_older_logs(tiny_run):
-    assert "policy - micro-batch -" in read(write_report(tiny_run))[1]
-    path = tiny_run / "log.jsonl"
-    first, *others = path.read_text().splitlines()[:-1]
-    for more in ({"policy": "speed", "micro_batch": 4}, {"policy": "lean", "micro_batch": 2}):
-        others.append(json.dumps({**json.loads(first), **more}))
-    path.write_text("".join(f"{line}\n" for line in (first, *others)))
-    assert "policy lean micro-batch 2" in read(write_report(tiny_run))[1]
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """They take most of a page's time."""
-    for draw in ("chart", "strips", "overlay"):
-        monkeypatch.setattr(report.pictures, draw, lambda *args, **kwargs: b"PNG")
-
-
 END = {"event": "end", "step": 40, "reason": "finished", "seconds": 90.0}
 
 
@@ -117,28 +107,27 @@ def change(run, *ends, **settings):
     (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ({**start, **settings}, *events)))
 
 
-def test_a_run_on_patches_says_what_its_steps_saw_and_where(tiny_run, no_pictures):
-    change(tiny_run, mode="patch", grid=(8, 8, 16), patches_per_case=4, foreground=0.25, fold="1/2", device="gpu:1")
+def test_a_run_says_what_its_steps_saw_and_where(tiny_run, no_pictures):
+    _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
+    assert "mode whole volumes grid 16 \u00d7 16 \u00d7 16 parameters" in text
+    assert "policy - micro-batch - engine ITEX 2.15.0.0 device cpu" in text
+    change(tiny_run, resolution=0.5)
+    assert "grid 16 \u00d7 16 \u00d7 16 resolution 0.5 of the store's" in read(write_report(tiny_run))[1]
+    change(
+        tiny_run,
+        mode="patch",
+        resolution=1.0,
+        grid=(8, 8, 16),
+        patches_per_case=4,
+        foreground=0.25,
+        fold="1/2",
+        device="gpu:1",
+    )
     _, text = read(write_report(tiny_run))
     assert "3D U-Net on patches" in text
     assert "mode patches patch 8 \u00d7 8 \u00d7 16 patches of a case 4 an epoch, 25.0 % around labels" in text
     assert "fold 1/2" in text
     assert "device gpu:1" in text
-    assert " grid 8" not in text.split("Settings and split")[0]
-
-
-def test_a_log_from_before_there_were_patches_and_cards_is_of_whole_volumes_on_the_cpu(tiny_run, no_pictures):
-    _, text = read(write_report(tiny_run))
-    assert "3D U-Net on whole volumes" in text
-    assert "mode whole volumes grid 16 \u00d7 16 \u00d7 16 parameters" in text
-    assert "device cpu" in text
-    for name in ("fold", "resolution"):
-        assert f" {name} " not in text.split("Settings and split")[0]
-
-
-def test_a_lower_resolution_stands_beside_the_grid(tiny_run, no_pictures):
-    change(tiny_run, resolution=0.5)
-    assert "grid 16 \u00d7 16 \u00d7 16 resolution 0.5 of the store's" in read(write_report(tiny_run))[1]
 
 
 def test_the_allocator_s_peak_is_told_for_every_device_by_itself(tiny_run, no_pictures):
@@ -150,23 +139,12 @@ def test_the_allocator_s_peak_is_told_for_every_device_by_itself(tiny_run, no_pi
     )
 
 
-def test_of_a_card_only_what_was_predicted_is_set_beside_what_was_measured(tiny_run, no_pictures):
-    change(tiny_run, ("gpu:0", 2 * 2**30))
-    events = [json.loads(line) for line in (tiny_run / "log.jsonl").read_text().splitlines()]
-    events[-2]["predicted"] = {"allocator_peak_bytes": 3 * 2**30, "card_bytes": 4 * 2**30}
-    (tiny_run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    text = read(write_report(tiny_run))[1].split("Predicted before the start")[1].split("Host and software")[0]
-    assert "peak of TensorFlow's allocator 3.00 GiB 2.00 GiB +50.0%" in text
-    assert "time per step" not in text
-    assert "upper bound" not in text
-
-
 WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
 ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
 
 
 @pytest.mark.parametrize(
-    ("about", "told"),
+    ("about", "words"),
     [
         ({}, "inference -"),
         ({"inference": ONE_PASS}, "inference in one pass"),
@@ -178,50 +156,36 @@ ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
         ),
     ],
 )
-def test_how_the_network_was_applied_for_the_scores(tiny_store, tiny_run, fake_predictor, no_pictures, about, told):
+def test_how_the_network_was_applied_for_the_scores(tiny_store, tiny_run, fake_predictor, no_pictures, about, words):
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run, about=about)
-    assert told in read(write_report(tiny_run))[1]
+    assert words in read(write_report(tiny_run))[1]
 
 
-def test_without_predictions_nothing_is_said_of_them(tiny_run):
-    assert "Predicted before the start" not in read(write_report(tiny_run))[1]
-
-
-def test_the_page_needs_no_script_and_no_network(tiny_run, evaluated):
-    page, _ = read(write_report(tiny_run))
-    assert "script" not in page.tags
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
-    assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
-
-
-def test_names_from_outside_are_text_and_never_markup(tiny_run):
+def test_the_page_needs_no_script_and_no_network_and_names_from_outside_are_text(tiny_run):
     config = json.loads((tiny_run / "config.json").read_text())
     config["store"] = "<script>alert(1)</script>"
     (tiny_run / "config.json").write_text(json.dumps(config))
     page, text = read(write_report(tiny_run))
     assert "script" not in page.tags
     assert "<script>alert(1)</script>" in text
+    assert "No scores yet: run `evaluate" in text
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
 
 
-def test_a_run_that_is_going_on_again_has_not_ended_yet(tiny_run):
+def test_a_run_that_is_going_on_again_has_not_ended_yet_and_shows_each_start(tiny_run, no_pictures):
     log = tiny_run / "log.jsonl"
     lines = log.read_text().split("\n")[:-1]
     end = {"event": "end", "step": 40, "reason": "interrupted", "seconds": 3700.0, "peak_rss_bytes": 5 * 2**30}
     log.write_text("\n".join([*lines, json.dumps(end), ""]))
     text = read(write_report(tiny_run))[1]
-    assert "interrupted after step 40" in text
-    assert "1:01:40" in text
-    assert "5.00 GiB" in text
-    log.write_text("\n".join([*lines, json.dumps(end), json.dumps({**json.loads(lines[0]), "step": 40}), ""]))
+    for part in ("interrupted after step 40", "1:01:40", "5.00 GiB"):
+        assert part in text
+    again = {**json.loads(lines[0]), "step": 40, "host": {"cpu": "another"}, "policy": "lean", "micro_batch": 2}
+    log.write_text("\n".join([*lines, json.dumps(end), json.dumps(again), ""]))
     text = read(write_report(tiny_run))[1]
-    assert "not yet" in text
-    assert "5.00 GiB" in text
-
-
-def test_before_any_evaluation_the_page_says_how_to_make_one(tiny_run):
-    page, text = read(write_report(tiny_run))
-    assert "No scores yet: run `evaluate" in text
-    assert page.tags.count("img") == 6
+    for part in ("not yet", "5.00 GiB", "Restarted at step 40", "made up", "another", "policy lean micro-batch 2"):
+        assert part in text
 
 
 def test_before_the_first_step_there_is_a_page_too(tiny_run):
@@ -276,19 +240,8 @@ def test_lines_of_the_log_that_are_no_events_are_left_out_by_all_who_read_it(tin
     assert read_events(tiny_run) == before == recent_events(tiny_run)
 
 
-def test_restarts_are_all_shown(tiny_run):
-    log = tiny_run / "log.jsonl"
-    start = json.loads(log.read_text().split("\n")[0])
-    with open(log, "a") as file:
-        file.write("\n" + json.dumps({**start, "step": 20, "host": {"cpu": "another"}}) + "\n")
-    _, text = read(write_report(tiny_run))
-    assert "Restarted at step 20" in text
-    assert "made up" in text
-    assert "another" in text
-
-
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "words"),
     [
         (None, "must hold a config"),
         ('{"store": ', "must be JSON"),
@@ -297,60 +250,26 @@ def test_restarts_are_all_shown(tiny_run):
     ],
     ids=["missing", "cut off", "a list", "another version"],
 )
-def test_a_folder_without_a_config_of_this_version_is_refused(tiny_run, content, told):
+def test_a_folder_without_a_config_of_this_version_is_refused(tiny_run, content, words):
     config = tiny_run / "config.json"
     config.unlink()
     if content is not None:
         config.write_text(content)
-    with pytest.raises(InputError, match=told):
-        write_report(tiny_run)
-
-
-@pytest.mark.parametrize("content", ['{"schema"', "[]", "{}"])
-def test_damaged_scores_are_refused(tiny_run, evaluated, content):
-    (tiny_run / "evaluation/scores.json").write_text(content)
-    with pytest.raises(InputError, match=r"scores\.json must be JSON with a schema"):
+    with pytest.raises(InputError, match=words):
         write_report(tiny_run)
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        ("split",),
-        ("label_codes",),
-        ("summary", "TC"),
-        ("summary", "WT", "empty", "both"),
-        ("cases", 1, "regions", "ET", "dice"),
-        ("cases", 1, "regions", "ET"),
-    ],
+    ("content", "message"),
+    [("[]", "must be JSON with a schema"), ("{}", "must be"), ('{"schema": 99}', "must have schema 1, got 99")],
 )
-def test_scores_that_lack_something_are_refused_by_name(tiny_run, evaluated, path):
-    content = json.loads((tiny_run / "evaluation/scores.json").read_text())
-    part = content
-    for key in path[:-1]:
-        part = part[key]
-    del part[path[-1]]
-    (tiny_run / "evaluation/scores.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"scores\.json must be complete, got .*{path[-1]}.*; run `evaluate`"):
-        write_report(tiny_run)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("store", 3), ("split", 1), ("split", "../test"), ("tolerance_mm", "1"), ("cases", []), ("inference", [1])],
-)
-def test_scores_of_another_kind_are_refused_by_name(tiny_run, evaluated, name, value):
-    path = tiny_run / "evaluation/scores.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    with pytest.raises(InputError, match=rf"scores\.json must be complete, got .*{name}.*; run `evaluate`"):
-        write_report(tiny_run)
-
-
-def test_scores_of_another_version_are_refused_and_the_old_page_stays(tiny_run, evaluated):
+def test_scores_that_are_damaged_or_of_another_version_are_refused_and_the_old_page_stays(
+    tiny_run, evaluated, no_pictures, content, message
+):
     path = write_report(tiny_run)
     before = path.read_bytes()
-    (tiny_run / "evaluation/scores.json").write_text('{"schema": 99}')
-    with pytest.raises(InputError, match="must have schema 1, got 99"):
+    (tiny_run / "evaluation/scores.json").write_text(content)
+    with pytest.raises(InputError, match=message):
         write_report(tiny_run)
     assert path.read_bytes() == before
 

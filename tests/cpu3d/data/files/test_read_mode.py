@@ -6,7 +6,7 @@ from cpu3d.errors import InputError
 GIB = 2**30
 
 
-def choose(asked="auto", kind="ext4", needed=10, free=100, patches=True):
+def choose(asked=None, kind="ext4", needed=10, free=100, patches=True):
     return choose_read_mode(asked, file_system=kind, needed_bytes=needed * GIB, free_bytes=free * GIB, patches=patches)
 
 
@@ -42,7 +42,7 @@ def test_the_budget_is_half_of_what_is_free_and_all_the_files_in_ram():
 
 def test_ram_refuses_files_that_do_not_fit_and_says_what_to_do():
     assert choose("ram", needed=100).mode == "ram"
-    with pytest.raises(InputError, match=r"ram must hold 101\.0 GiB .* got 100\.0 GiB free; use auto"):
+    with pytest.raises(InputError, match=r"ram must hold 101\.0 GiB .* got 100\.0 GiB free"):
         choose("ram", needed=101)
 
 
