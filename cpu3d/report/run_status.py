@@ -5,7 +5,6 @@ version, and is then unknown.
 """
 
 import contextlib
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -15,15 +14,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.report.run_files import Events, median, numbers, of_kind
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import checkpoints, step_of
-from cpu3d.training.heartbeat import BEAT_S, Heartbeat, heartbeat_path, read_heartbeats
+from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, recent_events
 from memory_estimator.units import format_seconds
 
 RECENT = 50
 """Steps that losses and times are of."""
-
-SILENT_S = 60.0
-"""A beat so old counts as none: twelve are missing, and a network's file system shows new ones within seconds."""
 
 BY_EXIT_CODE = {
     0: "finished",
@@ -150,7 +146,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
 
 def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
     """Judge a worker by its heartbeat: the end it noted, else the age of its last beat, else what that says."""
-    age = _beat_age_s(run, beat, now)
+    age = beat_age_s(run, beat, now)
     if beat.exit_code is not None:
         state = BY_EXIT_CODE.get(beat.exit_code, "failed")
         detail = "" if state == "finished" else beat.reason
@@ -186,14 +182,6 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
         else:
             found.append(WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written"))
     return found
-
-
-def _beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
-    written = beat.beat
-    with contextlib.suppress(OSError):
-        written = os.stat(heartbeat_path(run, beat.rank)).st_mtime
-    return max(0.0, min(now - beat.beat, now - written))
 
 
 def _state_by_log(run: Path, events: Events, now: float) -> WorkerStatus:

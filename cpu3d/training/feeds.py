@@ -5,7 +5,6 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
@@ -86,17 +85,6 @@ class Feeds:
         count, seed = len(self._train_cases), self.config.seed
         return [self._train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
 
-    def resampling_cost_s(self) -> float:
-        """Seconds a volume that rotation and scaling add, measured on the first cases."""
-
-        def seconds(augment: AugmentConfig) -> float:
-            begin = time.perf_counter()
-            for _ in Batches(self._volumes("train", stop=2, augment=augment)):
-                pass
-            return (time.perf_counter() - begin) / 2
-
-        return max(seconds(self.config.augment) - seconds(NO_AUGMENT), 0.0)
-
     # --- Private helpers ---
 
     def _volumes(self, split: str, **more: Any) -> tf.data.Dataset:
@@ -132,9 +120,9 @@ class Parts:
         return self
 
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
-        if self._finish is None:
-            return self._awaited()
         raw = self._awaited()
+        if self._finish is None:
+            return raw
         return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
 
     def _awaited(self) -> Any:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -121,27 +120,14 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger.
+
+    A worker is alive while this is below SILENT_S: the one definition, whatever host looks.
+    """
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
     return max(0.0, min(ages))
-
-
-def life_of(run: Path, beat: Heartbeat, now: Optional[float] = None) -> str:
-    """Whether a worker is alive: "alive", "silent", "suspended", "dead", or "ended" where it has noted its end.
-
-    Alive is who has beaten within SILENT_S. At the worker's own place its process tells more: "dead" is one that is
-    gone, "suspended" one that a signal has stopped.
-    """
-    if beat.exit_code is not None:
-        return "ended"
-    if beat.place == this_place():
-        if not is_here(beat):
-            return "dead"
-        if is_suspended(beat.pid):
-            return "suspended"
-    return "silent" if beat_age_s(run, beat, time.time() if now is None else now) > SILENT_S else "alive"
 
 
 def is_here(beat: Heartbeat) -> bool:

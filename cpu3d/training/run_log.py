@@ -165,20 +165,12 @@ def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
     """The events in lines; one that was torn or damaged since is left out."""
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             event = parse_json(line)
-            if _is_event(event):
+            whole = {"step", *_NEEDED.get(event["event"], ())} <= set(event)
+            if whole and all(_is_as_logged(name, value) for name, value in event.items()):
                 events.append(event)
     return events
-
-
-def _is_event(event: Any) -> bool:
-    return (
-        isinstance(event, dict)
-        and isinstance(event.get("event"), str)
-        and {"step", *_NEEDED.get(event["event"], ())} <= set(event)
-        and all(_is_as_logged(name, value) for name, value in event.items())
-    )
 
 
 def _is_as_logged(name: str, value: Any) -> bool:
@@ -191,7 +183,7 @@ def _is_as_logged(name: str, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     if name == "grid":
         return isinstance(value, list)
-    if name in ("reason", "engine"):
+    if name in ("event", "reason", "engine"):
         return isinstance(value, str)
     is_number = name in _NUMBERS or name.endswith(("_s", "_bytes"))
     return not is_number or _is_number(value) or (value is None and name in _UNKNOWN)

@@ -125,12 +125,11 @@ class MemoryFloor:
                 to_take = max(0, self._bound_bytes - first.file_bytes - first.own_bytes)
                 spare = max(FLOOR_BYTES, (first.rooms[name].free_bytes - self._here * to_take) // 2)
                 floor, keep = min(floor, spare), min(keep, spare)
+            amounts = (room.free_bytes, first.rooms.get(name, room).free_bytes, sample.own_bytes, first.own_bytes)
             cause = (
-                f"{format_bytes(room.free_bytes)} free of {name}, where there were "
-                f"{format_bytes(first.rooms.get(name, room).free_bytes)}, and {format_bytes(sample.own_bytes)} in this "
-                f"process, where there were {format_bytes(first.own_bytes)}; end other programs, or go on with "
-                "--policy lean or with more memory"
-            )
+                "{} free of {name}, {} at the beginning, and {} in this process, {} at the beginning; end other "
+                "programs, or go on with --policy lean or with more memory"
+            ).format(*map(format_bytes, amounts), name=name)
             if name == ADDRESSES:  # mapped memory stays mapped, and the kernel does not kill for it: it refuses
                 floor = to_come = 0
             if room.free_bytes < min(floor // 2, before):
@@ -193,17 +192,8 @@ UNGUARDED = Unguarded()
 class Guard(Unguarded):
     """A context manager around a training."""
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        say: Callable[[str], None],
-        rank: int = 0,
-        workers: int = 1,
-        end: Callable[[int], None] = os._exit,
-        **known: Any,
-    ):
-        """`end` ends the process; `known` is as in `plan`."""
+    def __init__(self, run: Path, *, say: Callable[[str], None], rank=0, workers=1, end=os._exit, **known: Any):
+        """`end(exit_code)` ends the process; `known` is as in `plan`."""
         self.stop = None
         """None, or "memory": finish the step, save, and raise MemoryRunsOutError with `why`."""
         self._run, self._say, self._end = Path(run), say, end
@@ -278,8 +268,7 @@ class Guard(Unguarded):
     ) -> None:
         """Set what was not known when the guard was made; what is None stays. 0 `stall_minutes` never find a stall.
 
-        `limits` are those of MemoryFloor: the plan is held against what the process takes from here on, its libraries
-        there.
+        `limits` are those of MemoryFloor: the plan is held against what the process takes from here on.
         """
         self.now.step = self.now.step if step is None else step
         self.now.steps = self.now.steps if steps is None else steps

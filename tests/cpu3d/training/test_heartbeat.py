@@ -15,8 +15,10 @@ import pytest
 from cpu3d.training import heartbeat
 from cpu3d.training.heartbeat import (
     Heartbeat,
+    beat_age_s,
     heartbeat_path,
-    life_of,
+    is_here,
+    is_suspended,
     process_start,
     read_heartbeats,
     write_heartbeat,
@@ -79,30 +81,18 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     assert os.listdir(tmp_path / "heartbeats") == ["worker-0.json"]
 
 
-NOW = time.time()
-
-
 @pytest.mark.parametrize(
-    ("changes", "life"),
-    [
-        ({}, "alive"),
-        ({"beat": NOW - 59}, "alive"),
-        ({"beat": NOW - 61}, "silent"),
-        ({"process_start": 1}, "dead"),
-        ({"place": "elsewhere", "process_start": 1}, "alive"),
-        ({"place": "elsewhere", "beat": NOW - 500}, "silent"),
-        ({"exit_code": 0, "beat": NOW - 500, "process_start": 1}, "ended"),
-    ],
+    ("beat_ago_s", "written_ago_s", "age_s"),
+    [(3, 3, 3), (500, 500, 500), (300, 3, 3), (-300, 3, 0), (3, None, 3)],
+    ids=["both", "old", "its clock is slow", "its clock is fast", "no file"],
 )
-def test_a_worker_is_alive_by_the_age_of_its_beat_and_by_its_process_where_that_is_here(tmp_path, changes, life):
-    assert life_of(tmp_path, beat(**changes), NOW) == life
-
-
-@pytest.mark.parametrize("fast_s", [-300, 300])
-def test_the_file_s_time_tells_where_the_worker_s_clock_is_slow_or_fast(tmp_path, fast_s):
-    one = beat(place="elsewhere", beat=time.time() + fast_s)
-    write_heartbeat(tmp_path, one)
-    assert life_of(tmp_path, one) == "alive"
+def test_a_beat_is_as_old_as_the_younger_of_two_clocks_tells(tmp_path, beat_ago_s, written_ago_s, age_s):
+    now = time.time()
+    one = beat(beat=now - beat_ago_s)
+    if written_ago_s is not None:
+        write_heartbeat(tmp_path, one)
+        os.utime(heartbeat_path(tmp_path, 0), (now - written_ago_s,) * 2)
+    assert beat_age_s(tmp_path, one, now) == pytest.approx(age_s, abs=0.1)
 
 
 def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone(tmp_path):
@@ -111,14 +101,15 @@ def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone
     with subprocess.Popen([str(name), "60"]) as other:
         one = beat(pid=other.pid, process_start=process_start(other.pid))
         assert one.process_start >= process_start(os.getpid())
-        assert life_of(tmp_path, one) == "alive"
+        assert is_here(one)
+        assert not is_here(beat(pid=other.pid, process_start=one.process_start, place="elsewhere"))
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
-        assert life_of(tmp_path, one) == "suspended"
+        assert is_suspended(other.pid)
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert life_of(tmp_path, one) == "dead", "a zombie"
-    assert life_of(tmp_path, one) == "dead"
+        assert not is_here(one), "a zombie"
+    assert not is_here(one)
 
 
 def test_the_place_is_the_same_for_a_child():
