@@ -82,9 +82,9 @@ class HostConstants:
         if dtype in self.costs.get(engine, {}):
             return self
         if self.others is None:
+            known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
             raise ValueError(
-                f"calibration {self.name} must know {engine} in {dtype}, got {_known(self.costs)}; "
-                "run `calibrate --all`"
+                f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`"
             )
         return self.others.of(engine, dtype)
 
@@ -212,14 +212,15 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if fie
 def _read(path: Path) -> Dict[str, Any]:
     try:
         content = read_json(path)
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"schema {content.get('schema')}")
+        return content
     except FileNotFoundError:
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"calibration {path} must be JSON, got {error}; run `calibrate` again") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"calibration {path} must have schema {SCHEMA}, got {found}; run `calibrate` again")
-    return content
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"calibration {path} must be JSON of schema {SCHEMA}, got {error}; run `calibrate` again"
+        ) from None
 
 
 def _check(constants: HostConstants) -> None:
@@ -249,10 +250,6 @@ def _check(constants: HostConstants) -> None:
             ]
             if missing:
                 raise ValueError(f"{engine} {dtype} without {', '.join(missing)}")
-
-
-def _known(costs: Costs) -> str:
-    return ", ".join(f"{engine} in {dtype}" for engine, by_dtype in costs.items() for dtype in by_dtype)
 
 
 def _derived(base: Mapping[str, Any], content: Mapping[str, Any]) -> Dict[str, Any]:

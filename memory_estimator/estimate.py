@@ -246,12 +246,15 @@ def estimate(
         ),
         Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
     )
+    # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
+    op_s = step_seconds(program, constants, job).op_s
+    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
-        step_s=_step_s(program, constants, job),
+        step_s=job.parts * sum(op_s[:part]) + sum(op_s[part:]),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,
@@ -273,13 +276,6 @@ def live_at_peak(line: Timeline) -> List[Component]:
 
 
 # --- Private helpers ---
-
-
-def _step_s(program: Program, constants: HostConstants, job: Job) -> float:
-    """The program is that of one micro-batch and, at its end, of the update, which comes once a step."""
-    times = step_seconds(program, constants, job)
-    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
-    return job.parts * sum(times.op_s[:part]) + sum(times.op_s[part:])
 
 
 def _with_store(program: Program, job: Job) -> Program:

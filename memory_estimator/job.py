@@ -431,19 +431,15 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
     path = Path(folder) / "config.json"
     try:
         content = read_json(path)
+        if content.get("schema") != RUN_SCHEMA:
+            raise ValueError(f"schema {content.get('schema')}, not {RUN_SCHEMA}")
+        return path, typed(content, _Run, "config")
     except OSError as error:
         raise ValueError(
             f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"
         ) from None
-    except ValueError:
-        raise ValueError(f"run config {path} must be JSON, got something else; restore it") from None
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != RUN_SCHEMA:
-        raise ValueError(f"run config {path} must have schema {RUN_SCHEMA}, got {schema}; use the version that made it")
-    try:
-        return path, typed(content, _Run, "config")
-    except ValueError as error:
-        raise ValueError(f"run config {path} must be complete, got {error}; restore it") from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"run config {path} must be as `train` wrote it, got {error}; restore it") from None
 
 
 def _training_cases(store: Path, fold: str) -> int:

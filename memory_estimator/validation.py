@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
 from memory_estimator.files import read_records, write_whole
-from memory_estimator.job import Job
+from memory_estimator.job import AUTO, Job
 from memory_estimator.schema import add_options, from_args, option
 from models.config import UNetConfig
 
@@ -31,28 +31,29 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are told of larger ones alone."""
 
-WORST_ALLOCATOR, WORST_PROCESS, WORST_STEP = 0.03, 0.05, 0.20
-"""Errors above these are misses."""
-
-MEDIAN_ALLOCATOR, MEDIAN_PROCESS, MEDIAN_STEP = 0.01, 0.02, 0.08
-"""What is demanded of the medians."""
-
-MEAN_SLACK = 0.06
-"""How far upper bounds may lie above the measured peaks on average."""
+TARGETS = {
+    "allocator peak, median error": 0.01,
+    "allocator peak, worst error": 0.03,
+    "process peak, median error": 0.02,
+    "process peak, worst error": 0.05,
+    "peaks above their upper bound": 0,
+    "upper bound above the peak, mean": 0.06,
+    "seconds a step, median error": 0.08,
+    "seconds a step, worst error": 0.20,
+}
+"""What is demanded of the errors of held-out steps: the most that each may be."""
 
 PROCESS_FLOOR_BYTES = 150 * 2**20
 """A process's peak that is off by less is no miss: runtimes differ by as much from host to host."""
 
 DISTURBED_SPREAD = 0.10
-"""Timed steps that lie further apart than this share of their median were disturbed by something. The rule stood before
-any step was measured again for it, and asks after no error."""
+"""Timed steps that lie further apart than this share of their median were disturbed by something."""
 
 MARGIN_BYTES = 64 * 2**20
 """The fixed part of the upper bound's margin: what a runtime holds more or less from start to start."""
 
 RESERVE_SHARE = 0.03
-"""Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average, the
-fixed part being most of the other half. Chosen by that demand, not by any measured error."""
+"""Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average."""
 
 UNKNOWN = Accuracy("", 0, Bound(0.0, 0.0), Bound(0.0, 0.0), Bound(0.0, 0.0), 0.0, 0)
 """Stands in while the errors themselves are computed."""
@@ -127,10 +128,10 @@ class Row:
     def misses(self) -> Tuple[str, ...]:
         """Names of the figures that are further off than they may be."""
         wrong = {
-            "allocator": abs(self.allocator_error or 0) > WORST_ALLOCATOR,
-            "process": abs(self.process_error) > WORST_PROCESS and self.is_beyond_floor,
+            "allocator": abs(self.allocator_error or 0) > TARGETS["allocator peak, worst error"],
+            "process": abs(self.process_error) > TARGETS["process peak, worst error"] and self.is_beyond_floor,
             "upper bound": self.slack < 0,
-            "time": abs(self.step_error) > WORST_STEP,
+            "time": abs(self.step_error) > TARGETS["seconds a step, worst error"],
         }
         return tuple(name for name, is_wrong in wrong.items() if is_wrong)
 
@@ -205,7 +206,7 @@ def has_known_engine(record: Mapping[str, Any]) -> bool:
 def job_from(record: Mapping[str, Any]) -> Job:
     """The job that a record measured, on the engine that really ran."""
     engine = record["engine"]
-    if engine == "auto":
+    if engine in (None, AUTO):
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
     return Job(
         UNetConfig(**{"policy": record.get("policy", "speed"), **record["unet"]}),
@@ -250,16 +251,9 @@ def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
     allocator, process, bound, step = spreads(rows).values()
     beyond = max((abs(row.process_error) for row in rows if row.is_beyond_floor), default=0.0) if rows else math.nan
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
-    return (
-        Target("allocator peak, median error", MEDIAN_ALLOCATOR, allocator.median),
-        Target("allocator peak, worst error", WORST_ALLOCATOR, abs(allocator.worst)),
-        Target("process peak, median error", MEDIAN_PROCESS, process.median),
-        Target("process peak, worst error", WORST_PROCESS, beyond),
-        Target("peaks above their upper bound", 0, exceeded, is_share=False),
-        Target("upper bound above the peak, mean", MEAN_SLACK, bound.mean),
-        Target("seconds a step, median error", MEDIAN_STEP, step.median),
-        Target("seconds a step, worst error", WORST_STEP, abs(step.worst)),
-    )
+    found = (allocator.median, abs(allocator.worst), process.median, beyond, exceeded, bound.mean, step.median)
+    pairs = zip(TARGETS.items(), (*found, abs(step.worst)))
+    return tuple(Target(name, most, one, is_share=most != 0) for (name, most), one in pairs)
 
 
 def digest(rows: Sequence[Row], record: str) -> Accuracy:

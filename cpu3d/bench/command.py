@@ -1,16 +1,7 @@
 """Measure training step, data and inference: time, memory, on every engine (the paper's Fig. 2); the estimator by it.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
-    ./run.sh bench step --shape 128 128 128 --rounds 3 --peer "python other_trainer.py --shape 128 128 128"
-    ./run.sh bench memory --shape 128 128 128 --dtype bfloat16
-    ./run.sh bench memory --policies --shape 128 128 128 --record records/policies.jsonl --picture policies.png
-    ./run.sh bench engines --shape 128 128 128 --record records/engines.jsonl --picture engines.png
-    ./run.sh bench validate --record other-host.jsonl
-    ./run.sh bench tables --records records --out docs/results.md
-    ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture data.png
-    ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --record records/scaling.jsonl
-    ./run.sh bench windows --run runs/first --window 64 64 64 --record records/windows.jsonl
-    ./run.sh bench faults --kills 50 --workdir faults --record records/faults.jsonl
+    ./run.sh bench memory --policies --help
 
 A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
 constants to this host, is a command of its own: every user wants it, these few do.)

@@ -90,7 +90,7 @@ class Scale:
     """Streamed from the large store."""
 
 
-SMOKE = Scale(case=(32, 40, 28), ct=(40, 36, 30), patch=(16, 16, 16), cts=1, patches=2, entries=12, samples=12)
+SMOKE = Scale(case=(32, 40, 28), ct=(40, 36, 30), patch=(16, 16, 16), cts=2, patches=2, entries=12, samples=12)
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def load_case(request: Dict[str, Any]) -> Row:
         ways[f".{ending} {dtype}"] = (files, to_tensor, 1)
         ways[f".{ending} {dtype}, left in Fortran order"] = (files, lambda _, path=path: by_nibabel(path), 1)
     for name, kind in (("npy", "int16 .npy"), ("float16", "float16 .npy"), ("b2nd", "int16 .b2nd")):
-        ways[f"store, {kind}"] = (lambda _, name=name: _arrays(paths[name], ".x")[:1], by_reader(paths[name]), 1)
+        ways[f"store, {kind}"] = (lambda _, name=name: _images(paths[name])[:1], by_reader(paths[name]), 1)
     return time_in_turn(ways, request)
 
 
@@ -470,7 +470,7 @@ def load_patch(request: Dict[str, Any]) -> Row:
             reader = Reader(folder, mode) if state == COLD else kept
             return tf.cast(reader.box(of_store[index], "x", slices), tf.float32)
 
-        add(name, _arrays(folders[store], ".x"), load)
+        add(name, _images(folders[store]), load)
 
     for ending in ("gz", "nii"):  # one patch a round is enough where all of a file is read
         name = {"gz": ".nii.gz", "nii": ".nii"}[ending]
@@ -536,9 +536,9 @@ def stream_many(request: Dict[str, Any]) -> Row:
     return {"watched": len(late), "growth": growth, "MiB": late[:: max(1, len(late) // 100)], "note": note}
 
 
-def _arrays(store: str, part: str = "") -> List[Path]:
-    """The files of a store's cases in its order, or of a part of each: "x" is the image."""
-    return sorted(path for path in Path(store).rglob(f"*{part}.*") if path.suffix in (".npy", ".b2nd"))
+def _images(store: str) -> List[Path]:
+    """The image files of a store's cases, in its order."""
+    return sorted(path for path in Path(store).rglob("*.x.*") if path.suffix in (".npy", ".b2nd"))
 
 
 def _by_x(shape: Sequence[Any]) -> str:

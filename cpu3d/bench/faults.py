@@ -172,7 +172,7 @@ class Campaign:
         if norm and not self.reference(norm).is_dir():
             self._undisturbed(norm, self.reference(norm))
         for number in range(most + 1):
-            tail, ended, victim = Tail(folder), None, int(self.rng.integers(self.workers))
+            tail, victim = Tail(folder), int(self.rng.integers(self.workers))
             delay_s, is_starting = self.rng.random(), norm and self.rng.random() < WHILE_STARTING
             # Each attempt gets a part of the way only, so that all kills of a folder find it at work.
             delay_s *= self.begun_s[True] if is_starting else self.work_s[bool(norm)] / (FOLDER_KILLS + 1)

@@ -123,23 +123,19 @@ def page(measured: Sequence[Measured], rows: Sequence[Row], accuracy: Accuracy) 
     `accuracy` is what the rows' upper bounds were made with.
     """
     held_out = [row for row in rows if row.measured.held_out]
-    fitted = [row for row in rows if not row.measured.held_out]
     hosts = sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured})
     margin = f"{_percent(accuracy.margin_share)} of the peak and {format_bytes(accuracy.margin_bytes)}"
+    words = f"Median size and worst error; the upper bound adds {margin}, shown is how far it is above the peak."
     lines = [*VALIDATION_HEAD.splitlines(), "", f"Measured on {'; '.join(hosts)}.", ""]
-    for heading, words, table in (
-        (
-            f"Errors of the {len(held_out)} larger configurations",
-            f"Median size and worst error; the upper bound adds {margin}, shown is how far it is above the peak.",
-            summary_table(held_out),
-        ),
-        ("Demanded and found", "", _target_table(held_out)),
-        ("More than 96^3 voxels", "", _detail_table(held_out)),
-        ("96^3 voxels and less", "", _detail_table(fitted)),
+    lines += [f"## Errors of the {len(held_out)} larger configurations", "", words, ""]
+    lines += [*summary_table(held_out).markdown(), "", "## Demanded and found", "", *_target_table(held_out).markdown()]
+    for heading, some in (
+        ("More than 96^3 voxels", held_out),
+        ("96^3 voxels and less", [row for row in rows if not row.measured.held_out]),
     ):
-        lines += [f"## {heading}", "", *([words, ""] if words else []), *table.markdown(), ""]
+        lines += ["", f"## {heading}", "", *_detail_table(some).markdown()]
     failures = [f"- {describe(one.job)}: {one.failure}" for one in measured if one.failure]
-    return [*lines, "## Not measured", "", *failures] if failures else lines[:-1]
+    return [*lines, "", "## Not measured", "", *failures] if failures else lines
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
@@ -177,22 +173,13 @@ def _detail_table(rows: Sequence[Row]) -> Table:
     cells = []
     for row in rows:
         one, allocator_bytes = row.measured, row.measured.allocator_peak_bytes
-        cells.append(
-            (
-                describe(one.job),
-                "-" if allocator_bytes is None else f"{allocator_bytes / GIB:.3f}",
-                _signed(row.allocator_error),
-                f"{one.process_peak_bytes / GIB:.3f}",
-                _signed(row.process_error),
-                _signed(row.slack),
-                f"{one.step_s:.2f}",
-                f"{_percent(one.step_spread, 0)}{', disturbed' if one.disturbed else ''}",
-                _signed(row.step_error),
-                ", ".join(row.misses),
-            )
-        )
-    peaks = ("allocator, GiB", "error", "process, GiB", "error", "bound above")
-    return Table(("configuration", *peaks, "s a step", "spread", "error", "misses"), cells)
+        allocator = "-" if allocator_bytes is None else f"{allocator_bytes / GIB:.3f}"
+        peaks = [allocator, _signed(row.allocator_error), f"{one.process_peak_bytes / GIB:.3f}"]
+        step = [f"{one.step_s:.2f}", f"{_percent(one.step_spread, 0)}{', disturbed' if one.disturbed else ''}"]
+        errors = [_signed(row.process_error), _signed(row.slack)]
+        cells.append((describe(one.job), *peaks, *errors, *step, _signed(row.step_error), ", ".join(row.misses)))
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "spread")
+    return Table((*columns, "error", "misses"), cells)
 
 
 # --- Sections ---

@@ -35,7 +35,6 @@ from cpu3d.compare.plan import (
     Kept,
     Search,
     Variant,
-    common_settings,
     courses,
     grouped,
     load_same,
@@ -43,6 +42,7 @@ from cpu3d.compare.plan import (
     parse_variant,
     planned_run,
     planned_runs,
+    refuse,
     resolve_variants,
     usual_variants,
 )
@@ -135,8 +135,9 @@ def run(args: argparse.Namespace) -> int:
     options = _checked(args, settings)
     if options.runs:
         return _compare_folders(options)
-    common, recipe = common_settings(args)
-    return _train_and_compare(options, common, recipe, settings.get("epochs"))
+    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
+    refuse("compare", common)
+    return _train_and_compare(options, common, args.recipe, settings.get("epochs"))
 
 
 # --- Private helpers ---
@@ -247,7 +248,7 @@ def _planned(
         variants = variants or usual_variants(common, recipe, store)
         found = resolve_variants(variants, store)
         given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
-        usual = ("epochs", found[0].config.epochs)
+        usual = ("epochs", found[0][1].config.epochs)
         budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
         chosen = {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants}
         asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)

@@ -21,7 +21,7 @@ from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus
-from cpu3d.plan import make_plan
+from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
 from cpu3d.settings import (
     SIZES_OF_PATCH,
@@ -35,7 +35,6 @@ from cpu3d.settings import (
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
-from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
@@ -80,6 +79,9 @@ SAME_VARIANT = {
 
 Json = Dict[str, Any]
 
+Resolved = Tuple["Variant", Plan]
+"""A variant on one store and one host, with nothing left open that could differ from run to run."""
+
 Grouped = List[Tuple[str, int, Path]]
 """Variant, seed and folder of each run."""
 
@@ -114,20 +116,8 @@ class Variant(NamedTuple):
     name: str
     """Of its runs' folders and of the lines of every table."""
     settings: Json
-    """Chosen ones, by the names of `cpu3d.training_options.chosen_settings`; the common ones are among them."""
+    """Chosen ones, by the names of `cpu3d.settings.chosen_settings`; the common ones are among them."""
     recipe: Optional[str] = None
-
-
-class Resolved(NamedTuple):
-    """A variant on one store and one host, with nothing left open that could differ from run to run."""
-
-    variant: Variant
-    """Its settings hold what the host decided: dtype, device, policy, patch."""
-    config: RunConfig
-    cases: int
-    """To train on."""
-    predicted: Optional[Estimate]
-    """Time and memory of a step; None on a card, or where nothing is known of the engine."""
 
 
 class Search(NamedTuple):
@@ -158,14 +148,16 @@ def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> floa
     return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
 
 
-def common_settings(args: argparse.Namespace) -> Tuple[Dict[str, Any], Optional[str]]:
-    """The settings that compare itself was given for all variants, and the recipe. Its budget and validations are none.
-
-    Raises InputError for those that are not for the user to choose here.
-    """
-    settings = {name: value for name, value in chosen_settings(args).items() if name not in ("epochs", "validations")}
-    _refuse("compare", settings, DECIDED)
-    return settings, getattr(args, "recipe", None)
+def refuse(who: str, settings: Dict[str, Any], names: Sequence[str] = DECIDED) -> None:
+    """Raise InputError for settings of these names, which are not for `who` to choose."""
+    problems = [
+        f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
+        "and --validations for all variants"
+        for name in names
+        if name in settings
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optional[str]) -> Variant:
@@ -183,8 +175,8 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
         args = parser.parse_args(shlex.split(options))
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
-    _refuse(f"variant {name}", own, FOR_ALL)
+    own, recipe = chosen_settings(args), args.recipe or recipe
+    refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
     usual = recipe_config(recipe).mode
@@ -203,7 +195,7 @@ def usual_variants(common: Dict[str, Any], recipe: Optional[str], store: Store) 
     whole = Variant("whole", {**_without(common, OF_PATCHES), "mode": "whole"}, recipe)
     if set(common) & set(SIZES_OF_PATCH):
         return [whole, Variant("patch", {**common, "mode": "patch"}, recipe)]
-    config = resolve_variants([whole], store)[0].config
+    config = resolve_variants([whole], store)[0][1].config
     patch = list(half(config.grid, config.unet.divisor))
     return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch}, recipe)]
 
@@ -214,20 +206,22 @@ def half(grid: Shape3, divisor: int) -> Shape3:
 
 
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved]:
-    """Every variant on this store and host. Raises InputError with the problems of all of them, each by name."""
+    """Every variant with its plan on this store and host, and what the host decided among its settings.
+
+    Raises InputError with the problems of all of them, each by name.
+    """
     host, gpus, found, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
             plan = make_plan(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus=gpus)
-            config, cases, predicted = plan.config, len(plan.store.cases("train")), plan.estimate
         except InputError as error:
             problems += [f"variant {variant.name}: {problem}" for problem in error.problems]
             continue
-        settings = _without(variant.settings, ("gpu_memory",))
+        config, settings = plan.config, _without(variant.settings, ("gpu_memory",))
         settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
-        found.append(Resolved(variant._replace(settings=settings), config, cases, predicted))
+        found.append((variant._replace(settings=settings), plan))
     if problems:
         raise InputError(*problems)
     return found
@@ -334,10 +328,11 @@ def courses(
     Under a budget of minutes steps are None: each run times its own. All variants have equally many validations, so
     none has more chances at a lucky one.
     """
-    base, voxels, plan = found[0].config, budget.amount, []
+    first, voxels, plan = found[0][1], budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
-        voxels *= found[0].cases * base.patches_per_case * math.prod(base.grid)
-    for (name, settings, recipe), config, cases, predicted in found:
+        voxels *= len(first.store.cases("train")) * first.config.patches_per_case * math.prod(first.config.grid)
+    for (name, settings, recipe), planned in found:
+        config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
         steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
@@ -481,17 +476,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise InputError(f"variant {self.name} must have options of train, got: {message}; see `train --help`")
-
-
-def _refuse(who: str, settings: Dict[str, Any], names: Sequence[str]) -> None:
-    problems = [
-        f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
-        "and --validations for all variants"
-        for name in names
-        if name in settings
-    ]
-    if problems:
-        raise InputError(*problems)
 
 
 def _without(settings: Dict[str, Any], names: Sequence[str]) -> Dict[str, Any]:

@@ -3,7 +3,6 @@
 Every table is made of the results as compare.json and the records hold them, so that all places show the same rows.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -12,21 +11,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import numpy as np
 from rich.console import Console
 
 from cpu3d.compare.plan import Course, Json, Kept
 from cpu3d.compare.run import Evaluation, Trial, rate_beyond
 from cpu3d.compare.statistics import COSTS, MEAN, Comparison, RunResult, compare, counts, millions, with_mean
-from cpu3d.data.labels import region_mask
-from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store
 from cpu3d.data.words import by, count
-from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.page import flat, gib, render_page
-from cpu3d.report.pictures import Line, chart, overlay, strips
+from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, versions
@@ -56,8 +51,6 @@ COSTS_OF = (
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
 
-MOST = 3
-"""Cases whose errors are on a page, shared between the variants: it is to be mailed."""
 
 Figures = List[Tuple[str, bytes]]
 """(what it shows, PNG) each."""
@@ -90,17 +83,14 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
         (*header, "rates x steps") if is_study else header,
         rows,
         title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
-        caption=""
-        if math.isnan(all_s)
-        else f"predicted: {duration(all_s)} for all steps, validation and scoring aside",
+        caption="" if math.isnan(all_s) else f"predicted: {duration(all_s)} of steps, validation and scoring aside",
     )
 
 
 def scores_table(results: Json, tolerance_mm: float) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
-    metrics = [
-        name for name in METRICS if name in results["variants"][results["baseline"]]["scores"][results["regions"][0]]
-    ]
+    first = next(iter(results["variants"].values()))["scores"][results["regions"][0]]
+    metrics = [name for name in METRICS if name in first]
     return Table(
         ("region", "variant", *(METRICS[metric].label for metric in metrics)),
         [
@@ -158,14 +148,7 @@ def search_table(search: Json) -> Table:
         at_end = "yes" if rate_beyond([Trial(**one) for one in arm["trials"]]) is not None else "no"
         diverged = ", ".join(f"{rate:g}" for rate in arm["diverged"]) or "-"
         rows.append((name, f"{arm['rate']:g}", f"{arm['steps']:,}", *cells, at_end, diverged))
-    columns = (
-        "variant",
-        "rate",
-        "steps",
-        *(f"{rate:g}" for rate in rates),
-        "best at an end",
-        "diverged in full length",
-    )
+    columns = ("variant", "rate", "steps", *(f"{rate:g}" for rate in rates), "best at an end", "diverged in full")
     caption = "Best validation Dice of short runs of one seed, by learning rate. Bold: that of the full runs."
     return Table(columns, rows, title="Search for the learning rate", caption=caption)
 
@@ -273,7 +256,6 @@ def page_sections(
         Section("Scores and differences", [scores, *tables[:-1]], [*case_strips(comparison), *forests]),
         Section("Learning, a line a run", figures=learning_curves(comparison)),
         Section("Costs", tables[-1:]),
-        Section("Cases that differ most", figures=error_maps(comparison, store)),
         Section(
             "Runs and hosts", [Table(("variant", "seed", "folder"), rows, names=3), Table(("", ""), about, names=2)]
         ),
@@ -332,29 +314,6 @@ def learning_curves(comparison: Comparison) -> Figures:
             lines.append(Line(name, x, dice, colours[run.variant]))
         title = f"Validation Dice over {label}"
         found.append((title, chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1))))
-    return found
-
-
-def error_maps(comparison: Comparison, store: Optional[Store]) -> Figures:
-    """Truth and prediction of the baseline and of each variant, in the cases whose mean Dice differs most.
-
-    Each with the first seed, in the region that differs most there. Without a store none; what is gone is left out.
-    """
-    found, each = [], max(MOST // max(len(comparison.runs) - 1, 1), 1)
-    for variant in list(comparison.runs)[1:] if store else ():
-        both, seeds = (comparison.baseline, variant), comparison.shared_seeds(variant)
-        base, own = (comparison.values(name, comparison.regions[-1], "dice", seeds).mean(0) for name in both)
-        pair = [next(run for run in comparison.runs[name] if run.seed == seeds[0]) for name in both]
-        for position in np.argsort(-np.abs(own - base), kind="stable")[:each]:
-            case_id = comparison.cases[position]
-            dice = {
-                name: [run.scores[name]["dice"][case_id] for run in pair] for name in pair[0].scores if name != MEAN
-            }
-            region = max(dice, key=lambda name: abs(dice[name][0] - dice[name][1]))
-            for run, value in zip(pair, dice[region]) if own[position] != base[position] else ():
-                title = f"{run.variant}, case {case_id}, seed {seeds[0]}: {region} Dice {value:.3f}"
-                with contextlib.suppress(InputError, KeyError, OSError, ValueError):
-                    found.append((title, _error_map(run, case_id, region, store, title)))
     return found
 
 
@@ -428,16 +387,6 @@ def _record(comparison: Comparison, kept: Kept, store: Store, budget: str) -> Js
         "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
         **(kept.results or {}),
     }
-
-
-def _error_map(run: RunResult, case_id: str, region: str, store: Store, title: str) -> bytes:
-    """Raises InputError, KeyError, OSError or ValueError where the store's case or the prediction is not as it was."""
-    prediction = to_ras(*read_volume(run.evaluation / "predictions" / f"{case_id}.nii.gz"))
-    channels = [name.lower() for name in store.manifest.channels]
-    image = store.image(case_id)[..., channels.index("flair") if "flair" in channels else 0]
-    labels = np.stack([np.asarray(store.label(case_id)), prediction])
-    masks = (region_mask(label, run.config.region_codes[region]) for label in labels)
-    return overlay(np.asarray(image), *masks, store.case(case_id).spacing_mm, title)
 
 
 def _colours(variants: Iterable[str]) -> Dict[str, str]:

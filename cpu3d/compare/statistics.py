@@ -1,18 +1,14 @@
 """What came out of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
-A difference is taken on the same case and the same seed, so what makes a case hard and a start lucky is in both.
+A difference is taken on the same case and the same seed. Its interval is a percentile bootstrap that resamples seeds
+and cases crossed, with replacement, and averages over all pairs (Owen 2007, "The pigeonhole bootstrap", Annals of
+Applied Statistics 1:386): it speaks of other cases and of other seeds. No bootstrap is exact for crossed data
+(McCullagh 2000). With few values it is too narrow, as it knows nothing of Student's t: of 2 seeds 9.2 times, of 3 seeds
+2.7 times, of 5 seeds 1.6 times.
 
-The interval is a percentile bootstrap that resamples seeds and cases crossed: every resample draws seeds with
-replacement, draws cases with replacement, and averages over all pairs (Owen 2007, "The pigeonhole bootstrap", Annals of
-Applied Statistics 1:386). It speaks of other cases and of other seeds alike. No bootstrap is exact for crossed data
-(McCullagh 2000); with many of both this one is a little too wide where cases and seeds interact. With few it is too
-narrow: of n values it sees (n - 1) / n of the variance, and it knows nothing of Student's t, so that what 3 seeds add
-is 2.7 times as wide by Student's t as by the bootstrap (2 seeds: 9.2 times, 5 seeds: 1.6 times); and five cases are a
-poor picture of a clinic.
-
-So one rule says what counts as a difference, everywhere: the interval leaves out 0, and the mean is larger than seeds
-alone may make it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Intervals are of one
-difference each; nothing is corrected for their number.
+So one rule says what counts, everywhere: the interval leaves out 0, and the mean is larger than seeds alone may make
+it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Nothing is corrected for the number
+of differences.
 """
 
 import math

@@ -87,29 +87,24 @@ class Stream:
     finished: bool = True
     """False for raw batches, for `finish_of` to be applied where the model runs."""
 
-    def problems(self) -> List[str]:
-        """What is no integer in its range, and positions where no step begins."""
+    def check(self, store: Store) -> Tuple[Tuple[int, ...], Finish]:
+        """(places of the channels, finish). Raises InputError with all that is out of range or unknown to the store."""
         least = {"start": 0, "batch": 1, "threads": 1}
         least.update({name: 0 for name in ("stop", "page_budget_bytes") if getattr(self, name) is not None})
-        found = [
+        problems = [
             f"{name} must be an integer of at least {low}, got {getattr(self, name)!r}; give another"
             for name, low in least.items()
             if not _is_integer(getattr(self, name), low)
         ]
         if not _is_integer(self.seed):
-            found.append(f"seed must be an integer, got {self.seed!r}; give another")
-        return found or self.share.problems(start=self.start, stop=self.stop, batch=self.batch)
-
-    def check(self, store: Store) -> None:
-        """Raise InputError with all that is out of range or unknown to the store."""
-        _all(
-            lambda: _raise(self.problems()),
+            problems.append(f"seed must be an integer, got {self.seed!r}; give another")
+        problems = problems or self.share.problems(start=self.start, stop=self.stop, batch=self.batch)
+        picked, finish, _ = _all(
             lambda: _pick("channels", self.channels, store.manifest.channels),
-            lambda: self.finish(store),
+            lambda: finish_of(store, regions=self.regions, augment=self.augment, dtype=self.dtype),
+            lambda: _raise(problems),
         )
-
-    def finish(self, store: Store) -> Finish:
-        return finish_of(store, regions=self.regions, augment=self.augment, dtype=self.dtype)
+        return picked, finish
 
 
 def volume_dataset(
@@ -135,7 +130,7 @@ def volume_dataset(
     empty split, cases without labels, and files that are damaged.
     """
     asked = Stream(**stream)
-    records, size, _ = _all(
+    records, size, checked = _all(
         lambda: labelled(store, asked.split),
         lambda: _volume_size(store, grid, extent=extent, multiple=multiple),
         lambda: asked.check(store),
@@ -145,7 +140,7 @@ def volume_dataset(
         record = records[sample_at(position, cases=len(records), seed=asked.seed, shuffle=shuffle).index]
         return record, case_region(record, size, extent)
 
-    return _dataset(store, asked, place_at, size, epoch=len(records), patches=False)
+    return _dataset(store, asked, *checked, place_at, size, epoch=len(records), patches=False)
 
 
 def patch_dataset(
@@ -173,7 +168,7 @@ def patch_dataset(
     """
     asked = Stream(**stream)
     how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": asked.seed}
-    records, drawn, _ = _all(
+    records, drawn, checked = _all(
         lambda: labelled(store, asked.split),
         lambda: patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=asked.regions, **how),
         lambda: asked.check(store),
@@ -183,7 +178,7 @@ def patch_dataset(
         sample = patch_at(position, drawn, records)
         return records[sample.index], sample.region
 
-    return _dataset(store, asked, place_at, drawn.shape, epoch=len(records) * drawn.per_case, patches=True)
+    return _dataset(store, asked, *checked, place_at, drawn.shape, epoch=len(records) * drawn.per_case, patches=True)
 
 
 def patch_sampling(
@@ -248,6 +243,8 @@ def stored_volumes(
 def _dataset(
     store: Store,
     stream: Stream,
+    picked: Tuple[int, ...],
+    finish: Finish,
     place_at: Callable[[int], Tuple[CaseRecord, Region]],
     size: Shape3,
     *,
@@ -255,19 +252,12 @@ def _dataset(
     patches: bool,
 ) -> tf.data.Dataset:
     """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says."""
-    share, finish = stream.share, stream.finish(store)
-    picked = _pick("channels", stream.channels, store.manifest.channels)
+    share = stream.share
     stop = share.whole_steps(epoch) if stream.stop is None else stream.stop
     own = share.indices(stream.start, max(stop, stream.start))
-    load = Loader(
-        _reading(store, stream, patches=patches),
-        place_at,
-        augment=stream.augment,
-        seed=stream.seed,
-        samples=own,
-        threads=stream.threads,
-        share=share,
-    )
+    reading = _reading(store, stream, patches=patches)
+    drawn = {"augment": stream.augment, "seed": stream.seed, "threads": stream.threads}
+    load = Loader(reading, place_at, samples=own, share=share, **drawn)
     box_of = python_op(load, BOX)
 
     def sample(index):

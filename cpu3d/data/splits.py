@@ -5,7 +5,6 @@ A patient's cases stay in one split, and in one part of a fold. Patients are put
 """
 
 import csv
-import dataclasses
 import hashlib
 import math
 import re
@@ -13,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
-from cpu3d.data.records import SPLITS, Manifest, split_problems
+from cpu3d.data.records import SPLITS, split_problems
 from cpu3d.data.store import Store, heads
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
@@ -152,7 +151,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     problems = split_problems(split, entries)
     if problems:
         raise InputError(*problems)
-    return _View(store, dataclasses.replace(manifest, split=split))
+    return store.with_split(split)
 
 
 def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
@@ -176,14 +175,3 @@ def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
 
 def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:
     return sorted(set(patients), key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest())
-
-
-class _View(Store):
-    """A store with another split. What was made is the store's, and so that is what is checked."""
-
-    def __init__(self, store: Store, manifest: Manifest):
-        super().__init__(store.folder, manifest)
-        self._store = store._store if isinstance(store, _View) else store
-
-    def check_split(self) -> None:
-        self._store.check_split()

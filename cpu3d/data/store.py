@@ -9,6 +9,7 @@ store/quarantine.jsonl      cases left out, each with its reasons
 """
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -106,7 +107,7 @@ class Store:
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder = Path(folder)
-        self.manifest = manifest
+        self.manifest = self._made = manifest
         ids = sorted(case_id for name in SPLITS for case_id in manifest.split[name])
         self._places = {case_id: place for place, case_id in enumerate(ids)}
         self._reader = Reader(self.folder)
@@ -137,10 +138,16 @@ class Store:
         if problems:
             raise InputError(*problems)
 
+    def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
+        """A view of the store with another split of its cases; what `check_split` checks is the one that was made."""
+        view = copy.copy(self)
+        view.manifest = dataclasses.replace(self.manifest, split=split)
+        return view
+
     def check_split(self) -> None:
         """Read every record. Raises InputError where a patient or an image is in two splits, or the split is not the
         one made."""
-        manifest = self.manifest
+        manifest = self._made
         entries = list(heads(manifest.cases))
         problems = split_problems(manifest.split, entries)
         if not problems and split_hash(manifest.split, entries) != manifest.split_hash:

@@ -81,7 +81,7 @@ class Cluster:
 
     @property
     def local_index(self) -> int:
-        """Which of the host's workers this process is, from 0."""
+        """Which of these this process is, from 0."""
         return self.local_ranks.index(self.rank)
 
     def as_tf_config(self) -> str:

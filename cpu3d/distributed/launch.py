@@ -145,11 +145,9 @@ class Plan:
 
     @property
     def words(self) -> str:
-        """Such as "4 workers on 2 hosts (Slurm), 2 of them here"."""
-        workers, hosts = self.cluster.workers, len(set(self.cluster.hosts))
-        here = "" if self.here == workers else f", {self.here} of them here"
-        by = ", exchange by Horovod" if self.engine == HOROVOD else ""
-        return f"{counted(workers, 'worker')} on {counted(hosts, 'host')} ({self.found}){here}{by}"
+        """Such as "4 workers on 2 hosts (Slurm), 2 here"."""
+        hosts = counted(len(set(self.cluster.hosts)), "host")
+        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.found}), {self.here} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
@@ -170,10 +168,7 @@ class Plan:
 
 
 def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callable[[], int]) -> Plan:
-    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree.
-
-    `one_a_socket` tells how many workers a host has where --workers does not.
-    """
+    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree."""
 
     def check(found: str, one_each: bool = True) -> None:
         if options.engine == HOROVOD:

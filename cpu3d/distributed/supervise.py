@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
-from cpu3d.training.heartbeat import STEP_PHASES, Heartbeat, is_here, is_suspended, read_heartbeats
+from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
 from cpu3d.util.child import family, forward_signals, how_ended, last_words, start
 
 LOST = WorkerLostError.exit_code
@@ -47,6 +47,9 @@ WORDS = {
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """How a worker ends that was told to."""
 
+SETTLING = (LOST, MemoryRunsOutError.exit_code, *STOPPED[:2])
+"""How a worker ends that has lost another, or has agreed with all to end."""
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -54,33 +57,15 @@ class Patience:
 
     poll_s: float = 0.2
     settle_s: float = 8.0
-    """From the first that lost another worker until that one is looked for elsewhere: it takes a while to end."""
-    saving_s: float = 300.0
-    """From the first that ended by agreement, after a signal or for want of memory: the chief saves."""
-    hears_s: float = 20.0
-    """From any other failure while training, besides the step in flight: the others hear of it."""
-    grace_s: float = 300.0
-    """From the request to end to SIGKILL, besides what is in flight."""
-    unknown_s: float = 3600.0
-    """For what is in flight where nothing tells how long it takes: a first step, a validation, a checkpoint."""
+    """From the first that lost another worker, or ended by agreement, until the others are asked to end: the one that
+    was lost takes a while to end, and the chief saves. After any other failure they are asked at once: one that trains
+    finishes its step in any case, hears of the loss, and saves."""
+    grace_s: float = 3600.0
+    """From the request to end to SIGKILL: steps, validations and checkpoints may take long."""
     suspended_s: float = 60.0
     """Without a beat, of a worker that a signal has stopped: it holds up all others."""
     silent_s: float = 300.0
     """Of any other: there is a beat every few seconds, but importing a library from a slow disk may take long."""
-
-    def before_stop_s(self, code: int, others: Sequence[Heartbeat]) -> float:
-        """From a worker's end by `code` until the others, whose heartbeats these are, are asked to end."""
-        if code in (MemoryRunsOutError.exit_code, *STOPPED[:2]):
-            return self.saving_s
-        if code == LOST:
-            return self.settle_s
-        steps_s = [beat.longest_step_s or 0.0 for beat in others if _has_work(beat)]
-        return self.hears_s + max(steps_s) if steps_s else 0.0
-
-    def before_kill_s(self, beats: Sequence[Heartbeat]) -> float:
-        """From the request to end to SIGKILL, of the process with these heartbeats."""
-        step_s = [beat.phase in STEP_PHASES and beat.longest_step_s for beat in beats if _has_work(beat)]
-        return self.grace_s + max((2 * seconds if seconds else self.unknown_s for seconds in step_s), default=0.0)
 
 
 class WorkerFailedError(InputError):
@@ -128,8 +113,11 @@ def supervise(
                 if signals:  # while it was being started
                     running[-1].child.send_signal(_passed_on(signals[0]))
             _watch(running, signals, observer, say, patience)
-        finally:
-            _stop(running, observer, patience)
+        except BaseException:
+            for worker in running:
+                worker.ask_to_end()
+            _watch(running, signals, observer, say, patience)
+            raise
     failed = _culprit(running, signals)
     if failed:
         raise _failure(failed, running)
@@ -162,8 +150,8 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 class _Running:
     """A worker that was started, and what is known of it until it has ended."""
 
-    stopped = False
-    """Whether it was still there when all were told to end."""
+    asked_s: Optional[float] = None
+    """When it was asked to end, because others had failed."""
     hangs = ""
     """How one knows that it does."""
     ended_s: Optional[float] = None
@@ -186,6 +174,14 @@ class _Running:
     def code(self) -> int:
         """What it has ended with, below 0 for a signal."""
         return self.child.returncode or 0
+
+    def ask_to_end(self) -> None:
+        """Once, where it has not ended; one that is suspended would not hear it."""
+        if self.asked_s is None and not self.has_ended():
+            self.asked_s = time.monotonic()
+            if is_suspended(self.child.pid):
+                self.kill("suspended by a signal")
+            self.child.terminate()
 
     def kill(self, hangs: str = "") -> None:
         """With all that it has started."""
@@ -213,7 +209,7 @@ class _Observer(threading.Thread):
         super().__init__(daemon=True)
         self._run, self._show, self._patience = run, show, patience
         self._done = threading.Event()
-        self._beats: Dict[int, Tuple[Heartbeat, float]] = {}
+        self._seen: Dict[int, Tuple[float, float]] = {}
         """Process of this place -> its last beat, and when that was seen first: the time of day may jump."""
         self._hanging: Dict[int, str] = {}
         """Process -> how one knows that it hangs: it lives and beats no more."""
@@ -236,19 +232,15 @@ class _Observer(threading.Thread):
                     if isinstance(beat, Heartbeat) and is_here(beat):
                         self._note(beat)
 
-    def beats_of(self, worker: _Running) -> List[Heartbeat]:
-        """Of a worker's process and of all that it has started, as Horovod's launcher has."""
-        return [self._beats[member][0] for member in family(worker.child.pid) if member in self._beats]
-
     def hangs(self, worker: _Running) -> str:
-        """How one knows that a worker hangs; "" where it does not."""
-        return next((self._hanging[beat.pid] for beat in self.beats_of(worker) if beat.pid in self._hanging), "")
+        """How one knows that a worker hangs, or one below it, where it is Horovod's launcher; "" where none does."""
+        return next((self._hanging[pid] for pid in family(worker.child.pid) if pid in self._hanging), "")
 
     def _note(self, beat: Heartbeat) -> None:
-        before, seen_s = self._beats.get(beat.pid, (None, 0.0))
-        if before is None or before.beat != beat.beat:
+        last, seen_s = self._seen.get(beat.pid, (None, 0.0))
+        if last != beat.beat:
             seen_s = time.monotonic()
-        self._beats[beat.pid] = beat, seen_s
+        self._seen[beat.pid] = beat.beat, seen_s
         silent_s, suspended = time.monotonic() - seen_s, is_suspended(beat.pid)
         limit_s = self._patience.suspended_s if suspended else self._patience.silent_s
         if silent_s > limit_s and (suspended or beat.exit_code is None):  # one that has ended waits for the chief
@@ -265,72 +257,53 @@ def _watch(
     say: Callable[[str], None],
     patience: Patience,
 ) -> None:
-    """Until all have ended, or one has failed and the others have had the time that they need then."""
+    """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
     said = False
     while True:
-        left = [worker for worker in running if not worker.has_ended()]
+        left, now = [worker for worker in running if not worker.has_ended()], time.monotonic()
+        if not left:
+            return
         failed = [worker for worker in running if worker.ended_s is not None and worker.failed(signals)]
         if failed and not said:
             said = True
             say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
-        others = [beat for worker in left for beat in observer.beats_of(worker)] if failed else []
-        waited_s = [(time.monotonic() - worker.ended_s, worker.code) for worker in failed]
-        if not left or any(seconds >= patience.before_stop_s(code, others) for seconds, code in waited_s):
-            return
+        waits = [now - worker.ended_s < patience.settle_s and worker.code in SETTLING for worker in failed]
         for worker in left:
-            if observer.hangs(worker):
-                worker.kill(observer.hangs(worker))
+            if failed and not all(waits):
+                worker.ask_to_end()
+            hangs = observer.hangs(worker)
+            if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
+                worker.kill(hangs)
         time.sleep(patience.poll_s)
-
-
-def _stop(running: Sequence[_Running], observer: _Observer, patience: Patience) -> None:
-    """Ask those that are left to end, and when they have had the time that they need make them."""
-    left, asked_s = [worker for worker in running if not worker.has_ended()], time.monotonic()
-    for worker in left:
-        if is_suspended(worker.child.pid):
-            worker.kill("suspended by a signal")
-        worker.stopped = True
-        worker.child.terminate()
-    while left:
-        for worker in left:
-            if time.monotonic() - asked_s > patience.before_kill_s(observer.beats_of(worker)):
-                worker.kill()
-        time.sleep(patience.poll_s)
-        left = [worker for worker in left if not worker.has_ended()]
 
 
 def _culprit(running: Sequence[_Running], signals: Sequence[int]) -> Optional[_Running]:
     """The first that failed by itself; else the first that lost another worker, which then is on another host."""
-    by_end = sorted(running, key=lambda worker: worker.ended_s or 0.0)
-    failed = [worker for worker in by_end if worker.failed(signals)]
+    failed = sorted((one for one in running if one.failed(signals)), key=lambda one: one.ended_s or 0.0)
     of_stopping = (*STOPPED, -signal.SIGKILL)
-    own = [w for w in failed if w.hangs or not (w.code == LOST or (w.stopped and w.code in of_stopping))]
-    lost = [w for w in failed if w.code == LOST]
-    return next(iter(own + lost + failed), None)
+    own = [
+        one
+        for one in failed
+        if one.hangs or not (one.code == LOST or (one.asked_s is not None and one.code in of_stopping))
+    ]
+    return next(iter([*own, *(one for one in failed if one.code == LOST), *failed]), None)
 
 
 def _failure(failed: _Running, running: Sequence[_Running]) -> WorkerFailedError:
-    job, after_s = failed.job, (failed.ended_s or 0) - failed.began_s
-    words: List[str] = []
-    reader = threading.Thread(target=lambda: words.append(last_words(job.log, failed.begin)), daemon=True)
+    job, words = failed.job, ["(no word: its file system does not answer)"]
+    reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(LAST_LOOK_S)
     others = [f"{other.job.name} {other.ending}" for other in running if other is not failed]
     rest = f"\n  the others: {'; '.join(others)}" if others else ""
     if failed.code == LOST and not failed.hangs:
         rest += "\n  no worker here failed in another way: where there are other hosts, look into their logs"
-    problem = (
-        f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
-        f"{after_s:.0f} s; all of it is in {job.log}, which ends:\n  "
-        f"{words[0] if words else '(no word: its file system does not answer)'}{rest}"
-    )
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
-    return WorkerFailedError(problem, code)
-
-
-def _has_work(beat: Heartbeat) -> bool:
-    """Whether a worker has something to save."""
-    return beat.phase not in ("starting", "ended")
+    return WorkerFailedError(
+        f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
+        f"{(failed.ended_s or 0) - failed.began_s:.0f} s; all of it is in {job.log}, which ends:\n  {words[0]}{rest}",
+        code,
+    )
 
 
 def _passed_on(number: int) -> int:

@@ -8,14 +8,13 @@ import TensorFlow with it; for stock TensorFlow, without. Not counted: a second 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 from memory_estimator.replay.graph import executed_graph
-from memory_estimator.replay.history import variables_made
 from memory_estimator.replay.lifetimes import program_of
 from memory_estimator.replay.schedule import execution_order
 from memory_estimator.step.allocator import use
-from memory_estimator.step.program import Program, Timeline, timeline
+from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline
 
 ORDERS = 5
 """Orders of execution that are tried. TensorFlow's depends on memory addresses where a model leaves it open."""
@@ -60,10 +59,16 @@ def estimate_model(
     """
     import tensorflow as tf
 
-    _check_engine(engine)
-    _check_batch(model, batch)
+    running = running_engine()
+    if engine not in (None, running):
+        raise ValueError(
+            f"engine must be the one that this process runs, {running}, got {engine}; import TensorFlow on {engine}"
+        )
     if len(model.inputs) != 1:
         raise ValueError(f"model must have one input, got {len(model.inputs)}; estimate its step with estimate_step")
+    own = model.inputs[0].shape[0]
+    if own not in (None, batch):
+        raise ValueError(f"batch must be the model's, {own}, got {batch}; build the model for that batch")
     optimizer = tf.keras.optimizers.get(optimizer)
     optimizer.build(model.trainable_variables)
     compute = _loss(model, loss)
@@ -81,8 +86,9 @@ def estimate_model(
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return found
 
-    variables = [*model.variables, *_variables_of(optimizer)]
-    return estimate_step(step, given, target, variables=variables, threads=threads)
+    # An attribute in Keras 2.11 and later, a method in its legacy optimizers.
+    slots = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return estimate_step(step, given, target, variables=[*model.variables, *slots], threads=threads)
 
 
 def estimate_step(
@@ -97,7 +103,7 @@ def estimate_step(
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
-    held, made = variables_made(list(unique.values()))
+    held, made = _variables_made(list(unique.values()))
     replays = []
     for order in range(ORDERS):
         program = program_of(execution_order(nodes, order), held, made, threads)
@@ -126,22 +132,6 @@ def running_engine() -> str:
 # --- Private helpers ---
 
 
-def _check_engine(engine: Optional[str]) -> None:
-    running = running_engine()
-    if engine not in (None, running):
-        raise ValueError(
-            f"engine must be the one that this process runs, {running}, got {engine}; import TensorFlow on {engine}"
-        )
-
-
-def _check_batch(model: Any, batch: int) -> None:
-    for tensor in model.inputs:
-        if tensor.shape[0] not in (None, batch):
-            raise ValueError(
-                f"batch must be the model's, {tensor.shape[0]}, got {batch}; build the model for that batch"
-            )
-
-
 def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
     import tensorflow as tf
 
@@ -158,7 +148,13 @@ def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
     return mean_of_all
 
 
-def _variables_of(optimizer: Any) -> Sequence[Any]:
-    """An attribute in Keras 2.11 and later, a method in its legacy optimizers."""
-    variables = optimizer.variables
-    return variables() if callable(variables) else variables
+def _variables_made(variables: Sequence[Any]) -> Tuple[List[Tensor], List[StepOp]]:
+    """The memory of `variables` (tf.Variable), and how they were made: a kernel by Keras' usual three operations."""
+    held, made = [], []
+    for index, variable in enumerate(variables):
+        size = variable.dtype.size * variable.shape.num_elements()
+        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
+        held.append(tensor)
+        is_kernel = variable.trainable and len(variable.shape) > 1
+        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
+    return held, made

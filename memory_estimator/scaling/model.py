@@ -12,13 +12,10 @@ worker updates its own weights. A step lasts as long as
                                  after the other (`costs.exchange_s`)
     data                         what reading the share takes longer than computing it, and a wait that is always there
 
-one after the other: nothing of the exchange is hidden behind the backward pass, because the trainer hides none. Not
-counted: start-up, checkpoints, restarts, the first step's compiling, other traffic on the network, switches that are
-oversubscribed, and that the best learning rate of a larger batch may need more epochs.
-
-What the slowest takes more is taken to be a share of all that it computes in a step: a host that is slow is slow for
-the whole of it. Were it the volumes that differ, each by itself, it would grow with the square root of their number
-only. Measured is one volume a worker, where both are the same.
+one after the other: the trainer hides nothing of the exchange behind the backward pass. Not counted: start-up,
+checkpoints, restarts, the first step's compiling, other traffic, and that a larger batch may need more epochs. What the
+slowest takes more is a share of all that it computes in a step: a host that is slow is slow for all of it. Were it
+single volumes that differ, it would grow with the square root of their number only.
 """
 
 import dataclasses

@@ -98,13 +98,13 @@ def _backward(writer: Writer, block: Block) -> None:
     suffix = "" if block.keeps_hidden else AGAIN
     if not block.keeps_hidden:
         _hidden1(writer, block, AGAIN)
-        if layers.norm_reads_source(writer) or block.norm2.kind == "norm_act":  # a bias' gradient alone reads no map
+        if writer.norm_reads_source or block.norm2.kind == "norm_act":  # a bias' gradient alone reads no map
             _output(writer, block, AGAIN)
     hidden1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.conv2, block.norm2))
     at_hidden2 = layers.norm_gradient(writer, block.norm2, upstream, hidden2, y2)
 
     y1 = block.norm1.name + ONCE_MORE
-    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone=not layers.norm_reads_source(writer))
+    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone=not writer.norm_reads_source)
     layers.filter_gradient_by_planes(writer, block.conv2, y1, at_hidden2)
     at_y1 = layers.input_gradient(writer, block.conv2, block.norm1, at_hidden2)
     at_hidden1 = layers.norm_gradient(writer, block.norm1, at_y1, hidden1, y1)
@@ -161,7 +161,7 @@ def _output(writer: Writer, block: Block, suffix: str) -> None:
     alone = not suffix and not block.keeps_hidden
     layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone)
     layers.convolve(writer, block.conv2, y1, writer.tensor(hidden2, writer.map_bytes(block.conv2), group))
-    layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not layers.norm_reads_source(writer))
+    layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not writer.norm_reads_source)
 
 
 def _up_sampled(writer: Writer, block: Block, suffix: str) -> str:

@@ -19,18 +19,11 @@ from memory_estimator.step.scratch import (
     mask_touched,
     up_convolution_bytes,
 )
-from memory_estimator.step.writer import Writer, filter_gradient_name
+from memory_estimator.step.writer import MOST_SAMPLES, Writer, filter_gradient_name
 from models.layer_plan import LayerOp
-
-MOST_SAMPLES = 8
-"""Instance norm takes a batch apart, one operation a sample. Beyond this many samples they are counted as that many
-larger ones: it changes next to nothing and keeps the program short."""
 
 MOST_PLANES, FEW_PIECES = 256, 8
 """Planes of a map that up-sampling writes down one by one; of more it makes FEW_PIECES, each of many planes."""
-
-SLABS = 8
-"""`cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in."""
 
 # --- Rules: each writes a layer's forward pass down, and returns what writes its backward pass ---
 #
@@ -90,7 +83,7 @@ def up_conv(writer: Writer, op: LayerOp) -> Backward:
 def norm(writer: Writer, op: LayerOp) -> Backward:
     """A norm and ReLU, kept for the ReLU's gradient, or a norm alone before a residual sum, which is not."""
     source, group = op.inputs[0], writer.kept_at(op) if op.kind == "norm_act" else "transients"
-    normalise(writer, op, source, op.name, group, alone=not norm_reads_source(writer))
+    normalise(writer, op, source, op.name, group, alone=not writer.norm_reads_source)
     return lambda: writer.receive(source, norm_gradient(writer, op, writer.arrived(op), source, op.name))
 
 
@@ -227,11 +220,12 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
     a bias and a ReLU, which any engine then writes over it.
     """
-    size, samples = writer.map_bytes(op), _normed_apart(writer)
-    if not norm_reads_source(writer):
+    size, samples = writer.map_bytes(op), writer.normed_apart
+    if not writer.norm_reads_source:
         writer.make(result, "pointwise", [source], size, group, takes_over=source if alone else None)
         return
     over = source if alone and writer.itex and samples == 1 else None
+    kind = "narrow_norm" if is_narrow(op.shape[3], op.dtype) else "norm"
     for sample in reversed(range(samples)):
         part = f"/sample{sample}" if samples > 1 else ""
         written = [writer.tensor(result + part, size // samples, group)]
@@ -241,7 +235,7 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
             mask = writer.tensor(f"{result}/mask{sample}", taken, group, mask_touched(taken, engine))
             # Stock TensorFlow takes memory for the mask first, and uses a quarter of it.
             written = [*written, mask] if writer.itex else [mask, *written]
-        writer.run(result + part, _norm_kind(op), [source], written, layer=op, takes_over=over)
+        writer.run(result + part, kind, [source], written, layer=op, takes_over=over)
     if samples > 1:
         writer.make(result, "join", [f"{result}/sample{sample}" for sample in range(samples)], size, group)
 
@@ -251,8 +245,8 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
 
     Sample by sample as the forward pass, each cut out of the gradient; the parts are joined at the end.
     """
-    down, size, samples = f"{op.name}/gradient_below", writer.map_bytes(op), _normed_apart(writer)
-    if not norm_reads_source(writer):
+    down, size, samples = f"{op.name}/gradient_below", writer.map_bytes(op), writer.normed_apart
+    if not writer.norm_reads_source:
         down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
         writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
         return down
@@ -263,11 +257,6 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         kept = [source, f"{result}/sample{sample}", f"{result}/mask{sample}"]
         _norm_gradient(writer, op, cut, kept, f"{down}/sample{sample}", size // samples)
     return writer.make(down, "join", [f"{down}/sample{sample}" for sample in range(samples)], size)
-
-
-def norm_reads_source(writer: Writer) -> bool:
-    """Whether a norm's gradient reads what it normalised: those of a bias and a ReLU do not."""
-    return writer.job.unet.norm != "none"
 
 
 def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:
@@ -299,7 +288,7 @@ def cut_target(writer: Writer, head: LayerOp) -> None:
 
 def cast_target(writer: Writer, head: LayerOp) -> None:
     """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing."""
-    size = 4 * writer.job.micro * head.elements // _slabs(writer)
+    size = 4 * writer.job.micro * head.elements // writer.slabs
     writer.make(f"{head.name}/target", "pointwise", [_target(head)], size)
 
 
@@ -308,7 +297,7 @@ def loss(writer: Writer, head: LayerOp) -> None:
 
     By slabs: sums first, then the gradient, for which all maps are made again; its pieces are joined.
     """
-    slabs, elements, name = _slabs(writer), writer.job.micro * head.elements, f"{head.name}/loss"
+    slabs, elements, name = writer.slabs, writer.job.micro * head.elements, f"{head.name}/loss"
     size = 4 * elements // slabs
     if writer.job.policy == "speed":
         maps, truth = _LossMaps(writer, head, name, size), f"{head.name}/target"
@@ -405,28 +394,19 @@ def _reordered(writer: Writer, op: LayerOp, name: str) -> List[Tensor]:
     return [writer.tensor(f"{name}/reordered", writer.kernel_bytes(op), "weights, reordered")]
 
 
-def _normed_apart(writer: Writer) -> int:
-    """Samples that are normalised each for itself."""
-    return min(writer.job.micro, MOST_SAMPLES) if writer.job.unet.norm == "instance" else 1
-
-
 def _norm_gradient(writer: Writer, op: LayerOp, upstream: str, kept: List[str], down: str, size: int) -> str:
     """ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first, in place.
 
     `kept` are the forward pass's source, output and mask.
     """
     source, output, mask = kept
-    reads = [upstream, source]
+    kind, reads = "narrow_norm" if is_narrow(op.shape[3], op.dtype) else "norm", [upstream, source]
     if op.kind == "norm_act" and writer.itex:
         reads = [upstream, source, output, mask]
     elif op.kind == "norm_act":
         passed = writer.make(f"{down}/relu", "pointwise", [upstream, output], size, takes_over=upstream)
         reads = [passed, source, mask]
-    return writer.make(down, f"{_norm_kind(op)}_gradient", reads, size, layer=op)
-
-
-def _norm_kind(op: LayerOp) -> str:
-    return "narrow_norm" if is_narrow(op.shape[3], op.dtype) else "norm"
+    return writer.make(down, f"{kind}_gradient", reads, size, layer=op)
 
 
 def _resample(writer: Writer, op: LayerOp, source: str, output: Tensor, eighths: Sequence[int]) -> None:
@@ -449,11 +429,6 @@ def _resample(writer: Writer, op: LayerOp, source: str, output: Tensor, eighths:
         joined = output if then == eighths[-1] else writer.tensor(f"{result}/{axis}", fine * then // 8)
         writer.run(f"{result}/join{axis}", "join", [piece.name for piece in pieces], [joined])
         source = joined.name
-
-
-def _slabs(writer: Writer) -> int:
-    """Of all samples; more than MOST_SAMPLES are counted as that many larger ones."""
-    return 1 if writer.job.policy == "speed" else SLABS * min(writer.job.micro, MOST_SAMPLES)
 
 
 def _target(head: LayerOp) -> str:

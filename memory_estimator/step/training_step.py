@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from memory_estimator.job import Job
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.writer import Writer
+from memory_estimator.step.writer import SLABS, Writer
 
 RULES: Dict[str, Callable[[Writer, Any], layers.Backward]] = {
     "conv": layers.conv,
@@ -67,7 +67,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     writer.run("validation/next", "pointwise", [], ready)
     for op in writer.plan[1:]:
         RULES[op.kind](writer, op)
-    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // layers.SLABS
+    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // SLABS
     reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
     writer.run("validation/score", "reduce", reads, scratch=[maps])
     # The compiled pass is another graph than the step's, and keeps its own copies of the weights.

@@ -13,6 +13,13 @@ from models.layer_plan import LayerOp, layer_plan
 SLOTS = {"adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
 
+MOST_SAMPLES = 8
+"""Instance norm takes a batch apart, one operation a sample. Beyond this many samples they are counted as that many
+larger ones: it changes next to nothing and keeps the program short."""
+
+SLABS = 8
+"""`cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in."""
+
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")
 """Kinds of layers that have a kernel."""
 
@@ -28,6 +35,13 @@ class Writer:
         self.itex = job.engine == "itex"
         self.mixed = job.unet.dtype == "bfloat16"
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
+        few = min(job.micro, MOST_SAMPLES)
+        self.normed_apart = few if job.unet.norm == "instance" else 1
+        """Samples that are normalised each for itself."""
+        self.slabs = 1 if job.policy == "speed" else SLABS * few
+        """That the loss is computed in, of all samples."""
+        self.norm_reads_source = job.unet.norm != "none"
+        """Whether a norm's gradient reads what it normalised: those of a bias and a ReLU do not."""
         self.resident: List[Tensor] = []
         self._kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
         self._before: List[StepOp] = []
@@ -162,20 +176,27 @@ class Writer:
         A micro-batch adds its gradients to their sums in place; once all are done, the update reads those.
         """
         adam, summed = self.job.optimizer == "adam", self.job.parts > 1
+        gradient = {op.name: filter_gradient_name(op) + ("/float32" if self.mixed else "") for op in self._kernels}
+
+        def cast(op: LayerOp) -> None:
+            if self.mixed:
+                size = 4 * kernel_elements(op)
+                self.make(gradient[op.name], "update", [filter_gradient_name(op)], size, "gradients")
+
         if summed:
             for op in self._kernels:
-                self._cast_gradient(op)
+                cast(op)
             for op in self._kernels:
-                self.run(f"sums/{op.name}", "pointwise", [self._float32_gradient(op), f"{op.name}/gradient_sum"])
+                self.run(f"sums/{op.name}", "pointwise", [gradient[op.name], f"{op.name}/gradient_sum"])
+                gradient[op.name] = f"{op.name}/gradient_sum"
         for op in self._kernels:
             if not summed:
-                self._cast_gradient(op)
+                cast(op)
             if adam:
-                self.make(f"{op.name}/square", "update", [self._updated_from(op)], 4 * kernel_elements(op))
+                self.make(f"{op.name}/square", "update", [gradient[op.name]], 4 * kernel_elements(op))
         for op in self._kernels:
             slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS[self.job.optimizer])]
-            squares = [f"{op.name}/square"] if adam else []
-            reads = [self._updated_from(op), *slots, *squares, f"{op.name}/kernel"]
+            reads = [gradient[op.name], *slots, *([f"{op.name}/square"] if adam else []), f"{op.name}/kernel"]
             self.make(f"{op.name}/update", "update", reads, 4 * kernel_elements(op))
 
     # --- Private helpers ---
@@ -213,18 +234,6 @@ class Writer:
         target = self.tensor("target", voxels * unet.outputs, "input")
         self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
         self.resident += [image, target]
-
-    def _updated_from(self, op: LayerOp) -> str:
-        """What the optimizer reads."""
-        return f"{op.name}/gradient_sum" if self.job.parts > 1 else self._float32_gradient(op)
-
-    def _float32_gradient(self, op: LayerOp) -> str:
-        return filter_gradient_name(op) + ("/float32" if self.mixed else "")
-
-    def _cast_gradient(self, op: LayerOp) -> None:
-        if self.mixed:
-            size = 4 * kernel_elements(op)
-            self.make(self._float32_gradient(op), "update", [filter_gradient_name(op)], size, "gradients")
 
 
 def kernel_elements(op: LayerOp) -> int:

@@ -48,10 +48,6 @@ def own(mine, tmp_path):
     return path
 
 
-def test_what_is_written_is_read_back(mine, own):
-    assert load_constants(own) == mine
-
-
 @pytest.mark.parametrize(
     ("isa", "origin", "name"),
     [
@@ -95,12 +91,6 @@ def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states(
                     assert amx.speeds(engine, dtype)[group][feature] == pytest.approx(cost / factor)
 
 
-def test_the_hosts_own_constants_come_first(own):
-    found = find_constants(2, host(cpu_model="Some CPU"), own)
-    assert found.name == "mine"
-    assert found.speeds("stock", "float32")["norm"]["traffic"] == 2e-12
-
-
 def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own_name(own):
     here = host(cpu_model="Some CPU", isa=("avx512f", "avx512_bf16"))
     found, shipped = find_constants(2, here, own), load_constants(EPYC)
@@ -135,28 +125,6 @@ def test_every_operation_of_every_network_has_costs_in_every_file():
     assert groups <= {*GROUPS, *STAND_INS}
 
 
-def test_a_narrow_norm_that_was_not_seen_is_taken_as_many_times_as_dear(mine):
-    costs = {**load_constants(EPYC).costs["stock"]["float32"]}
-    costs.pop("narrow_norm", None)
-    speeds = dataclasses.replace(mine, costs={"stock": {"float32": costs}}).speeds("stock", "float32")
-    assert speeds["narrow_norm"]["traffic"] == pytest.approx(STAND_INS["narrow_norm"][1] * costs["norm"]["traffic"])
-    seen = {**costs, "narrow_norm": {"cached": 1e-9, "traffic": 2e-9}}
-    speeds = dataclasses.replace(mine, costs={"stock": {"float32": seen}}).speeds("stock", "float32")
-    assert speeds["narrow_norm"]["traffic"] == 2e-9
-
-
-def test_constants_of_another_cpu_are_passed_over(own):
-    here = host(cpu_model="Another CPU")
-    assert find_constants(2, here, own) == shipped_constants(here.isa).for_threads(2)
-
-
-def test_a_deeper_network_holds_more_besides_its_tensors():
-    constants = load_constants(EPYC)
-    shallow, deep = (training_step(Job(UNetConfig(depth=depth), (32, 32, 32))) for depth in (3, 5))
-    held = [constants.runtime_bytes("itex", program) for program in (shallow, deep)]
-    assert constants.baseline_bytes["itex"] < held[0] < held[1]
-
-
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json must exist, got none"):
         load_constants(tmp_path / "none.json")
@@ -183,30 +151,19 @@ def with_costs(group, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be JSON"),
-        (lambda content: "[]", "must have schema 1, got list"),
-        (lambda content: "{}", "must have schema 1, got None"),
-        (lambda content: "\x00\x00", "must be JSON"),
-        (changed(schema=2), "must have schema 1, got 2"),
-        (changed(schema="1"), "must have schema 1, got 1"),
+        (lambda content: "[]", "must be JSON of schema 1"),
+        (changed(schema=2), "must be JSON of schema 1, got schema 2"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (changed(costs={}), "must be complete, got no costs"),
-        (changed(costs=3), "must be complete"),
         (changed(costs={"stock": {"float32": {"conv": {"work": -1.0}}}}), "stock float32 conv work -1.0"),
-        (changed(costs={"stock": {"float32": {"conv": {"work": "fast"}}}}), "conv.work must be float, got fast"),
-        (changed(costs={"stock": {"float32": {"conv": {"work": float("nan")}}}}), "conv.work must be float, got nan"),
         (changed(baseline_bytes={}), "no baseline_bytes or op_bytes of stock"),
         (with_costs("pool", None), "stock float32 without pool"),
         (with_costs("join", {}), "stock float32 without join traffic, join cached"),
-        (with_costs("join", {"traffic": 1e-11}), "stock float32 without join cached"),
-        (with_costs("every_op", {}), "stock float32 without every_op seconds"),
         (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
-        (with_costs("norm", 3), "must be complete"),
         (changed(baseline_bytes={"stock": "7"}), "baseline_bytes.stock must be int, got 7"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
-        (changed(op_bytes={"stock": 1.5}), "op_bytes.stock must be int, got 1.5"),
         (changed(name=3), "calibration.name must be str, got 3"),
         (changed(threads=0), "got threads 0"),
-        (changed(threads=True), "calibration.threads must be int, got True"),
         (changed(cache_bytes="32M"), "calibration.cache_bytes must be int, got 32M"),
     ],
 )

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.planner import (
-    CONTEXT_BYTES,
     advice,
     batches,
-    extents,
     fastest_that_fits,
     gpu_bytes,
     largest_number,
@@ -28,8 +26,6 @@ from memory_estimator.planner import (
     widths,
     with_policy,
 )
-from memory_estimator.step.program import timeline
-from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 
 JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
@@ -81,11 +77,6 @@ def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, 
     assert len(tried) <= 3 * math.log2(limit + 2) + 8
 
 
-def test_steps_in_the_cost_do_not_mislead_the_search():
-    for limit in range(1, 200):
-        assert largest_number(lambda n, limit=limit: 10**12 if n > limit else 5 + n // 7, 1000) == limit
-
-
 @given(st.integers(1, 10**12))
 def test_what_a_plan_finds_fits_and_the_next_does_not(budget):
     found = plan(JOB, Priced, budget)
@@ -114,21 +105,6 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     assert singly["filters"].job.parts == 16
 
 
-def test_no_batch_is_larger_than_the_cases():
-    job = dataclasses.replace(JOB, batch=2, micro_batch=0)
-    assert plan(dataclasses.replace(job, cases=8), Priced, 10**15)["batch"].job.batch == 8
-    assert plan(job, Priced, 10**15)["batch"].job.batch > 8
-
-
-@pytest.mark.parametrize("depth", [2, 5])
-def test_extents_divide_and_grow(depth):
-    job = dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, depth=depth))
-    shapes = [extents(job)(number).shape for number in range(1, 40)]
-    assert all(side % job.unet.divisor == 0 for shape in shapes for side in shape)
-    assert all(b >= a for one, two in zip(shapes, shapes[1:]) for a, b in zip(one, two))
-    assert max(shapes[0]) == job.unet.divisor
-
-
 def test_savings_are_the_single_changes_that_save_the_largest_first():
     found = savings(JOB, Priced)
     assert [option.change for option in found[:3]] == ["--micro-batch 1", "--shape 144 192 144", "--policy lean"]
@@ -138,22 +114,6 @@ def test_savings_are_the_single_changes_that_save_the_largest_first():
     changes = {option.change for option in found}
     assert {"--policy balanced", "--micro-batch 8", "--dtype bfloat16", "--filters 8"} < changes
     assert not {"--optimizer sgd", "--policy speed", "--batch 16"} & changes  # cost the same here
-
-
-def test_the_nearest_settings_are_each_enough_alone():
-    half = Priced(JOB).process_peak_bytes // 2 + 1000
-    found = nearest(JOB, Priced, half)
-    assert [option.change for option in found] == [
-        "--policy lean", "--micro-batch 8", "--dtype bfloat16", "--shape 176 176 112", "--filters 8",
-    ]  # fmt: skip
-    assert all(option.estimate.upper_bound_bytes <= half for option in found)
-
-
-def test_the_mildest_policy_that_is_enough_is_proposed_and_none_that_takes_no_less():
-    budget = Priced(JOB).process_peak_bytes * 4 // 5
-    assert nearest(JOB, Priced, budget)[0].change == "--policy balanced"
-    lean = with_policy(JOB, "lean")
-    assert not [option for option in nearest(lean, Priced, cost(lean) - 1) if "--policy" in option.change]
 
 
 def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
@@ -206,14 +166,6 @@ def test_changes_are_put_together_where_none_is_enough_alone():
     assert cost(only.estimate.job) <= budget
 
 
-def test_only_the_grids_that_there_are_are_proposed():
-    budget = Priced(JOB).process_peak_bytes // 2 + 1000
-    found = nearest(JOB, Priced, budget, grids=[("--extent brain", (144, 192, 144))])
-    assert "--extent brain" in [option.change for option in found]
-    assert not [option for option in found if "--shape" in option.change]
-    assert nearest(dataclasses.replace(JOB, micro_batch=1), Priced, 999, grids=[("--extent full", JOB.shape)]) == []
-
-
 def test_advice_is_what_would_fit_or_that_nothing_does_and_none_for_what_fits():
     one_volume = 240 * 240 * 160 * 16 * 4
     assert advice(Priced(JOB), Priced, 20 * one_volume) == []
@@ -229,15 +181,6 @@ priced = functools.lru_cache(maxsize=None)(gpu_bytes)
 
 
 # --- Shapes to choose from ---
-
-
-def test_cubes_and_near_cubes_up_to_the_volume():
-    assert patch_shapes((24, 32, 24), 8) == ((16, 16, 16), (24, 16, 16), (24, 24, 16), (24, 24, 24), (24, 32, 24))
-
-
-def test_a_volume_thinner_than_the_least_patch_is_taken_whole():
-    assert patch_shapes((48, 16, 32), 16) == ((32, 16, 32), (48, 16, 32))
-    assert patch_shapes((16, 16, 16), 16) == ((16, 16, 16),)
 
 
 @given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 6))
@@ -274,25 +217,6 @@ def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
         assert priced(dataclasses.replace(job, shape=shapes[place + 1])) > memory_bytes
 
 
-def test_a_smaller_card_gets_a_smaller_patch_and_the_smallest_none():
-    shares = [math.prod(largest_patch(CARD_JOB, size * GIB).shape) for size in (4, 8, 16, 80)]
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
-    assert largest_patch(CARD_JOB, CONTEXT_BYTES) is None
-
-
-def test_more_patches_at_a_time_are_smaller_ones_and_a_batch_in_parts_costs_its_sums_alone():
-    alone, parts, at_once = (
-        largest_patch(dataclasses.replace(CARD_JOB, batch=batch, micro_batch=micro), 8 * GIB)
-        for batch, micro in ((1, 1), (8, 1), (8, 8))
-    )
-    assert math.prod(at_once.shape) < math.prod(parts.shape) <= math.prod(alone.shape)
-    assert (parts.batch, parts.micro, at_once.micro) == (8, 1, 8)
-    job = dataclasses.replace(CARD_JOB, shape=(64, 64, 64))
-    weights = 4 * 2**20 * 4
-    assert 0 < gpu_bytes(dataclasses.replace(job, batch=8)) - gpu_bytes(job) < 2 * weights
-
-
 @pytest.mark.parametrize(
     ("job", "least", "lower"),
     [
@@ -314,10 +238,3 @@ def test_a_card_too_small_for_any_patch_is_told_what_the_smallest_takes(job, lea
 
 
 # --- What a step takes ---
-
-
-def test_a_workspace_is_added_to_what_the_maps_take():
-    job = dataclasses.replace(CARD_JOB, engine="stock", threads=1)
-    maps = timeline(training_step(job)).peak_bytes
-    one_map = 240 * 240 * 160 * 16 * 4
-    assert maps + one_map <= gpu_bytes(job) - CONTEXT_BYTES <= maps + 4 * GIB

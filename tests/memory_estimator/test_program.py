@@ -36,11 +36,6 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     assert [held.name for held in line.peak_tensors] == ["z", "y", "x", "image"]
 
 
-def test_what_is_resident_stays_though_read_for_the_last_time():
-    program = Program((tensor("w", 7),), (StepOp("a", "reduce", ("w",)), StepOp("b", "reduce")))
-    assert live(program) == [7, 7]
-
-
 def test_scratch_lives_during_its_operation_alone_and_goes_first():
     scratch = (tensor("s", 20), tensor("t", 40))
     ops = (StepOp("a", "conv", writes=(tensor("x", 1),), scratch=scratch), StepOp("b", "reduce", ("x",)))
@@ -80,12 +75,6 @@ def test_what_ran_before_comes_first_and_leaves_what_is_resident():
     made += (StepOp("make", "update", ("noise",), (tensor("w", 4),)),)
     program = Program((tensor("given", 9), tensor("w", 4)), (StepOp("a", "reduce", ("w",)),), made)
     assert calls(program) == [("", "given", 9), ("draw", "noise", 4), ("make", "w", 4), ("make", "noise", -4)]
-
-
-def test_sizes_are_rounded_on_paper_and_handed_on_as_they_are():
-    program = Program((), (StepOp("a", "conv", writes=(Tensor("x", 1, ""), Tensor("y", 257, ""))),))
-    assert live(program) == [1 + 2]
-    assert [request.bytes for request in requests(program, 1)] == [1, 257, -1, -257]
 
 
 def test_reading_what_is_not_there_is_refused():

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import use
-from memory_estimator.step.layers import SLABS
-from memory_estimator.step.program import Tensor, inputs_made, requests, timeline
+from memory_estimator.step.program import requests, timeline
 from memory_estimator.step.scratch import is_narrow, mask_bytes
 from memory_estimator.step.training_step import training_step
-from memory_estimator.step.writer import Writer
+from memory_estimator.step.writer import SLABS
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
-from tests.memory_estimator.steps import SMALL, names, op, step, written
+from tests.memory_estimator.steps import names, op, step, written
 
 # --- The order ---
 
@@ -37,25 +36,6 @@ def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
     assert gradients[-1][2] == "filter_gradient"
 
 
-def test_two_gradients_of_one_map_are_added_in_the_memory_of_the_second():
-    program = step()
-    total = op(program, "encoder0_act2/gradient")
-    assert total.takes_over == "encoder1_pool/gradient_below"
-    assert set(total.reads) == {"encoder1_pool/gradient_below", "decoder0_concat/gradient_of_encoder0_act2"}
-
-
-def test_the_loss_writes_over_what_it_has_read_last():
-    program = step(dtype="bfloat16")
-    over = {each.name.rpartition("/")[2]: each.takes_over for each in program.ops if each.name.startswith("head/")}
-    assert {result: taken.rpartition("/")[2] for result, taken in over.items() if taken} == {
-        "probability": "float32",
-        "slope": "weighted",
-        "scaled": "probability",
-        "truth": "target",
-        "gradient": "scaled",
-    }
-
-
 # --- Micro-batches ---
 
 
@@ -71,14 +51,6 @@ def test_a_steps_program_is_one_micro_batchs_and_the_update_from_the_sums():
     assert op(parts, "sums/head").reads == ("head/filter_gradient", "head/gradient_sum")
     assert "head/gradient_sum" in op(parts, "head/update").reads
     assert "head/filter_gradient" in op(alone, "head/update").reads
-
-
-def test_the_sums_are_one_float32_copy_of_the_trainable_weights():
-    parts, alone = step(batch=2, micro_batch=1, dtype="bfloat16"), step(dtype="bfloat16")
-    trainable = 4 * sum(each.trainable for each in Writer(Job(SMALL, (16, 16, 16))).plan)
-    assert sum(t.bytes for t in parts.resident if t.group == "gradient sums") == trainable
-    assert not [t for t in alone.resident if t.group == "gradient sums"]
-    assert timeline(parts).peak_bytes - timeline(alone).peak_bytes == pytest.approx(trainable, abs=8 * 1024)
 
 
 # --- Sizes ---
@@ -98,16 +70,6 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
     assert written(program, "head/loss/products").bytes == voxels * 4
 
 
-def test_slots_and_averages_are_copies_of_the_trainable_weights():
-    trainable = 4 * sum(each.trainable for each in Writer(Job(SMALL, (16, 16, 16))).plan)
-    for optimizer, copies in (("adam", 2), ("sgd", 1)):
-        resident = step(optimizer=optimizer).resident
-        assert sum(t.bytes for t in resident if t.group == "optimizer slots") == copies * trainable
-    averaged = training_step(Job(SMALL, (16, 16, 16), averaged=True)).resident
-    in_kernels = sum(t.bytes for t in averaged if t.name.endswith("/kernel"))
-    assert sum(t.bytes for t in averaged if t.group == "averaged weights") == in_kernels
-
-
 # --- What differs between engines ---
 
 
@@ -118,28 +80,6 @@ def test_itex_takes_scratch_from_the_allocator_and_stock_tensorflow_outside():
         assert not op(itex, name).hidden_bytes
         assert not op(stock, name).scratch
         assert op(stock, name).hidden_bytes
-
-
-def test_itex_keeps_the_reordered_kernels_of_its_forward_kernels():
-    keep = lambda program: [each.name for each in program.ops if each.keeps]
-    assert keep(step(engine="stock")) == []
-    # An up-convolution's forward kernel is its input gradient.
-    assert keep(step())[-1] == "decoder0_up/input_gradient"
-    assert "decoder0_conv1" in keep(step())
-
-
-def test_stock_tensorflow_takes_the_relu_before_the_norm_in_place():
-    name = "decoder0_act2/gradient_below"
-    stock = step(engine="stock")
-    assert op(stock, f"{name}/relu").takes_over == "head/input_gradient"
-    assert op(step(), name).reads == ("head/input_gradient", "decoder0_conv2", "decoder0_act2", "decoder0_act2/mask0")
-    assert op(stock, name).reads == (f"{name}/relu", "decoder0_conv2", "decoder0_act2/mask0")
-
-
-def test_the_gradient_of_a_relu_without_a_norm_is_in_place_with_stock_tensorflow_alone():
-    for unet in ({"norm": "none"}, {"residual": True}):
-        found = [op(step(engine=engine, **unet), "decoder0_act2/gradient_below") for engine in ("itex", "stock")]
-        assert [each.takes_over for each in found] == [None, "head/input_gradient"]
 
 
 @pytest.mark.parametrize(
@@ -161,39 +101,10 @@ def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that
 # --- Norms ---
 
 
-def test_without_a_norm_the_activation_lies_in_the_convolutions_output():
-    program = step(norm="none")
-    assert op(program, "encoder0_act1").takes_over == "encoder0_conv1"
-    assert names(program, "norm", "norm_gradient") == []
-
-
 # --- Up-sampling ---
 
 
-def pieces(program, of):
-    return next(each.writes for each in program.ops if each.name == of)
-
-
-def test_upsampling_cuts_a_map_into_planes_and_pieces_add_up():
-    program = step((32, 16, 16), up="upsampling")
-    planes = pieces(program, "decoder0_up/cut0")
-    assert len(planes) == 16
-    assert sum(plane.bytes for plane in planes) == written(program, "decoder0_up_conv").bytes
-    assert len(pieces(program, "decoder0_up/gradient_below/cut0")) == 32
-
-
 # --- Before the first step ---
-
-
-def test_inputs_are_drawn_in_order_and_cast_when_all_are_there():
-    image, target = Tensor("image", 200, "input"), Tensor("target", 50, "input")
-    made = inputs_made([(image, "bfloat16"), (target, "uint8")])
-    assert [each.name for each in made] == [
-        *("image/noise", "image/scaled", "image/shifted", "target/drawn"),
-        *("image", "target/hits", "target", "inputs made"),
-    ]
-    assert [tensor.bytes for each in made for tensor in each.writes] == [400, 400, 400, 200, 200, 50, 50]
-    assert made[-1].reads == ("image/shifted", "target/drawn")
 
 
 # --- Any job ---
@@ -303,19 +214,6 @@ def test_a_balanced_blocks_backward_pass_makes_the_norm_and_the_up_sampled_map_a
     ]
 
 
-def test_a_lean_encoder_block_convolves_again_and_a_decoder_block_does_not():
-    program = step(policy="lean")
-    assert gradients(program, "encoder0") == [
-        *("encoder0_conv1/again", "encoder0_act1/again", "encoder0_conv2/again", "encoder0_act2/again"),
-        "encoder0_act2/gradient_below",
-        "encoder0_act1/once_more",
-        *("encoder0_conv2/filter_gradient", "encoder0_conv2/input_gradient"),
-        "encoder0_act1/gradient_below",
-        "encoder0_conv1/filter_gradient",
-    ]
-    assert gradients(program, "decoder0") == gradients(step(policy="balanced"), "decoder0")
-
-
 def alive(program, name):
     """First and last operation that has to do with a tensor."""
     held = [i for i, each in enumerate(program.ops) if name in (*each.reads, *(made.name for made in each.writes))]
@@ -331,28 +229,6 @@ def test_what_a_block_keeps():
     assert alive(lean, "encoder0_act2")[1] == "encoder1_pool/gradient_below"
     # The up-sampled map goes with the forward convolution that meets it.
     assert alive(lean, "decoder0_up")[1] == "decoder0_conv1/decoder0_up"
-
-
-def test_itex_norms_in_place_where_nobody_reads_the_map_again():
-    assert op(step(policy="lean"), "encoder0_act1").takes_over == "encoder0_conv1"
-    assert op(step(policy="lean"), "encoder0_act1/again").takes_over is None
-    assert op(step(policy="balanced"), "encoder0_act1").takes_over is None
-    assert op(step(policy="lean", engine="stock"), "encoder0_act1").takes_over is None
-    # A sample is a part of the map.
-    assert op(step(policy="lean", batch=2), "encoder0_act1/sample0").takes_over is None
-
-
-def test_a_convolution_of_two_maps_is_the_sum_of_one_for_each():
-    speed, lean = (step(network="cicek2016", policy=policy) for policy in ("speed", "lean"))
-    skip, up = (op(lean, f"decoder0_conv1/{entry}") for entry in ("encoder0_act2", "decoder0_up"))
-    assert (skip.in_channels, up.in_channels) == (16, 32)
-    assert skip.flops + up.flops == op(speed, "decoder0_conv1").flops
-    assert op(lean, "decoder0_conv1").takes_over == "decoder0_conv1/encoder0_act2"
-    cut = [written(lean, f"decoder0_conv1/{entry}/kernel").bytes for entry in ("encoder0_act2", "decoder0_up")]
-    assert cut == [27 * 16 * 16 * 4, 27 * 32 * 16 * 4]
-    whole = op(lean, "decoder0_conv1/filter_gradient")
-    assert whole.reads == tuple(f"decoder0_conv1/{entry}/filter_gradient" for entry in ("encoder0_act2", "decoder0_up"))
-    assert whole.writes[0].bytes == sum(cut)
 
 
 def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to_no_scratch():
@@ -377,14 +253,6 @@ def test_the_loss_by_slabs_makes_no_float32_map_of_the_whole_grid():
     assert len(pieces) == 2 * SLABS
     assert sum(written(program, piece).bytes for piece in pieces) == voxels * 3 * 2
     assert written(program, "head/loss/sums3/products").bytes == voxels * 3 * 4 // (2 * SLABS)
-
-
-@pytest.mark.parametrize("engine", ["itex", "stock"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_of_the_default_network_lean_takes_less_than_balanced_and_that_less_than_speed(engine, dtype):
-    jobs = [Job(UNetConfig(dtype=dtype, policy=policy), (128, 128, 128), engine=engine) for policy in POLICIES]
-    speed, balanced, lean = (use(training_step(job)).peak_bytes for job in jobs)
-    assert lean < balanced < speed
 
 
 # --- Measured ---

@@ -96,11 +96,11 @@ def file_system(path: Union[str, Path], mounts: Union[str, Path] = "/proc/self/m
 class Reads:
     """What a reader has done so far."""
 
-    arrays: int
+    arrays: int = 0
     """Arrays given out, boxes included."""
-    zero_copy: int
+    zero_copy: int = 0
     """Of them, maps: their voxels are the kernel's own pages."""
-    bytes_read: int
+    bytes_read: int = 0
     """Bytes of files that were read for them, to compare hashes too; of a map, those it gave out."""
 
     @property
@@ -122,13 +122,8 @@ class Reader:
         self._seen: Dict[str, Tuple[int, int, int]] = {}
         self._held: Dict[str, np.ndarray] = {}
         self._whole: Set[str] = set()  # packed files whose bytes were compared with their hash
-        self._arrays = self._zero_copy = self._bytes_read = 0
+        self.reads = Reads()
         self._lock = threading.Lock()
-
-    @property
-    def reads(self) -> Reads:
-        with self._lock:
-            return Reads(self._arrays, self._zero_copy, self._bytes_read)
 
     def array(self, record: CaseRecord, part: str) -> np.ndarray:
         """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
@@ -248,9 +243,8 @@ class Reader:
 
     def _count(self, array: np.ndarray, bytes_read: int, zero_copy: bool = False) -> np.ndarray:
         with self._lock:
-            self._arrays += 1
-            self._zero_copy += zero_copy
-            self._bytes_read += bytes_read
+            done = self.reads
+            self.reads = Reads(done.arrays + 1, done.zero_copy + zero_copy, done.bytes_read + bytes_read)
         return array
 
 

@@ -106,10 +106,9 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
             scores = (values - values.mean()) / std
             largest = float(np.abs(scores).max())
         if not (0 < std < np.inf and largest <= FLOAT16_MAX):
-            problems.append(
-                f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}, got {largest:g} with"
-                f" a standard deviation of {std:g}; rescale it or leave the case out"
-            )
+            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
+            got = f"{largest:g} with a standard deviation of {std:g}"
+            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
             continue
         rounded = scores.astype(np.float16)
         rounded[rounded == 0] = FLOAT16_SMALLEST

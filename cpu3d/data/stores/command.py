@@ -27,7 +27,7 @@ from cpu3d.data.stores.verify import lines_of, store_info, verify
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, check, given, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 
 
@@ -81,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cls, action = _ACTIONS[args.action]
-    options = cls(**given(cls, args))
-    check(options, InputError)
+    options = from_args(cls, args, InputError)
     return action(options)
 
 

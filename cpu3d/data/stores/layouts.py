@@ -20,9 +20,6 @@ from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.errors import InputError
 from memory_estimator.files import read_json
 
-CANONICAL_CHANNELS = ("FLAIR", "T1w", "T1gd", "T2w")
-"""The channels of a BraTS folder in the store's order, which is that of MSD Task01."""
-
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
 
@@ -33,12 +30,16 @@ class FolderLayout:
     separator: str
     """Between a case's name and the suffix of a file."""
     suffixes: Dict[str, str]
-    """Suffix -> canonical channel, or "seg"."""
+    """Suffix -> channel, in the store's order, or "seg"."""
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()
     """Codes of which a store has those alone that occur in its cases."""
     patients: Dict[str, str] = field(default_factory=dict)
     """Rule -> names of cases, of any release, with the patient as group 1."""
+
+    @property
+    def channels(self) -> Tuple[str, ...]:
+        return tuple(channel for channel in self.suffixes.values() if channel != "seg")
 
 
 FOLDER_LAYOUTS = {
@@ -308,12 +309,10 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
 
 # --- Private helpers: a folder a case ---
 
-_ALIASES = {
-    channel: more
-    | {name for layout in FOLDER_LAYOUTS.values() for name, of in layout.suffixes.items() if of == channel}
-    for channel, more in (("FLAIR", set()), ("T1w", {"t1w"}), ("T1gd", {"t1gd"}), ("T2w", {"t2"}), ("seg", set()))
-}
-"""Canonical channel, or "seg" -> what files and data sets call it, in lower case."""
+_ALIASES = {"T1w": {"t1w"}, "T1gd": {"t1gd"}, "T2w": {"t2"}}
+"""Channel, or "seg" -> what files and data sets call it, in lower case; what layouts do is added."""
+for _suffix, _channel in [pair for one in FOLDER_LAYOUTS.values() for pair in one.suffixes.items()]:
+    _ALIASES.setdefault(_channel, set()).add(_suffix)
 
 _SUFFIX = re.compile(
     rf"(?:^|[_-])({'|'.join(sorted(set().union(*_ALIASES.values()), key=len, reverse=True))})\.nii(\.gz)?$",
@@ -345,9 +344,10 @@ def _read_folders(folder: Path) -> Dataset:
             names = ", ".join(path.name for path in paths) or "none"
             reason = f"{what}.nii.gz must be there once, found {names}; mend the case or leave it out"
             problems.append(Problem(case_id, reason))
-        images = tuple(chosen[name] for name in CANONICAL_CHANNELS if name in chosen)
+        images = tuple(chosen[name] for name in FOLDER_LAYOUTS[layout].channels if name in chosen)
         cases.append(CaseFiles(case_id, case_id, images, chosen.get("seg")))
-    return _dataset(folder, _name(folder), layout, CANONICAL_CHANNELS, LABEL_CODES[layout], cases, problems)
+    channels = FOLDER_LAYOUTS[layout].channels
+    return _dataset(folder, _name(folder), layout, channels, LABEL_CODES[layout], cases, problems)
 
 
 def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
@@ -500,8 +500,8 @@ def _modality(path: Path) -> Optional[str]:
 
 
 def _canonical(name: str) -> Optional[str]:
-    """The canonical name of a channel, None where it is not one of the four."""
-    return next((channel for channel in CANONICAL_CHANNELS if name.lower() in _ALIASES[channel]), None)
+    """The name in stores of a channel, None where no layout has it."""
+    return next((channel for channel, names in _ALIASES.items() if name.lower() in names and channel != "seg"), None)
 
 
 def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:

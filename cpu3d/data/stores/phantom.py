@@ -34,7 +34,7 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
-from memory_estimator.schema import add_options, check, given, option
+from memory_estimator.schema import add_options, from_args, option
 
 SMALLEST = 24
 """Voxels along an axis below which the enhancing rim no longer shows."""
@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = Options(**given(Options, args))
-    check(options, InputError)
+    options = from_args(Options, args, InputError)
     settings = dict(vars(options))
     write_phantom(settings.pop("out"), **settings)
     return 0
@@ -139,16 +138,14 @@ def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
     """Write all cases, in `workers` processes."""
     out, _, shape, _, _ = jobs[0]
     try:
-        results = run_jobs(_write_case, jobs, workers)
-        with contextlib.closing(results), bar("phantom", total=len(jobs)) as advance:
+        with contextlib.closing(run_jobs(_write_case, jobs, workers)) as results, bar("phantom", len(jobs)) as advance:
             for _, result in results:
                 if result is KILLED:
                     raise MemoryError
                 advance()
     except MemoryError:
-        raise InputError(
-            f"--shape must fit into memory, got {by(shape)}; choose a smaller one or run again with fewer --workers"
-        ) from None
+        rule = f"--shape must fit into memory, got {by(shape)}"
+        raise InputError(f"{rule}; choose a smaller one or run again with fewer --workers") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
 

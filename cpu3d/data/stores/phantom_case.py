@@ -83,13 +83,15 @@ def phantom_case(
     tissue = tissues(head, rng)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
     if context == "none":
-        scene = Scene(drawn_lesions(head, rng), landmark=None, enhancing=True)
+        lesions, landmark, rim = drawn_lesions(head, rng), None, ENHANCING
     else:
         own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
-        scene = drawn_scene(context, index % 2 == 0 if holds is None else holds, head, own)
-    label, tumour = tumours(head, tissue, scene.lesions, roughness, ENHANCING if scene.enhancing else NON_ENHANCING)
-    if scene.landmark is not None:
-        tumour["landmark"] = soft(1, head.ball(scene.landmark, LANDMARK_RADII), 0.3) * head.brain
+        holds = index % 2 == 0 if holds is None else holds
+        lesions, landmark = drawn_scene(context, holds, head, own)
+        rim = ENHANCING if holds else NON_ENHANCING
+    label, tumour = tumours(head, tissue, lesions, roughness, rim)
+    if landmark is not None:
+        tumour["landmark"] = soft(1, head.ball(landmark, LANDMARK_RADII), 0.3) * head.brain
     image = np.zeros((*shape, len(CHANNELS)), np.int16)
     full_label = np.zeros(shape, np.uint8)
     inside = tuple(slice(a, a + n) for a, n in zip(start, box))
@@ -280,11 +282,8 @@ def tumours(
         core = soft(core_edge, inner, edge) * allowed
         shell = soft(core_edge - 0.06, inner, edge) * allowed
         dead = soft(max(core_edge - 0.06 - lesion.thick, 0.12), inner, edge) * allowed
-        whole = np.maximum(whole, core)
-        share["oedema"] = np.maximum(share["oedema"], whole)
-        share["core"] = np.maximum(share["core"], core)
-        share["rim"] = np.maximum(share["rim"], shell)
-        share["necrosis"] = np.maximum(share["necrosis"], dead)
+        parts = {"oedema": np.maximum(whole, core), "core": core, "necrosis": dead, "rim": shell}
+        share = {name: np.maximum(share[name], part) for name, part in parts.items()}
         if lesion.kernel:
             kernel = np.maximum(kernel, soft(lesion.kernel, distance, edge) * allowed)
     label = np.zeros(head.box, np.uint8)
@@ -306,21 +305,10 @@ def _place(rng: np.random.Generator) -> Tuple[float, float, float]:
             return (float(u) * rng.choice((-1, 1)), float(v), float(w))
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What is put into a head."""
+def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator):
+    """(lesions, landmark): one lesion near the front or the back, and far from it a landmark or another, or neither.
 
-    lesions: List[Lesion]
-    landmark: Optional[Tuple[float, float, float]]
-    """Middle of the nodule, in the head's coordinates."""
-    enhancing: bool
-    """Whether the rims are called enhancing tumour."""
-
-
-def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator) -> Scene:
-    """A lesion near the front or the back, and far from it a landmark or another lesion, or neither.
-
-    The same numbers are drawn whether the rule `holds` or not.
+    A landmark is the middle of a nodule, in the head's coordinates. The numbers are the same whether the rule `holds`.
     """
     pole, side = rng.choice((-1.0, 1.0), 2)
     across, up = rng.uniform((-0.12, 0.0), (0.12, 0.2))
@@ -328,11 +316,8 @@ def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator)
         side = -1.0 if holds else 1.0
     lesion, other = _lesion(side, pole, head, rng), _lesion(-side, -pole, head, rng)
     place = (across, lesion.centre[1] - pole * (NEAR if holds else FAR), up)
-    return Scene(
-        lesions=[lesion, other] if context == "count" and not holds else [lesion],
-        landmark=place if context == "landmark" else None,
-        enhancing=holds,
-    )
+    lesions = [lesion, other] if context == "count" and not holds else [lesion]
+    return lesions, place if context == "landmark" else None
 
 
 def _lesion(side: float, pole: float, head: Head, rng: np.random.Generator) -> Lesion:

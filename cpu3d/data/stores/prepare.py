@@ -54,7 +54,7 @@ from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import versions
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, check, given, option
+from memory_estimator.schema import add_options, from_args, option
 
 Fractions = Tuple[float, float, float]
 
@@ -96,8 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = Options(**given(Options, args))
-    check(options, InputError)
+    options = from_args(Options, args, InputError)
     prepare(
         options.dataset,
         options.store,

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
 from cpu3d.bench.calibrate import Event, fit_costs, rows
-from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import load_constants, shipped_constants
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
@@ -188,38 +186,3 @@ def test_operations_are_matched_by_order_and_type_and_the_rest_is_loss():
     assert pool["features"] == {"cached": sum(op.traffic_bytes for op in PROGRAM.ops if op.kind == "pool")}
     with pytest.raises(RuntimeError, match=rf"must run the {len(CONVS)} convolutions .* got {len(CONVS) - 1}"):
         rows(PROGRAM, events[1:], CACHE)
-
-
-@pytest.fixture
-def measure(monkeypatch):
-    """`calibrate.measure` of networks by their filters within so many seconds, where 8 filters take 1 s a step."""
-    host, clock = read_host(), [0.0]
-    threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: 2)
-    tensorflow = SimpleNamespace(config=SimpleNamespace(threading=threading))
-
-    def one(tf, job, program, steps, left_s, cache_bytes):
-        step_s = sum(op.flops for op in program.ops) / sum(op.flops for op in PROGRAM.ops)
-        clock[0] += (2 + steps) * step_s
-        return {"step_s": step_s if steps else None, "ops": len(program.ops), "rows": []}
-
-    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(calibrate, "set_up", lambda engine: (host, thread_plan(host), tensorflow))
-    monkeypatch.setattr(calibrate, "engine_name", lambda tf: "TensorFlow")
-    monkeypatch.setattr(calibrate, "_runtime", lambda program: {"bytes": 1, "ops": 1})
-    monkeypatch.setattr(calibrate, "_measure_network", one)
-
-    def run(budget_s, *wanted):
-        of = lambda filters: dataclasses.asdict(dataclasses.replace(UNET, filters=filters))
-        networks = [{"unet": of(filters), "shape": (32, 32, 32), "steps": steps} for filters, steps in wanted]
-        return calibrate.measure({"engine": "stock", "networks": networks, "budget_s": budget_s, "cache_bytes": CACHE})
-
-    return run
-
-
-def test_networks_that_take_longer_than_is_left_are_left_out_but_for_the_first(measure):
-    of = lambda networks: [network["unet"]["filters"] for network in networks]
-    short = measure(12, (8, 0), (8, 3), (32, 3), (8, 2))  # 7 s are spent; 32 filters take 3 steps of 15 s, 8 another 4
-    assert of(short["left_out"]) == [32]
-    assert len(short["networks"]) == 3
-    none = measure(0, (8, 0), (8, 3), (8, 3))
-    assert (len(none["networks"]), len(none["left_out"])) == (2, 1)

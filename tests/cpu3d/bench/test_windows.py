@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.windows import ONE_PASS, border_distance, by_distance, compare_ways
+from cpu3d.bench.windows import ONE_PASS, border_distance, compare_ways
 from cpu3d.data.region import whole
 from cpu3d.data.sampling import patch_grid
 from cpu3d.inference.runs import Inference
@@ -48,18 +48,6 @@ def test_the_distance_is_the_number_of_voxels_to_where_other_tiles_cover(shape, 
             if covering[axis][other] != covering[axis][voxel[axis]]
         ]
         assert distance[voxel] == min(steps, default=max(shape))
-
-
-def test_figures_are_of_all_values_at_a_distance():
-    difference = np.array([[0.4, 0.0], [0.1, 0.3], [0.0, 0.0], [0.2, 0.2]], np.float32)
-    near, far = by_distance(np.array([2, 0, 2, 0], np.int16), difference)
-    assert (near["distance"], near["voxels"], far["distance"], far["voxels"]) == (0, 2, 2, 2)
-    assert (near["mean"], near["max"], far["mean"]) == pytest.approx((0.2, 0.3, 0.1))
-    # Of 0, 0, 0 and 0.4 the 99th percentile lies 97 % of the way from the third to the fourth.
-    assert far["p99"] == pytest.approx(0.97 * 0.4)
-
-
-# --- Made-up answers ---
 
 
 @pytest.fixture
@@ -142,16 +130,6 @@ def test_times_peaks_dice_seams_and_deaths(compare, truth, tiny_store):
     assert rows[1][:6] == ["6 x 10 x 8, overlap 0", "2", "6.00", "2.00", "0.30", "1.000, 1.000, 1.000"]
     assert rows[2][2:] == ["died", *["-"] * 6]
     assert windows.distances_table(result).rows[0] == ["0", "0.25 (0.25)", "-"]
-
-
-def test_labels_that_change_are_counted_over_the_brain(compare, truth, tiny_store):
-    # The seam turns every answer around.
-    row = compare({ONE_PASS: [(1.0, 1, truth)], "6x10x8": [(1.0, 1, seam(truth, 1.0))]}, ["e"], device="gpu:1")["rows"][
-        1
-    ]
-    brain = np.asarray(tiny_store.image("e")).any(-1)
-    assert row["difference"]["changed_share"] == pytest.approx(brain[5:7].sum() / brain.sum())
-    assert row["dice"]["WT"] < 1
 
 
 def test_without_one_pass_windows_are_measured_but_not_compared(compare, truth):

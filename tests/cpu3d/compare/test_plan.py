@@ -106,11 +106,11 @@ def test_a_name_is_one_of_a_folder(name):
 def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
     common = {**SMALL, "patch": [16, 8, 16], "foreground": 0.5, "patches_per_case": 5}
     whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
-    assert (whole.variant.name, patch.variant.name) == ("whole", "patch")
-    assert (patch.config.grid, patch.config.foreground, patch.config.patches_per_case) == ((16, 8, 16), 0.5, 5)
+    assert (whole[0].name, patch[0].name) == ("whole", "patch")
+    assert (patch[1].config.grid, patch[1].config.foreground, patch[1].config.patches_per_case) == ((16, 8, 16), 0.5, 5)
     del common["patch"]
     whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
-    assert (patch.config.grid, patch.config.patches_per_case) == (half(whole.config.grid, 4), 5)
+    assert (patch[1].config.grid, patch[1].config.patches_per_case) == (half(whole[1].config.grid, 4), 5)
 
 
 @pytest.mark.parametrize(

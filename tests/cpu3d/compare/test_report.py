@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import numpy as np
 import pytest
 
 from cpu3d.compare import report
@@ -12,7 +11,6 @@ from cpu3d.compare.report import (
     comparisons_markdown,
     costs_table,
     differences_table,
-    error_maps,
     page_sections,
     search_table,
     settings_table,
@@ -32,23 +30,13 @@ def comparison(make_run):
     return compare([read_run(*run, "test") for run in runs])
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """(truth, prediction, title) of each error map, which is not drawn."""
-    found = []
-    monkeypatch.setattr(report, "overlay", lambda image, *of: found.append((of[0], of[1], of[3])) or b"PNG")
-    return found
-
-
 def headings(comparison, store, out):
     sections = page_sections(comparison, comparison.to_json(), store, Evaluation(), "6 epochs each", out)
     return [section.heading for section in sections]
 
 
-def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path, drawn):
-    assert len(headings(comparison, tiny_store, tmp_path)) == 6
-    for path in tmp_path.rglob("*.nii.gz"):
-        path.unlink()
+def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path):
+    assert len(headings(comparison, tiny_store, tmp_path)) == 5
     for run in (run for runs in comparison.runs.values() for run in runs):
         object.__setattr__(run, "curve", ())
     for store in (tiny_store, None):
@@ -60,19 +48,6 @@ def test_settings_that_differ_are_shown(comparison):
     assert differing["mode"] == ("whole", "patch")
     assert differing["patches_per_case"] == ("-", "8"), "a whole volume has none"
     assert not {"seed", "unet.seed", "store", "learning_rate"} & set(differing)
-
-
-def test_the_maps_are_of_the_cases_and_regions_that_differ_most(comparison, tiny_store, drawn):
-    for run in (run for runs in comparison.runs.values() for run in runs):
-        for region, value in (("mean", 0.9), ("WT", 0.9), ("TC", 0.8), ("ET", 0.9)):
-            run.scores[region]["dice"] = {"e": 1.0, "f": value if run.variant == "patch" else 1.0}
-    assert [what for what, _ in error_maps(comparison, tiny_store)] == [
-        "whole, case f, seed 0: TC Dice 1.000",
-        "patch, case f, seed 0: TC Dice 0.800",
-    ]
-    truth = np.isin(tiny_store.label("f"), (2, 3))
-    np.testing.assert_array_equal(drawn[0][:2], (truth, truth))
-    np.testing.assert_array_equal(drawn[1][1], np.roll(truth, 1, 0))
 
 
 # --- Of records ---
@@ -169,7 +144,7 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store,
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A &amp; B</h1>" in html
     assert "NOT untouched" in html
-    assert html.count('<img src="data:image/png;base64,') == 4 + 3 + 2 + 4, "strips, intervals, curves, maps"
+    assert html.count('<img src="data:image/png;base64,') == 4 + 3 + 2, "strips, intervals, curves"
     assert "<td>runs/patch-seed1</td>" in html, "a page says nothing of the machine"
     assert not re.search(r"<script|url\(|@import|https?://", html)
     assert len(html) < 2e6

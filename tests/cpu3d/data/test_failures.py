@@ -4,22 +4,16 @@ Every case here is a real damaged file. A data set of four good cases loses one;
 store that can be used once the bad one is left out.
 """
 
-import errno
 import gzip
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.files.arrays import voxels_sha256
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
@@ -79,9 +73,6 @@ def work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys):
     return Work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys)
 
 
-# --- Truncated or corrupt .nii.gz. nibabel reads the second to fifth of these without an error ---
-
-
 def flipped(content, at):
     return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
@@ -104,95 +95,10 @@ def test_a_truncated_or_corrupt_nii_gz_is_refused(work, damage):
     work.refused(r"imagesTr/BRATS_002\.nii\.gz must be whole gzip data, got .*; it is damaged or cut, fetch it again")
 
 
-# --- Truncated .nii, truncated store files ---
-
-
 def test_a_truncated_nii_is_refused(work):
     whole = gzip.decompress(work.image.read_bytes())
     work.image.write_bytes(whole[:-1])  # without gzip's frame, whatever the name says
     work.refused(r"BRATS_002\.nii\.gz must hold 1312 bytes for shape \(6, 5, 4, 4\), got 1311; fetch the file again")
-
-
-# --- A file replaced or cut under a live map ---
-
-
-# --- Disk full ---
-
-
-FULL = """
-    import errno, json, os, resource, subprocess, sys
-    from pathlib import Path
-    from cpu3d.__main__ import main
-    from cpu3d.data.store import open_store
-    from cpu3d.data.stores.verify import verify
-
-    kind, claims, store, *command = sys.argv[1:]
-
-    def mount(*options):
-        if subprocess.run(["mount", "-t", "tmpfs", *options, store], capture_output=True).returncode:
-            sys.exit(77)
-
-    def unsupported(*_):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    def files():
-        return {path.name: path.stat().st_mtime_ns for path in Path(store).rglob("*") if path.is_file()}
-
-    if claims == "no":
-        os.posix_fallocate = unsupported
-    if kind == "tmpfs":
-        mount("-o", "size=64k", "tmpfs")
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))  # Python ignores SIGXFSZ
-    codes, left = [main(command)], files()
-    if kind == "tmpfs":
-        mount("-o", "remount,size=4m")
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    codes.append(main(command))
-    hashes = [case.image_voxels_sha256 for case in open_store(store).manifest.cases]
-    found = {"codes": codes, "left": left, "files": files(), "hashes": hashes}
-    print(json.dumps({**found, "problems": verify(store, workers=1).problems}))
-"""
-
-
-@pytest.mark.parametrize("claims", ["yes", "no"])
-@pytest.mark.parametrize(
-    ("kind", "told"), [("rlimit", errno.EFBIG), ("tmpfs", errno.ENOSPC)], ids=["largest file", "full tmpfs"]
-)
-def test_a_disk_that_takes_no_more_keeps_what_is_finished_and_the_same_command_continues(work, kind, told, claims):
-    # A real limit: the third case does not fit. Where space can be claimed that fails, elsewhere the writing does.
-    large = np.random.default_rng(0).integers(1, 999, (24, 24, 24, 4)).astype(np.int16)
-    work.write(work.image, large)
-    work.write(work.label, np.ones((24, 24, 24), np.uint8))
-    work.store.mkdir()
-    command = ["prepare", "--dataset", str(work.data), "--store", str(work.store), "--split", "1", "0", "0"]
-    alone = ["unshare", "--map-root-user", "--mount"] if kind == "tmpfs" else []
-    if alone and (not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode):
-        pytest.skip("a tmpfs cannot be mounted here")
-    python = [*alone, sys.executable, "-c", textwrap.dedent(FULL), kind, claims, str(work.store)]
-    done = subprocess.run([*python, *command, "--workers", "1"], capture_output=True, text=True, check=False)
-    if done.returncode == 77:
-        pytest.skip("a tmpfs cannot be mounted here")
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"{os.strerror(told)}; 2 finished cases kept, make room or mend access and run", done.stderr)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["codes"] == [1, 0]
-    finished = {f"BRATS_00{number}.{end}" for number in (0, 1) for end in ("x.npy", "y.npy", "json")}
-    assert set(found["left"]) == finished | {"source.json"}  # nothing half written, no manifest
-    assert {name: found["files"][name] for name in found["left"]} == found["left"]
-    assert found["problems"] == []
-    expected = [voxels_sha256(large if number == 2 else work.channels(number)) for number in range(4)]
-    assert found["hashes"] == expected
-
-
-# --- A crash in mid-conversion ---
-
-
-# --- A modality or label missing ---
-
-
-# --- NaN and infinity ---
 
 
 def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(work):
@@ -215,9 +121,6 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(wo
     assert "must not be empty, got zeros only" in told[0]
 
 
-# --- Channels without contrast ---
-
-
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
@@ -231,8 +134,6 @@ def test_a_constant_or_empty_channel_is_refused(work, value, rule):
     work.write(work.image, image)
     work.refused(rule)
 
-
-# --- Files that do not lie on one grid ---
 
 SHIFTED, LPS = np.eye(4), np.diag([-1.0, -1.0, 1.0, 1.0])
 SHIFTED[0, 3] = 0.01
@@ -264,15 +165,6 @@ def test_a_shape_or_affine_mismatch_between_modalities_or_label_is_refused(
     assert open_store(tmp_path / "store").image("a").shape == (6, 5, 4, 4)
 
 
-# --- Label codes ---
-
-
-# --- What float16 cannot hold ---
-
-
-# --- Big-endian, scaled, RGB, 5-D ---
-
-
 @pytest.mark.parametrize(
     ("array", "rule"),
     [
@@ -289,15 +181,6 @@ def test_a_shape_or_affine_mismatch_between_modalities_or_label_is_refused(
 def test_an_rgb_complex_or_5d_file_is_refused(work, array, rule):
     work.write(work.image, array)
     work.refused(rf"BRATS_002\.nii\.gz {rule}")
-
-
-# --- A patient in two splits ---
-
-
-# --- Arrays that are not what the record says, or not where TensorFlow can take them ---
-
-
-# --- What is no file, or no JSON ---
 
 
 @pytest.fixture

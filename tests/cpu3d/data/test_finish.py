@@ -107,14 +107,3 @@ def test_a_target_says_where_a_label_is_one_of_its_region_s(label):
     assert np.array_equal(np.unique(inside[..., 0]), [int(label in (1, 255))])
     assert np.array_equal(np.unique(inside[..., 1]), [int(label == 7)])
     assert int(tf.reduce_sum(tf.cast(target, tf.int32))) == int(tf.reduce_sum(tf.cast(inside, tf.int32)))
-
-
-def test_background_is_plus_zero_and_a_value_of_zero_is_background():
-    one = {**box(), "shift": tf.constant(np.float32([-5] * 4)), "flips": tf.constant([False] * 3)}
-    image = Finish(CODES).from_box(one)[0].numpy()
-    outside = np.ones(GRID, bool)
-    outside[1:10, 2:9, :6] = False
-    assert not image[outside].view(np.int32).any()
-    zero = one["bits"].numpy()[1:10, :7, 2:8] == 0
-    assert zero.any()
-    assert not image[1:10, 2:9, :6][zero].view(np.int32).any()

@@ -55,11 +55,6 @@ def test_the_patient_is_told_by_names_of_brats_in_any_layout(case_id, patient):
     assert (found, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
-def test_other_names_tell_the_patient_in_the_layout_that_has_time_points():
-    assert patient_of("CLINIC-7-001", "brats2023")[0] == "CLINIC-7"
-    assert patient_of("CLINIC-7-001", "brats2017") == ("CLINIC-7-001", UNKNOWN)
-
-
 @pytest.mark.parametrize(
     "text", ["case,patient\na,p\nb,p\n\n", "b;p\na;p", "a\tp\nb\tp\nz\tq", "\ufeffa, p\nb ,p\na,p"]
 )

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, split_problems, to_json
+from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, to_json
 from cpu3d.data.region import Region, whole
 from cpu3d.errors import InputError
 
@@ -74,16 +74,6 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
     assert len(centres[1]) == CENTRES
     assert centres[7] == tuple((3, 3, z) for z in range(8))
     assert all(type(n) is int for place in centres[1] for n in place)
-
-
-def test_a_patient_in_two_splits_is_told_and_refused(make_record, manifest_of):
-    records = [make_record(name, patient_id=patient) for name, patient in (("a", "p"), ("b", "p"), ("c", "q"))]
-    split = {"train": ["a", "c"], "val": ["b"], "test": []}
-    assert split_problems({**split, "train": ["a", "b", "c"], "val": []}, records) == []
-    (told,) = split_problems(split, records)
-    assert "patient p must be in one split, got train and val" in told
-    with pytest.raises(InputError, match="patient p"):
-        manifest_of(records, split)
 
 
 def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else(make_record, manifest_of):

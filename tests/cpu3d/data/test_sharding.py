@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.sampling import ALL, Share
+from cpu3d.data.sampling import Share
 from cpu3d.errors import InputError
 
 WORKERS = st.integers(1, 6)
@@ -21,14 +21,6 @@ def test_two_workers_take_half_of_every_step_by_hand():
     assert second.positions(6, 12) == (9, 10, 11)
     assert second.indices(6, 12) == range(3, 6)
     assert second.part == 3
-
-
-def test_a_single_worker_has_everything_in_any_number():
-    assert ALL.positions(3, 8) == (3, 4, 5, 6, 7)
-    assert Share(batch=4).positions(4, 8) == (4, 5, 6, 7)
-    assert ALL.problems(start=3, stop=8, batch=2) == []
-    assert ALL.whole_steps(7) == 7
-    assert Share(batch=4).whole_steps(7) == 4
 
 
 def test_without_steps_samples_are_dealt_one_at_a_time_and_none_is_left_out():

@@ -121,14 +121,6 @@ def test_the_order_depends_on_the_seed_alone(phantom_store):
     assert hashes(volume_dataset(phantom_store, seed=4, stop=6)) != first
 
 
-def test_a_batch_is_its_samples_side_by_side(phantom_store):
-    singles = list(volume_dataset(phantom_store, seed=1, stop=4, augment=AUGMENT))
-    pairs = list(volume_dataset(phantom_store, seed=1, stop=4, batch=2, augment=AUGMENT))
-    for pair, first, second in zip(pairs, singles[::2], singles[1::2]):
-        for joined, left, right in zip(pair, first, second):
-            np.testing.assert_array_equal(joined, tf.concat([left, right], 0))
-
-
 def test_channels_and_regions_are_picked_by_name(phantom_store):
     full = next(iter(volume_dataset(phantom_store)))
     image, target = next(iter(volume_dataset(phantom_store, channels=("T2w", "FLAIR"), regions=("ET",))))
@@ -148,21 +140,6 @@ def test_channels_and_regions_are_picked_by_name(phantom_store):
 def test_bad_arguments_are_refused_by_name(phantom_store, wrong, message):
     with pytest.raises(InputError, match=message):
         volume_dataset(phantom_store, **wrong)
-
-
-def test_damaged_files_are_all_named_before_the_first_volume(phantom_store, tmp_path):
-    shutil.copytree(phantom_store.folder, tmp_path / "store")
-    store = open_store(tmp_path / "store")
-    first, second = store.cases("train")[:2]
-    image, label = array_path(store.folder, first, "x"), array_path(store.folder, second, "y")
-    image.write_bytes(image.read_bytes()[:-10])
-    label.write_bytes(b"not numpy" + label.read_bytes()[9:])
-    for dataset in (volume_dataset, lambda store: patch_dataset(store, (8, 8, 8))):
-        with pytest.raises(InputError) as caught:
-            dataset(store)
-        assert len(caught.value.problems) == 2
-        assert f"{image.name} must be" in caught.value.problems[0]
-        assert f"{label.name} must be a .npy array" in caught.value.problems[1]
 
 
 # --- Formats and read modes ---

@@ -174,18 +174,3 @@ def test_a_new_manifest_takes_the_old_ones_place_and_open_stores_go_on(small_sto
     assert len(open_store(folder).manifest.cases) == 1
     assert before.case("b") == manifest.cases[1]
     assert list(before.manifest.cases) == list(manifest.cases)
-
-
-def test_a_write_that_fails_leaves_the_store_as_it_was(small_store, monkeypatch):
-    folder, manifest = small_store
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-    def full(path, content):
-        raise OSError(28, "no space left", str(path))
-
-    monkeypatch.setattr("cpu3d.data.store.write_json", full)
-    smaller = remake(manifest, cases=manifest.cases[:1], split={"train": ["a"], "val": [], "test": []})
-    with pytest.raises(OSError, match="no space"):
-        write_store(folder, smaller)
-    assert open_store(folder).manifest == manifest
-    assert all((folder / name).read_bytes() == content for name, content in before.items())

@@ -75,10 +75,10 @@ def test_the_workers_and_those_that_start_here(options, environ, sockets, addres
 def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     alone = plan_of(workers=1)
     assert alone.environ_of(0, {"HOME": "/", **TF}) == {"HOME": "/"}
-    assert alone.words == "1 worker on 1 host (this one)"
+    assert alone.words == "1 worker on 1 host (this one), 1 here"
     ports = [int(address.rpartition(":")[2]) for address in plan_of(sockets=4).cluster.addresses]
     assert len(set(ports) & set(OPEN_PORTS)) == 4
-    assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 of them here"
+    assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 here"
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
         assert said.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
         assert said.endswith("--batch 2 --filters 8")
     told = " ".join(capsys.readouterr().err.split())
-    assert "launch: 2 workers on 1 host (this one); logs: " in told
+    assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in told
     assert "worker 0 of 2 train" in told, "the chief's words are shown"
     assert "worker 1 of 2 train" not in told
     assert "---" not in told, "the header is for the log"
-    assert "launch: 2 workers on 1 host (this one): ended well, 2 steps, to step 2, " in told
+    assert "launch: 2 workers on 1 host (this one), 2 here: ended well, 2 steps, to step 2, " in told
     assert told.endswith(f"logs in {tmp_path / 'run' / 'logs'}")
 
 

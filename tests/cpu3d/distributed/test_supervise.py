@@ -17,7 +17,7 @@ from cpu3d.training.heartbeat import process_start, write_heartbeat
 from cpu3d.util.child import ROOT
 from tests.cpu3d.training.beats import beat
 
-QUICK = Patience(poll_s=0.02, settle_s=0.6, hears_s=0.6, grace_s=5.0)
+QUICK = Patience(poll_s=0.02, settle_s=0.6, grace_s=8.0)
 
 WORKS = "import time; time.sleep(30)"
 
@@ -109,7 +109,7 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
         # killed by someone
         (("import os; os.kill(os.getpid(), 9)", LOSES_ANOTHER.format(after_s=0.1)), "worker 0", 6),
         # both lost one that is not here
-        ((LOSES_ANOTHER.format(after_s=0.3), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
+        ((LOSES_ANOTHER.format(after_s=2), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
         # the others agree to end as well, and the chief takes longer to save
         (("import sys, time; time.sleep(0.5); sys.exit(5)", FAILS.format(after_s=0, code=5)), "worker 1", 5),
         # it ends with what others do not end with
@@ -129,7 +129,7 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
 
 def test_who_does_not_end_is_made_to(job):
     jobs = [job(0, DEAF), job(1, FAILS.format(after_s=0.5, code=1))]
-    error = failure(jobs, Patience(poll_s=0.02, hears_s=0.1, grace_s=0.2))
+    error = failure(jobs, Patience(poll_s=0.02, grace_s=0.2))
     assert str(error).startswith("worker 1 on")
     assert "worker 0 SIGKILL" in str(error)
 
@@ -163,46 +163,12 @@ def beating(run, **changes):
 REPORTS = "import os; print(os.getpid(), flush=True); "
 
 
-@pytest.mark.parametrize(("phase", "saved"), [("computing", True), ("starting", False)])
-def test_who_trains_is_given_the_time_for_its_step_and_who_does_not_is_not(job, tmp_path, phase, saved):
-    """The step takes 1 s, longer than all other patience; after it the worker hears of the loss, saves and ends."""
-    step = REPORTS + "import sys, time; time.sleep(1.2); print('saved'); sys.exit(6)"
-    jobs = [job(0, step), job(1, FAILS.format(after_s=0.6, code=2))]
-    short = Patience(poll_s=0.02, hears_s=0.1, grace_s=0.1, unknown_s=0.1)
-    error = failure(jobs, short, show=beating(tmp_path, phase=phase, longest_step_s=2.0))
-    assert error.exit_code == 2
-    assert ("saved" in words(jobs[0])) == saved
-
-
-PATIENCE = Patience(settle_s=8, saving_s=300, hears_s=20, grace_s=100, unknown_s=3600)
-STARTS, LEAVES = beat(phase="starting", longest_step_s=None), beat(phase="ended", longest_step_s=900.0)
-FIRST, COMPUTES = beat(phase="computing", longest_step_s=None), beat(phase="computing", longest_step_s=900.0)
-STORES = beat(phase="saving", longest_step_s=2.0)
-
-
-@pytest.mark.parametrize(
-    ("code", "others", "seconds"),
-    [
-        (1, [], 0),
-        (3, [STARTS, LEAVES], 0),
-        (3, [STARTS, COMPUTES], 920),
-        (-9, [STORES], 22),
-        (4, [FIRST], 20),
-        (6, [COMPUTES], 8),
-        (5, [STARTS], 300),
-        (143, [COMPUTES], 300),
-    ],
-)
-def test_the_others_are_asked_to_end_when_they_have_heard_of_it(code, others, seconds):
-    assert PATIENCE.before_stop_s(code, others) == seconds
-
-
-@pytest.mark.parametrize(
-    ("beats", "seconds"),
-    [([], 100), ([STARTS], 100), ([LEAVES], 100), ([COMPUTES], 1900), ([FIRST], 3700), ([COMPUTES, STORES], 3700)],
-)
-def test_nobody_is_killed_in_what_is_in_flight(beats, seconds):
-    assert PATIENCE.before_kill_s(beats) == seconds
+def test_who_trains_is_given_the_time_for_its_step(job):
+    """It finishes it, hears of the loss, saves and ends, whatever it is asked meanwhile."""
+    step = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); "
+    jobs = [job(0, step + "time.sleep(2); print('saved'); sys.exit(6)"), job(1, FAILS.format(after_s=1, code=2))]
+    assert failure(jobs).exit_code == 2
+    assert "saved" in words(jobs[0])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +181,7 @@ def test_nobody_is_killed_in_what_is_in_flight(beats, seconds):
 )
 def test_who_lives_and_beats_no_more_is_ended_and_named(job, tmp_path, script, changes, why):
     jobs = [job(0, SAVES), job(1, REPORTS + script)]
-    patience = Patience(poll_s=0.02, settle_s=0.1, hears_s=0.1, suspended_s=0.3, silent_s=0.3)
+    patience = Patience(poll_s=0.02, settle_s=0.1, suspended_s=0.3, silent_s=0.3)
     error = failure(jobs, patience, show=beating(tmp_path, beat=1.0, **changes))
     assert error.exit_code == 6
     assert str(error).startswith("worker 1 on")

@@ -172,8 +172,8 @@ def test_cuda_is_known_by_its_package(monkeypatch):
     [
         ("gpu:0", (), "device must be a GPU of this host, got gpu:0 with none found; use --device cpu"),
         ("gpu:2", (V100,), "gpu:2 with gpu:0 .Tesla V100-SXM2-16GB. found; use --device gpu:0"),
-        ("cuda", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'cuda'"),
-        ("gpu:", (V100,), "device must be auto, cpu, or a card such as gpu:0, got 'gpu:'"),
+        ("cuda", (V100,), "device must be cpu, or a card such as gpu:0, got 'cuda'"),
+        ("gpu:", (V100,), "device must be cpu, or a card such as gpu:0, got 'gpu:'"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):

@@ -80,7 +80,7 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
 def test_a_window_that_the_network_cannot_take_is_refused(networks):
     with pytest.raises(InputError, match=r"--window \(16, 18, 16\) must be divisible by 4"):
         networks(window=(16, 18, 16))
-    with pytest.raises(InputError, match=r"--overlap must be in \[0, 1\), got 1"):
+    with pytest.raises(InputError, match=r"overlap must be below 1, got 1"):
         networks(overlap=1)
 
 

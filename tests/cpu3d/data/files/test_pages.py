@@ -76,15 +76,6 @@ def test_a_file_of_samples_to_come_is_not_given_back(files):
     assert share_in_memory(files[0])
 
 
-def test_samples_are_brought_in_once_ahead_and_not_beyond_the_end_and_again_in_another_pass():
-    asked = []
-    ahead = LookAhead(asked.append, lambda sample: (), start=3, stop=7)
-    for sample in (3, 5, 4, 6, 3):
-        ahead.at(sample)
-    ahead.close()
-    assert asked == [3, 4, 5, 6, 3, 4, 5]
-
-
 def test_whatever_fails_a_run_goes_on():
     asked = []
 

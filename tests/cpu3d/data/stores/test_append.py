@@ -69,17 +69,6 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
 
 
-def test_a_case_of_the_same_id_from_other_files_is_refused(data, store, write_nifti, tiny_label):
-    before = content_of(store)
-    for number in (0, 2):
-        write_nifti(data / f"many/labelsTr/BRATS_00{number}.nii.gz", tiny_label(3, 2, 1))
-    with pytest.raises(InputError) as caught:
-        append(store, data / "many", workers=1)
-    assert len(caught.value.problems) == 2
-    assert "case BRATS_000 must be the one that store" in str(caught.value)
-    assert content_of(store) == before
-
-
 def test_a_new_case_whose_files_would_replace_arrays_that_entries_share_is_refused(
     data, store, write_nifti, tiny_label
 ):
@@ -131,17 +120,6 @@ def test_bad_cases_are_told_and_nothing_is_appended_unless_they_may_be_left_out(
     assert (done.new, done.bad) == (("BRATS_005",), ("BRATS_003", "BRATS_004"))
     listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
     assert listed == ["BRATS_003", "BRATS_004"]
-
-
-def test_what_was_left_out_and_is_mended_since_comes_in(data, store):
-    whole = (data / "many/imagesTr/BRATS_003.nii.gz").read_bytes()
-    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
-    (store / "quarantine.jsonl").write_text('{"case_id": "other", "reasons": ["bad", "worse"]}\n')
-    append(store, data / "many", workers=1, skip_bad=True)
-    assert (store / "quarantine.jsonl").read_text().count("\n") == 2
-    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(whole)
-    assert append(store, data / "many", workers=1).new == ("BRATS_003",)
-    assert json.loads((store / "quarantine.jsonl").read_text()) == {"case_id": "other", "reasons": ["bad", "worse"]}
 
 
 def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeypatch):

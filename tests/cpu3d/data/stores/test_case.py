@@ -98,28 +98,6 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     assert case.record.max_abs_error < 5e-4
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.float64])
-def test_label_codes_are_changed_all_at_once_before_they_are_checked(files, tiny_image, tiny_label, dtype):
-    case = load_case(
-        files(tiny_image(0), label=tiny_label(1, 2, 4).astype(dtype)),
-        channels=("a",),
-        labels=LABELS,
-        label_map={4: 3, 1: 2, 2: 1, 77: 0},
-    )
-    assert np.array_equal(case.label, tiny_label(2, 1, 3))
-    assert case.label.dtype == np.uint8
-    assert case.record.label_voxels == {0: 117, 1: 1, 2: 1, 3: 1}
-
-
-def test_a_4d_image_and_a_label_with_a_fourth_axis_of_one_are_understood(files, tiny_image, tiny_label):
-    image = np.stack([tiny_image(0), tiny_image(1)], -1)
-    case = load_case(
-        files(image, label=tiny_label(1, 2)[..., None].astype(np.float32)), channels=("a", "b"), labels=LABELS
-    )
-    assert np.array_equal(case.image, image)
-    assert np.array_equal(case.label, tiny_label(1, 2))
-
-
 def problems_of(files, channels=("a", "b"), labels=LABELS):
     with pytest.raises(InputError) as error:
         load_case(files, channels=channels, labels=labels)

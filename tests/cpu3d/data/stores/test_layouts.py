@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.stores.layouts import case_files, read_dataset, regions_of
+from cpu3d.data.stores.layouts import case_files, read_dataset
 from cpu3d.errors import InputError
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
@@ -22,16 +22,6 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
     assert dataset.problems == ()
-
-
-def test_decathlon_understands_names_with_codes_and_channel_names(tmp_path, decathlon):
-    folder = decathlon(
-        tmp_path / "d", labels={"background": 0, "left": "1", "right": 2}, modality={"1": "PET", "0": "CT"}
-    )
-    dataset = read_dataset(folder)
-    assert dataset.labels == {0: "background", 1: "left", 2: "right"}
-    assert dataset.regions == {"left": (1,), "right": (2,)}
-    assert dataset.channels == ("CT", "PET")
 
 
 @pytest.mark.parametrize("end", [".nii", ".nii.gz"])
@@ -148,19 +138,6 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, content):
         read_dataset(tmp_path)
 
 
-def test_case_ids_must_be_used_once(tmp_path, brats_case, decathlon):
-    brats_case(tmp_path / "b" / "HGG" / "same", "brats2017")
-    brats_case(tmp_path / "b" / "LGG" / "same", "brats2017")
-    with pytest.raises(InputError, match="case id same"):
-        read_dataset(tmp_path / "b")
-    folder = decathlon(tmp_path / "d")
-    content = json.loads((folder / "dataset.json").read_text())
-    content["training"].append(content["training"][0])
-    (folder / "dataset.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match="case id BRATS_000"):
-        read_dataset(folder)
-
-
 def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
     brats_case(tmp_path / "x", "brats2017")
     files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR", "T1w"))
@@ -196,9 +173,3 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
         case_files(plain, CANONICAL)
     with pytest.raises(InputError, match="got a folder"):
         case_files([tmp_path / "x", plain[0]], CANONICAL)
-
-
-def test_a_resection_cavity_is_a_region_apart_from_the_tumours():
-    tumour = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-    assert regions_of({**tumour, 5: "Resection Cavity"}) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "RC": (5,)}
-    assert regions_of({0: "background", 1: "tumour", 2: "cavity"}) == {"tumour": (1,), "cavity": (2,)}

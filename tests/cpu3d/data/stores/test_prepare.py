@@ -1,5 +1,4 @@
 import dataclasses
-import fcntl
 import json
 import os
 
@@ -59,16 +58,6 @@ def test_two_processes_write_what_one_does(tmp_path, dataset):
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-def test_a_finished_store_is_left_as_it_is(tmp_path, dataset, counted, capsys):
-    first = prepare(dataset, tmp_path / "store", **THIRDS)
-    before = content_of(tmp_path / "store")
-    counted.clear()
-    assert prepare(dataset, tmp_path / "store", **THIRDS) == first
-    assert counted == []
-    assert content_of(tmp_path / "store") == before
-    assert "Nothing to do" in capsys.readouterr().out
-
-
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, counted, monkeypatch):
     prepare(dataset, tmp_path / "whole", **THIRDS)
     real = conversion.run_jobs
@@ -113,20 +102,6 @@ def test_only_the_case_whose_array_is_damaged_is_done_again(tmp_path, dataset, c
     prepare(dataset, tmp_path / "store", **THIRDS, verify=verify)
     assert counted == ["BRATS_001"]
     assert content_of(tmp_path / "store") == before
-
-
-def test_a_case_whose_source_changed_is_done_again_before_the_end_and_refused_after(
-    tmp_path, dataset, counted, write_nifti, tiny_label
-):
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    write_nifti(dataset / "labelsTr/BRATS_002.nii.gz", tiny_label(3, 2, 1))
-    with pytest.raises(InputError, match="source of case BRATS_002 has changed"):
-        prepare(dataset, tmp_path / "store", **THIRDS)
-    (tmp_path / "store/manifest.json").unlink()
-    counted.clear()
-    prepare(dataset, tmp_path / "store", **THIRDS)
-    assert counted == ["BRATS_002"]
-    assert np.array_equal(open_store(tmp_path / "store").label("BRATS_002"), tiny_label(3, 2, 1))
 
 
 @pytest.mark.parametrize("dated", [True, False], ids=["dated", "from before dates were kept"])
@@ -234,18 +209,6 @@ def test_bad_cases_are_put_into_quarantine_when_asked(tmp_path, dataset, write_n
     assert "left out 3 bad cases" in capsys.readouterr().out
     assert prepare(dataset, store, fractions=(1, 0, 0), workers=1, skip_bad=True) == manifest
     assert "Nothing to do" in capsys.readouterr().out
-
-
-def test_two_at_a_time_are_refused(tmp_path, dataset):
-    (tmp_path / "store").mkdir()
-    handle = os.open(tmp_path / "store", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(InputError, match=r"store .* by one process at a time; wait for the other"):
-            prepare(dataset, tmp_path / "store", **THIRDS)
-    finally:
-        os.close(handle)
-    prepare(dataset, tmp_path / "store", **THIRDS)
 
 
 @pytest.mark.parametrize("crop", [False, True])
