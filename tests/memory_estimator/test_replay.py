@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from memory_estimator.job import Job
 from memory_estimator.replay import estimate_model, estimate_step
-from memory_estimator.replay.estimate import running_engine
-from memory_estimator.replay.graph import Node, Output, plain
+from memory_estimator.replay.graph import Node, Output, execution_order, plain
 from memory_estimator.replay.lifetimes import program_of
+from memory_estimator.replay.model import running_engine
 from memory_estimator.replay.op_rules import kind
-from memory_estimator.replay.schedule import execution_order
 from memory_estimator.step.allocator import SMALL_BYTES, region_bytes, use
 from memory_estimator.step.program import timeline
 from memory_estimator.step.training_step import training_step
