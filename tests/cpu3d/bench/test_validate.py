@@ -141,7 +141,7 @@ def test_none_or_a_damaged_record_is_refused_before_anything_is_measured(measure
     assert "first must be at least 1, got 0" in capsys.readouterr().err
     record.write_text("{\n")
     assert main(["bench", "validate", "--record", str(record)]) == 2
-    assert ":1 must be a measured step" in capsys.readouterr().err
+    assert ":1 must be JSON of schema 1" in capsys.readouterr().err
     assert measured == []
 
 
