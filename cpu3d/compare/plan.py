@@ -44,7 +44,6 @@ SCHEMA = 1
 
 FILE = "compare.json"
 
-
 WARMUP_SHARE = 10
 """The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
 
@@ -379,23 +378,18 @@ def planned_run(
     Of an arm it has a `rate`, in the folder's name too, as a search over more rates may choose another; in a `search`
     it is short. A course from before there was a number of validations is validated every few epochs, as it was.
     """
-    steps, name, own = course["steps"], course["name"], {}
-    validations = course.get("validations", 1)
-    if search:
-        steps = course["search_steps"]
-        validations = min(SEARCH_VALIDATIONS, steps)
+    steps, name = course["search_steps"] if search else course["steps"], course["name"]
+    own: Json = {}
     if rate is not None:
         own["learning_rate"] = rate
         name += f"-lr{rate:g}"
     if steps:
         own["steps"] = steps
     else:
-        own["epochs"] = math.ceil(60 * minutes / LEAST_STEP_S / course["steps_per_epoch"])
-        own["budget_minutes"] = minutes
-    if "validate_every" in course:
-        own["validate_every"] = course["validate_every"]
-    else:
-        own["validations"] = validations
+        epochs = math.ceil(60 * minutes / LEAST_STEP_S / course["steps_per_epoch"])
+        own.update(epochs=epochs, budget_minutes=minutes)
+    often = "validate_every" if "validate_every" in course else "validations"
+    own[often] = min(SEARCH_VALIDATIONS, steps) if search else course.get(often, 1)
     if steps and steps // WARMUP_SHARE < course.get("warmup_steps", 0):
         own["warmup_steps"] = steps // WARMUP_SHARE
     options = (*course["options"], *as_options({**own, "seed": seed}))  # what comes last holds

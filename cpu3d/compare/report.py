@@ -157,9 +157,9 @@ def search_table(search: Json) -> Table:
 def settings_table(comparison: Comparison) -> Table:
     """The settings that differ, a column a variant."""
     of_variant = []
-    for runs in comparison.runs.values():
-        config, one = runs[0].config, dict(flat(dataclasses.asdict(runs[0].config)))
-        if not config.is_patch:  # these say nothing of whole volumes
+    for first, *_ in comparison.runs.values():
+        one = dict(flat(dataclasses.asdict(first.config)))
+        if not first.config.is_patch:  # these say nothing of whole volumes
             one.update(foreground="-", patches_per_case="-")
         of_variant.append(one)
     names = [name for name in sorted(set().union(*of_variant)) if not name.startswith(NOT_SETTINGS)]
@@ -243,13 +243,13 @@ def page_sections(
     hosts = [dict(pairs) for pairs in {tuple(flat(run.host)): 0 for run in runs if run.host}]
     about = [pair for one in (*hosts, versions()) for pair in flat(one)]
     scores, *tables = results_tables(results, evaluation.tolerance_mm)
-    more = [Table(("variant", "seed", "folder"), rows, names=3), Table(("", ""), about, names=2)]
     sections = [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
         ("Scores and differences", [scores, *tables[:-1]], case_strips(comparison)),
         ("Learning, a line a run", [], learning_curves(comparison)),
         ("Costs", tables[-1:], []),
-        ("Runs and hosts", more, []),
+        ("Runs", [Table(("variant", "seed", "folder"), rows, names=3)], []),
+        ("Hosts and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
 
@@ -272,10 +272,9 @@ def learning_curves(comparison: Comparison) -> Figures:
     colours, found = dict(zip(comparison.runs, itertools.cycle(PALETTE))), []
     runs = [run for of_variant in comparison.runs.values() for run in of_variant if run.curve]
     for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)) if runs else ():
-        lines, named = [], set()
+        lines = []
         for run in runs:
-            name = "" if run.variant in named else run.variant
-            named.add(run.variant)
+            name = run.variant if run is comparison.runs[run.variant][0] else ""
             x, dice = [point[column] / unit for point in run.curve], [point.mean_dice for point in run.curve]
             lines.append(Line(name, x, dice, colours[run.variant]))
         title = f"Validation Dice over {label}"
@@ -326,12 +325,10 @@ def _study_as_comparison(record: Json) -> Json:
             costs.update(steps=arm["steps"], train_peak_bytes=run["peak_bytes"], case_predict_s=run["predict_s"])
             results.append(RunResult(name, run["seed"], with_mean(scores), costs))
     return {
-        "title": record["title"],
-        "date": record["date"],
-        "host": about["host"],
+        **{name: record[name] for name in ("title", "date")},
+        **{name: about[name] for name in ("host", "seeds")},
         "data": {"name": about["data"], "split": about["cases"], "shape": about["shape"]},
         "budget": f"{about['epochs']:g} epochs each",
-        "seeds": about["seeds"],
         "evaluation": {name: about[name] for name in ("split", "tolerance_mm")},
         "options": {"all": shlex.join(as_options(about["settings"]))},
         **compare(results).to_json(),

@@ -36,8 +36,6 @@ RESAMPLES = 10_000
 SEED = 20_201
 """Of the resamples: the same values give the same interval."""
 
-SHARE = 0.95
-
 EQUAL = 1e-9
 """A case whose difference is no larger is equal."""
 
@@ -93,7 +91,7 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     return float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds))) if sd > EQUAL else 0.0
 
 
-def bootstrap_mean(values: np.ndarray, *, share: float = SHARE) -> Optional[Tuple[float, float]]:
+def bootstrap_mean(values: np.ndarray, *, share: float = 0.95) -> Optional[Tuple[float, float]]:
     """The interval of the mean of `values` (seeds, cases) that holds `share` of the resamples' means.
 
     None where there is a single value, of which no resample can differ.

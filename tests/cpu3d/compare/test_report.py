@@ -35,11 +35,11 @@ def headings(comparison, store, out):
 
 
 def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path):
-    assert len(headings(comparison, tiny_store, tmp_path)) == 5
+    assert len(headings(comparison, tiny_store, tmp_path)) == 6
     for run in (run for runs in comparison.runs.values() for run in runs):
         object.__setattr__(run, "curve", ())
     for store in (tiny_store, None):
-        assert headings(comparison, store, tmp_path)[1:-1] == ["Scores and differences", "Costs"]
+        assert headings(comparison, store, tmp_path)[1:-2] == ["Scores and differences", "Costs"]
 
 
 def test_settings_that_differ_are_shown(comparison):
