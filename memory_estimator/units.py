@@ -71,11 +71,3 @@ def parse_duration(text: str) -> float:
     if not match:
         raise ValueError(f"time must be a number with its unit, got {text!r}; write it like 50us, 2ms or 1s")
     return float(match[1]) * {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
-
-
-def format_rate(bytes_per_s: float) -> str:
-    """For reading, as networks are sold: in bits."""
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if 8 * bytes_per_s >= size:
-            return f"{8 * bytes_per_s / size:.3g} {unit}"
-    return f"{8 * bytes_per_s / 1e3:.3g} kbit/s"

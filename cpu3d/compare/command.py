@@ -7,10 +7,9 @@
     ./run.sh compare --runs runs/first-seed0 runs/first-seed1 runs/other-seed0 runs/other-seed1 --out seen
     ./run.sh compare --store store --out resolutions --resolutions 0.5 0.75 1
 
-Every run is trained and scored in a process of its own. What is learnt, on which cases, with which network and for how
-long is the same for all, and each is validated 4 times, or --validations. The first variant is the baseline that the
-others are paired with, case by case and seed by seed. Options of `train` given to compare are for all variants; those
-of one are in its own quotes.
+Every run is trained and scored in a process of its own, and validated 4 times, or --validations. The first variant is
+the baseline that the others are paired with, case by case and seed by seed. Options of `train` given to compare are for
+all variants; those of one are in its own quotes.
 
 Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they said in OUT/logs. The same
 command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
@@ -41,7 +40,6 @@ from cpu3d.compare.plan import (
     merged,
     parse_variant,
     planned_run,
-    planned_runs,
     refuse,
     resolve_variants,
     usual_variants,
@@ -56,7 +54,6 @@ from cpu3d.compare.run import (
     evaluate_folder,
     is_evaluated,
     search_rate,
-    searched_dice,
 )
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
@@ -66,6 +63,7 @@ from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, with_settings
+from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, check, given, option
@@ -137,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare_folders(options)
     common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
     refuse("compare", common)
-    return _train_and_compare(options, common, args.recipe, settings.get("epochs"))
+    return _train_and_compare(options, common, getattr(args, "recipe", None), settings.get("epochs"))
 
 
 # --- Private helpers ---
@@ -221,7 +219,9 @@ def _train_and_compare(options: Options, common: Json, recipe: Optional[str], ep
             of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
             runs += of_arm
         if not is_study:
-            runs = planned_runs(kept, out)
+            # Seed by seed, so that what is there when a long comparison is cut off can be compared.
+            order = itertools.product(kept.seeds, kept.plan)
+            runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
             failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
         lost = {(one.variant, one.seed) for one in failed}
         results = [
@@ -242,7 +242,7 @@ def _planned(
     There can always be more seeds, and in a study more resolutions, batches and rates.
     """
     asked: Json = {"split_hash": store.manifest.split_hash, "validations": options.validations}
-    asked["evaluation"] = vars(evaluation)
+    asked["evaluation"] = evaluation._asdict()
     if not options.resolutions:
         variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
         variants = variants or usual_variants(common, recipe, store)
@@ -282,7 +282,15 @@ def _arm_runs(
     """
 
     def dice_of(rate: float) -> Optional[float]:
-        return searched_dice(planned_run(arm, seeds[0], out, rate=rate, search=True), store, out, force=force)
+        run = planned_run(arm, seeds[0], out, rate=rate, search=True)
+        try:
+            carry_out([run], store, out, force=force)
+        except RunFailedError as error:
+            if error.diverged:
+                return None  # an answer, which is kept, and not a failure of the search
+            raise
+        events = read_events(run.folder)
+        return max((event["mean_dice"] for event in events if event.get("event") == "validation"), default=None)
 
     trials, diverged = search_rate(arm["rates"], arm["goes_beyond"], dice_of), []
     rates = [trial.rate for trial in by_dice(trials)] if trials else list(arm["rates"])
@@ -307,7 +315,7 @@ def _warn(split: str) -> None:
 def _compare_folders(options: Options) -> int:
     found = grouped([folder.resolve() for folder in options.runs], force=options.force)
     evaluation = Evaluation(options.split, options.tolerance)
-    asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": vars(evaluation)}
+    asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": evaluation._asdict()}
     for variant, seed, folder in found:
         Console(stderr=True).print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
     _warn(options.split)

@@ -121,16 +121,15 @@ class Variant(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How the arms of a study come to their learning rates: by short runs."""
+    """How the arms of a study come to their learning rates: by short runs, of a `share` of a full run's steps.
+
+    They try the `rates`, where those are named, else the `factors` of the rate of `base`, scaled to the batch.
+    """
 
     base: RunConfig
-    """Its rate, scaled to the batch, is where a search starts."""
     share: float
-    """Of a full run's steps."""
     rates: Sequence[float]
-    """To search and not to go beyond, where they are named."""
     factors: Sequence[float]
-    """Else these multiples of the start."""
 
     def of(self, batch: int, steps: int) -> Json:
         """What an arm of so many steps has besides a course."""
@@ -175,7 +174,7 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
         args = parser.parse_args(shlex.split(options))
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    own, recipe = chosen_settings(args), args.recipe or recipe
+    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
     refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
@@ -372,12 +371,6 @@ def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) ->
 # --- Runs ---
 
 
-def planned_runs(kept: Kept, out: Path) -> List[PlannedRun]:
-    """All runs, seed by seed, so that what is there when a long comparison is cut off can be compared."""
-    minutes = kept.asked["budget"]["amount"]  # of that kind where a course has no steps
-    return [planned_run(course, seed, out, minutes=minutes) for seed in kept.seeds for course in kept.plan]
-
-
 def planned_run(
     course: Course, seed: int, out: Path, *, minutes: float = 0.0, rate: Optional[float] = None, search: bool = False
 ) -> PlannedRun:
@@ -443,8 +436,8 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
             )
     first = next(iter(configs), None)
     problems += [
-        f"runs must share their {name}, got {_words(getattr(configs[first], name))} in {first} and "
-        f"{_words(getattr(config, name))} in {folder}; compare runs of one split"
+        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
+        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
         for folder, config in configs.items()
         for name in SHARED
         if getattr(config, name) != getattr(configs[first], name)
@@ -480,10 +473,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _without(settings: Dict[str, Any], names: Sequence[str]) -> Dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in names}
-
-
-def _words(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value) or "none"
 
 
 def _arm_as_course(arm: Json, validations: int) -> Json:

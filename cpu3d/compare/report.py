@@ -4,18 +4,19 @@ Every table is made of the results as compare.json and the records hold them, so
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, List, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
 
 from cpu3d.compare.plan import Course, Json, Kept
 from cpu3d.compare.run import Evaluation, Trial, rate_beyond
-from cpu3d.compare.statistics import COSTS, MEAN, Comparison, RunResult, compare, counts, millions, with_mean
+from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
 from cpu3d.data.words import by, count
 from cpu3d.inference.evaluate import UNTOUCHED, warning
@@ -25,7 +26,7 @@ from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, versions
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.figure import PALETTE
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table
 
@@ -178,14 +179,6 @@ def results_tables(results: Json, tolerance_mm: float) -> List[Table]:
 # --- What is published ---
 
 
-class Section(NamedTuple):
-    """A part of the page."""
-
-    heading: str
-    tables: Sequence[Table] = ()
-    figures: Sequence[Tuple[str, bytes]] = ()
-
-
 def publish(
     comparison: Comparison,
     kept: Kept,
@@ -233,8 +226,8 @@ def publish(
 
 def page_sections(
     comparison: Comparison, results: Json, store: Optional[Store], evaluation: Evaluation, budget: str, out: Path
-) -> List[Section]:
-    """What was compared, what came out, what it cost, where it went wrong. Folders in `out` are named from there."""
+) -> List[Tuple[str, List[Table], Figures]]:
+    """(heading, tables, figures) of what was compared, came out and cost. Folders in `out` are named from there."""
     config = comparison.runs[comparison.baseline][0].config
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     facts = (
@@ -250,45 +243,18 @@ def page_sections(
     hosts = [dict(pairs) for pairs in {tuple(flat(run.host)): 0 for run in runs if run.host}]
     about = [pair for one in (*hosts, versions()) for pair in flat(one)]
     scores, *tables = results_tables(results, evaluation.tolerance_mm)
-    forests = [forest(results, metric) for metric in comparison.metrics] if results["differences"] else []
+    more = [Table(("variant", "seed", "folder"), rows, names=3), Table(("", ""), about, names=2)]
     sections = [
-        Section("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)]),
-        Section("Scores and differences", [scores, *tables[:-1]], [*case_strips(comparison), *forests]),
-        Section("Learning, a line a run", figures=learning_curves(comparison)),
-        Section("Costs", tables[-1:]),
-        Section(
-            "Runs and hosts", [Table(("variant", "seed", "folder"), rows, names=3), Table(("", ""), about, names=2)]
-        ),
+        ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
+        ("Scores and differences", [scores, *tables[:-1]], case_strips(comparison)),
+        ("Learning, a line a run", [], learning_curves(comparison)),
+        ("Costs", tables[-1:], []),
+        ("Runs and hosts", more, []),
     ]
-    return [section for section in sections if section.tables or section.figures]
+    return [section for section in sections if any(section[1:])]
 
 
 # --- Pictures ---
-
-
-def forest(results: Json, metric: str) -> Tuple[str, bytes]:
-    """Every difference to the baseline with its interval, a line each; 0 is the baseline; what is filled counts."""
-    rows = [(variant, *one) for variant, regions in results["differences"].items() for one in regions.items()]
-    colours, of = _colours(results["variants"]), METRICS[metric]
-    figure = new_figure(3.9, 0.9 + 0.26 * len(rows))
-    axes = figure.add_subplot()
-    axes.axvline(0, color="#222222", linewidth=1)
-    for y, (variant, region, metrics) in enumerate(rows):
-        one, colour = metrics[metric], colours[variant]
-        if one["interval"]:
-            axes.plot(one["interval"], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-        style = {"marker": "D" if region == MEAN else "o", "markerfacecolor": colour if counts(one) else "white"}
-        axes.plot([one["mean"]], [y], color=colour, markersize=6, **style)
-    names = [f"{variant}  {region}" if len(results["variants"]) > 2 else region for variant, region, _ in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, -0.01), max(high, 0.01))  # 0 is in it, and differences of nothing stay small
-    better, unit = "better" if of.larger_is_better else "worse", f" in {of.unit}" if of.unit else ""
-    axes.set_xlabel(f"difference to {results['baseline']}{unit}; right of 0 is {better}", fontsize=8)
-    plain(axes, f"Difference in {of.label}")
-    figure.tight_layout(pad=0.6)
-    return f"Difference in {of.label}", png(figure)
 
 
 def case_strips(comparison: Comparison) -> Figures:
@@ -303,7 +269,7 @@ def case_strips(comparison: Comparison) -> Figures:
 
 def learning_curves(comparison: Comparison) -> Figures:
     """Validation Dice over voxels seen and over seconds, a line a run; none without validations."""
-    colours, found = _colours(comparison.runs), []
+    colours, found = dict(zip(comparison.runs, itertools.cycle(PALETTE))), []
     runs = [run for of_variant in comparison.runs.values() for run in of_variant if run.curve]
     for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)) if runs else ():
         lines, named = [], set()
@@ -356,8 +322,8 @@ def _study_as_comparison(record: Json) -> Json:
                 region: {metric: dict(enumerate(run[metric][region])) for metric in ("dice", "hd95_mm")}
                 for region in run["dice"]
             }
-            costs = {"steps": arm["steps"], "train_peak_bytes": run["peak_bytes"], "case_predict_s": run["predict_s"]}
-            costs.update(step_s=run["step_s"], train_s=run["train_s"])
+            costs = {name: run[name] for name in ("step_s", "train_s")}
+            costs.update(steps=arm["steps"], train_peak_bytes=run["peak_bytes"], case_predict_s=run["predict_s"])
             results.append(RunResult(name, run["seed"], with_mean(scores), costs))
     return {
         "title": record["title"],
@@ -387,11 +353,6 @@ def _record(comparison: Comparison, kept: Kept, store: Store, budget: str) -> Js
         "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
         **(kept.results or {}),
     }
-
-
-def _colours(variants: Iterable[str]) -> Dict[str, str]:
-    """The colour of each variant in every picture."""
-    return {name: PALETTE[position % len(PALETTE)] for position, name in enumerate(variants)}
 
 
 def _spread(score: Mapping[str, Optional[float]], metric: str) -> str:

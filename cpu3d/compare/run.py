@@ -15,7 +15,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from rich.console import Console
 
@@ -37,8 +37,7 @@ EXTENSIONS = 2
 """How often a search goes on beyond its range."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """How runs are scored."""
 
     split: str = UNTOUCHED
@@ -55,9 +54,7 @@ class PlannedRun:
     options: Tuple[str, ...]
     """Of `train`, all but --store and --run; --seed and --steps, or --budget-minutes, are among them."""
 
-    @property
-    def name(self) -> str:
-        """For people."""
+    def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
 
     @property
@@ -68,14 +65,12 @@ class PlannedRun:
         return load_config(self.folder).steps if (self.folder / "config.json").is_file() else 0
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A run without a result."""
+class Failed(NamedTuple):
+    """A run without a result, and why in a few words, without paths."""
 
     variant: str
     seed: int
     why: str
-    """In a few words, without paths."""
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}, is left out: {self.why}."
@@ -88,8 +83,6 @@ class RunFailedError(InputError):
         super().__init__(problem)
         self.exit_code, self.why = exit_code, why
         """In a few words, without paths."""
-        self.run: Optional[PlannedRun] = None
-        """The run that failed, where it was one."""
 
     @property
     def diverged(self) -> bool:
@@ -110,22 +103,19 @@ def carry_out(
 
     What the processes say is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's. The
     first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried again.
-    With `keep_going` the others are still done and the failed ones are returned; only where all fail the first one's
+    With `keep_going` the others are still done and the failed ones are returned; only where all fail the last one's
     error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
     """
-    errors: List[RunFailedError] = []
+    failed: List[Failed] = []
     for number, run in enumerate(runs, 1):
         try:
-            _carry_out(run, f"{number}/{len(runs)} {run.name}", store, out, evaluation, force)
+            _carry_out(run, f"{number}/{len(runs)} {run}", store, out, evaluation, force)
         except RunFailedError as error:
-            error.run = run
-            if not keep_going:
+            failed.append(Failed(run.variant, run.seed, error.why))
+            if not keep_going or len(failed) == len(runs):
                 raise
             _say(f"error: {error}")
-            errors.append(error)
-    if errors and len(errors) == len(runs):
-        raise errors[0]
-    return [Failed(error.run.variant, error.run.seed, error.why) for error in errors if error.run]
+    return failed
 
 
 def evaluate_folder(folder: Path, scored: Path, store: Path, out: Path, evaluation: Evaluation, label: str) -> None:
@@ -232,18 +222,6 @@ def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[fl
     return [found[rate] for rate in sorted(found)]
 
 
-def searched_dice(run: PlannedRun, store: Path, out: Path, *, force: bool = False) -> Optional[float]:
-    """Train one run of a search; its highest mean Dice on the validation cases, None where it diverged."""
-    try:
-        carry_out([run], store, out, force=force)
-    except RunFailedError as error:
-        if error.diverged:
-            return None  # an answer, which is kept, and not a failure of the search
-        raise
-    events = read_events(run.folder)
-    return max((event["mean_dice"] for event in events if event.get("event") == "validation"), default=None)
-
-
 # --- Private helpers ---
 
 
@@ -254,7 +232,7 @@ def _carry_out(
     if is_trained(run):
         _say(f"{label}: trained already")
     elif last and last[0]["event"] == "diverged":
-        problem = f"{run.name} diverged before, on {run.folder}; remove that to try again"
+        problem = f"{run} diverged before, in {run.folder}; remove that to try again"
         raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
     else:
         command = ["train", "--store", str(store), "--run", str(run.folder), *run.options]

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from cpu3d.compare.plan import unpaired
+from cpu3d.compare.plan import Json, unpaired
 from cpu3d.compare.run import Failed, end_of, step_voxels
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
@@ -155,14 +155,11 @@ COSTS = {
 
 
 class Point(NamedTuple):
-    """A validation on the way."""
+    """A validation on the way: after so many voxels, and seconds of steps alone."""
 
     voxels: int
-    """Seen by the network so far."""
     seconds: float
-    """Of steps so far, validation and saving aside."""
     mean_dice: float
-    """Over the validation cases and regions."""
 
 
 @dataclass(frozen=True)
@@ -189,13 +186,7 @@ class RunResult:
 
 
 def read_run(
-    variant: str,
-    seed: int,
-    folder: Path,
-    split: str,
-    *,
-    store: Optional[Store] = None,
-    scored: Optional[Path] = None,
+    variant: str, seed: int, folder: Path, split: str, *, store: Optional[Store] = None, scored: Optional[Path] = None
 ) -> RunResult:
     """Read a run that was trained and scored on `split`.
 
@@ -344,11 +335,7 @@ def compare(
 
 
 def _costs(
-    events: Sequence[Mapping[str, Any]],
-    config: RunConfig,
-    scores: Mapping[str, Any],
-    cores: Optional[int],
-    store: Optional[Store],
+    events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
 ) -> Dict[str, Optional[float]]:
     """What a log and the content of scores.json say of a run's COSTS."""
 

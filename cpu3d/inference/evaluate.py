@@ -44,7 +44,6 @@ from cpu3d.inference.runs import (
     describe,
     joined,
     load_configs,
-    options_from,
     store_of_run,
     trained_predictors,
 )
@@ -54,7 +53,7 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from cpu3d.util.records import plus_minus
 from memory_estimator.files import read_json, typed
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 
 SCHEMA = 1
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, chosen, inference = (options_from(cls, args) for cls in (Options, RunOptions, Inference))
+    options, chosen, inference = (from_args(cls, args, InputError) for cls in (Options, RunOptions, Inference))
     runs = [folder.resolve() for folder in chosen.run]
     configs = load_configs(runs, some_folds=chosen.some_folds)
     if len(runs) > 1 and not options.out:
@@ -166,7 +165,9 @@ def evaluate_split(
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
                 begin = time.monotonic()
-                label = predicted_label(predictor, store.image(record.case_id), record)
+                answers = predictor.probabilities(store.image(record.case_id), record)
+                check_finite(answers, record.case_id)
+                label = label_from_regions(answers, predictor.regions)
                 predicted = time.monotonic()
                 truth = np.asarray(store.label(record.case_id))
                 regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
@@ -203,17 +204,6 @@ def evaluate_split(
         }
         write_json(folder / "scores.json", content)
     return content
-
-
-def predicted_label(predictor: Any, image: np.ndarray, record: CaseRecord) -> np.ndarray:
-    """The painted label `(X, Y, Z)` uint8 of one image `(X, Y, Z, C)`, on its full grid.
-
-    Raises InputError when the network's answer is not finite: such weights know nothing, and an empty prediction would
-    hide it.
-    """
-    answers = predictor.probabilities(image, record)
-    check_finite(answers, record.case_id)
-    return label_from_regions(answers, predictor.regions)
 
 
 def check_finite(answers: np.ndarray, case_id: str) -> None:

@@ -46,7 +46,6 @@ from cpu3d.inference.runs import (
     describe,
     joined,
     load_configs,
-    options_from,
     trained_predictors,
     zeroes_nan,
 )
@@ -54,7 +53,7 @@ from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from memory_estimator.files import read_json
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 
 SCHEMA = 1
@@ -115,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, chosen, inference = (options_from(cls, args) for cls in (Options, RunOptions, Inference))
+    options, chosen, inference = (from_args(cls, args, InputError) for cls in (Options, RunOptions, Inference))
     check_there("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
     writable_folder(options.out, "--out")
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     about = {**(about[0] if len(about) == 1 else {"runs": about}), "weights": chosen.weights}
     cases, problems = find_cases(options.image, predictor.channels, predictor.inputs)
     check_out(options.out, options.image, cases)
-    zero_nan = options_from(ZeroNan, args).zero_nan or zeroes_nan(configs)
+    zero_nan = from_args(ZeroNan, args, InputError).zero_nan or zeroes_nan(configs)
     with_codes: List[Tuple[CaseFiles, Codes]] = []
     for files in cases:
         try:

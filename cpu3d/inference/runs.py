@@ -8,12 +8,11 @@ not seen the case. Logits are averaged over windows and mirror images, probabili
 place where commands that predict set up TensorFlow; importing this does not.
 """
 
-import argparse
 import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -29,7 +28,7 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, Gpu, HostGpus, pick_device, why_no_card
 from cpu3d.settings import AUTO, RunConfig, left_open, load_config
 from cpu3d.util.records import listed
-from memory_estimator.schema import check, given, option
+from memory_estimator.schema import check, option
 
 T = TypeVar("T")
 
@@ -105,13 +104,6 @@ class Inference:
     def to_json(self) -> Dict[str, Any]:
         """What decides the answer: the device changes its last bits alone, so scores do not depend on it."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "device"}
-
-
-def options_from(cls: Type[T], args: argparse.Namespace) -> T:
-    """The options of `cls` that were given. Raises InputError for values out of range."""
-    found = cls(**given(cls, args))
-    check(found, InputError)
-    return found
 
 
 def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:

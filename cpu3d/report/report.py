@@ -17,7 +17,8 @@ from cpu3d.data.labels import region_mask
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import ranked, scores_path, warning
+from cpu3d.inference.evaluate import ranked, scores_path, summary_table, warning
+from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.report import pictures
 from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Line
@@ -82,7 +83,7 @@ def render(files: RunFiles) -> str:
         missing=_missing(files),
         warning=warning(scores["split"]) if scores and not scores["untouched"] else "",
         scores=scores,
-        ranked=ranked(scores["cases"]) if scores else [],
+        score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
         cases=_overlays(files) if scores else [],
         curves=_curves(files.events),
@@ -171,6 +172,25 @@ def _host_table(start: Mapping[str, Any]) -> Table:
     return Table(("", ""), rows, names=2)
 
 
+def _cases_table(scores: Mapping[str, Any]) -> Table:
+    """Every case, worst first."""
+    metrics, regions = metrics_in(scores), list(scores["summary"])
+    rows = []
+    for case in ranked(scores["cases"]):
+        cells = [case["case_id"]]
+        for one in (case["regions"][region] for region in regions):
+            values = [f"{one[name]:.{METRICS[name].digits}f}" for name in metrics]
+            ml = f"{one['truth_ml']:.1f} \u2192 {one['prediction_ml']:.1f}"
+            cells += [values[0] + "*" * bool(one["empty"]), *values[1:], ml]
+        rows.append(cells)
+    headings = [*(METRICS[name].heading for name in metrics), "ml"]
+    return Table(
+        ("case", *(f"{region} {heading}" for region in regions for heading in headings)),
+        rows,
+        caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
+    )
+
+
 def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[str, Any]]) -> Table:
     """Memory and time: what, value, what value it is."""
     steps, end = of_kind(events, "step"), last_end(events)
@@ -243,22 +263,14 @@ def _shape(shape: Any) -> str:
 
 
 def _score_pictures(scores: Mapping[str, Any]) -> Figures:
-    share = {"y_label": "share", "y_range": (-0.02, 1.02)}
-    return [
-        (
-            f"{title} of every case",
-            pictures.strips(
-                {name: [case["regions"][name][metric] for case in scores["cases"]] for name in scores["summary"]},
-                title=title,
-                **axis,
-            ),
-        )
-        for metric, title, axis in (
-            ("dice", "Dice", share),
-            ("hd95_mm", "HD95 (less is better)", {"y_label": "mm", "y_range": (0, None)}),
-            ("surface_dice", f"Surface Dice at {scores['tolerance_mm']:g} mm", share),
-        )
-    ]
+    """Every case as a dot, a picture a metric."""
+    figures = []
+    for name, metric in ((name, METRICS[name]) for name in metrics_in(scores)):
+        values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
+        axis = {"y_label": metric.unit, "y_range": (0, None)} if metric.unit else {"y_range": (-0.02, 1.02)}
+        title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
+        figures.append((f"{title} of every case", pictures.strips(values, title=title, **{"y_label": "", **axis})))
+    return figures
 
 
 def _curves(events: Events) -> Figures:

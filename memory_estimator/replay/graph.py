@@ -1,15 +1,22 @@
-"""The graph that TensorFlow really runs for a traced step, with the shape of every tensor. Nothing is computed.
+"""The graph that TensorFlow really runs for a traced step, with the shape of every tensor, and the order it runs in.
 
 What runs is not what was traced: Grappler folds and reorders, ITEX's and oneDNN's passes fuse and replace kernels. All
 of that happens when a function is instantiated, before its first operation. So the step is called with a
-cancellation that has already happened and with its runtime asked to hand out the graphs it makes.
+cancellation that has already happened and with its runtime asked to hand out the graphs it makes; nothing is computed.
+
+The order, on one inter-op thread, decides how long tensors live: of two gradients that become ready together, the one
+that waits holds its inputs. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPool, which is a stack for a
+thread's own tasks.
 """
 
+import heapq
 import itertools
 import math
+import random
 import re
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
 
@@ -65,6 +72,54 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
 def plain(op: str) -> str:
     """TensorFlow's type of the operation that a replaced kernel stands for: "_ITEXConv3D" -> "Conv3D"."""
     return re.sub("^_(ITEX|MklNative|Mkl)", "", op) if not op.startswith(("_Arg", "_Retval")) else op
+
+
+INLINE = frozenset(
+    (
+        *("Const", "_Arg", "_Retval", "NoOp", "Placeholder", "ControlTrigger", "VarHandleOp", "VariableShape"),
+        *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"),
+        *("Reshape", "ExpandDims", "Squeeze", "Shape", "ShapeN", "Rank", "Size", "BroadcastGradientArgs"),
+    )
+)
+"""Operations whose kernels say `IsExpensive() == false`. All others count as expensive for the first ~90 steps: the
+executor's estimate of their cost starts at 1e8 cycles and is averaged down by a tenth a step to its threshold, 8000."""
+
+
+def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
+    """`nodes` of a graph in the order they run.
+
+    The order in which the graph's inputs are told that they may run comes from a set of addresses: it differs from
+    process to process. Each `chance` is one such order; 0 is the order of the graph.
+
+    What a finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one
+    at once when nothing else is waiting in line, and else from the top of a stack when the line is empty.
+    """
+    nodes = _as_constructed(nodes)
+    successors = _successors(nodes)
+    pending = _pending(nodes)
+
+    def made_ready(done: Node) -> Iterator[Node]:
+        for node in successors[done.name]:
+            pending[node.name] -= 1
+            if not pending[node.name]:
+                yield node
+
+    order: List[Node] = []
+    stack: List[Node] = []
+    first = [node for node in nodes if not pending[node.name]]
+    if chance:
+        random.Random(chance).shuffle(first)
+    line = deque(first)
+    while line or stack:
+        done = line.popleft() if line else stack.pop()
+        order.append(done)
+        expensive = []
+        for node in made_ready(done):
+            (line if node.op in INLINE else expensive).append(node)
+        if expensive and not line:
+            line.append(expensive.pop())
+        stack.extend(expensive)
+    return order
 
 
 # --- Private helpers ---
@@ -192,3 +247,38 @@ def _output(definition: Any, tensor: Any) -> Output:
 def _is_data(dtype: Any) -> bool:
     """Whether tensors of this type live in the allocator's memory: not handles of variables, not strings."""
     return dtype.size > 0
+
+
+def _as_constructed(nodes: Sequence[Node]) -> List[Node]:
+    """Producers first, and of the nodes that could come next the one listed first: how TensorFlow builds a graph.
+
+    A node's readers are told in the order in which they were built.
+    """
+    place = {node.name: index for index, node in enumerate(nodes)}
+    successors, pending = _successors(nodes), _pending(nodes)
+    ready = [index for index, node in enumerate(nodes) if not pending[node.name]]
+    built = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        built.append(node)
+        for reader in successors[node.name]:
+            pending[reader.name] -= 1
+            if not pending[reader.name]:
+                heapq.heappush(ready, place[reader.name])
+    return built
+
+
+def _successors(nodes: Sequence[Node]) -> Dict[str, List[Node]]:
+    """Who is told when a node is done: first the readers of its outputs, then those that only wait for it."""
+    successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
+    for node in nodes:
+        for source, _ in node.inputs:
+            successors[source].append(node)
+    for node in nodes:
+        for source in node.after:
+            successors[source].append(node)
+    return successors
+
+
+def _pending(nodes: Sequence[Node]) -> Dict[str, int]:
+    return {node.name: len(node.inputs) + len(node.after) for node in nodes}

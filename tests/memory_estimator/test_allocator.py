@@ -80,27 +80,6 @@ def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spar
 # --- What becomes resident ---
 
 
-def test_of_a_buffer_that_is_written_in_places_only_these_are_resident():
-    allocator = Allocator()
-    allocator.take("a", 8 * MIB, ((0, 100), (50, 200), (MIB, MIB + 1)))
-    assert lain_in(allocator) == 200 + 1
-
-
-def test_a_programs_use_is_that_of_its_third_step():
-    kept = Tensor("kept", 16 * MIB, "")
-    ops = (
-        StepOp("a", "conv", writes=(Tensor("x", 16 * MIB, ""),), keeps=(kept,)),
-        StepOp("b", "reduce", reads=("x",), scratch=(Tensor("s", SMALL_BYTES - 1, ""),)),
-    )
-    before = (StepOp("make", "update", writes=(Tensor("made", 64 * MIB, ""),)),)
-    found = use(Program((Tensor("tiny", 100, ""), Tensor("weights", 32 * MIB, "")), ops, before))
-    assert found.peak_bytes == (32 + 16 + 16) * MIB
-    assert found.small_bytes == 100
-    # What was made before has gone, and the step lies in its region: 32 and 64, with their tables.
-    assert found.reserved_bytes == (32 + 64) * MIB
-    assert found.resident_bytes == (32 + 64) * MIB * 33 // 32
-
-
 # --- A recorded process ---
 
 

@@ -105,16 +105,6 @@ def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own
         assert said == estimate(job, found.of(engine, dtype))
 
 
-def test_figures_of_another_cpu_or_of_other_threads_are_told_from_measured_ones(mine):
-    here = host(cpu_model="Some CPU", isa=("avx512f",))
-    assert mine.caveats(here) == mine.caveats() == []
-    assert mine.for_threads(2).caveats(here) == []
-    assert mine.for_threads(80).for_threads(40).caveats(here) == ["from 2 threads to 40 by assumption"]
-    assert mine.for_threads(80).for_threads(2).caveats(here) == []
-    (other,) = mine.caveats(host(cpu_model="Xeon", isa=("avx512f",)))
-    assert other == "measured on Some CPU, for Xeon assumed"
-
-
 def test_every_operation_of_every_network_has_costs_in_every_file():
     """Groups come from `timing.group_of`, costs from a file: one without the other is a crash."""
     groups = {"every_op"}

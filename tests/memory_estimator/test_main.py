@@ -201,17 +201,3 @@ def test_an_interruption_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("memory_estimator.__main__.estimate", interrupted)
     assert main(SMALL.split()) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
-
-
-def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "sizes.png"
-    path.write_bytes(b"old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    assert main([*SMALL.split(), "--picture", str(path)]) == 2
-    assert "got No space left on device; choose another" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["sizes.png"]
-    assert path.read_bytes() == b"old"

@@ -146,17 +146,6 @@ class Made:
     step_s: float
 
 
-def test_a_choice_says_why():
-    whole = Priced(JOB).process_peak_bytes
-    reason = lambda budget: fastest_that_fits(JOB, Priced, budget).reason("SO MUCH free")
-    assert reason(whole + 1000) == "the fastest, and fits SO MUCH free"
-    assert reason(whole) == "speed would take up to 8.79 GiB of SO MUCH free"
-    assert reason(whole // 2 + 1000) == (
-        "speed would take up to 8.79 GiB and balanced would take up to 6.59 GiB of SO MUCH free"
-    )
-    assert reason(1) == "none fits SO MUCH free, and this one takes least"
-
-
 def test_changes_are_put_together_where_none_is_enough_alone():
     small = dataclasses.replace(JOB, batch=2, micro_batch=2, unet=dataclasses.replace(JOB.unet, filters=2))
     budget = Priced(small).process_peak_bytes // 3 + 1000

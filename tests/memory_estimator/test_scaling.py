@@ -20,7 +20,6 @@ from memory_estimator.scaling.costs import (
 from memory_estimator.scaling.model import (
     DATA_WAIT_SHARE,
     EXCHANGED_COPIES,
-    MOST_HOSTS,
     Hosts,
     Scaling,
     Training,
@@ -130,14 +129,6 @@ def test_epochs_are_whole_batches_and_a_validation_dealt_to_all():
     assert scaling.point(11).epoch_s is scaling.point(11).total_s is None  # not one batch
 
 
-def test_a_fixed_batch_must_be_dealt_evenly():
-    fixed = Scaling(Work(1.0, 0), FREE, Hosts(workers_per_host=2), batch=12)
-    assert fixed.point(6).batch == 12
-    for hosts in (4, 8):
-        with pytest.raises(ValueError, match=f"multiple of the {2 * hosts} workers, got 12; see --global-batch"):
-            fixed.point(hosts)
-
-
 def test_the_limit_is_where_the_exchange_crosses_its_share():
     # An exchange of 2 (n-1)/n s and 1000/n s of computing: a tenth where 2 (n-1) exceeds a ninth of 1000.
     costs = dataclasses.replace(FREE, endpoint_s_per_byte=1.0)
@@ -145,14 +136,6 @@ def test_the_limit_is_where_the_exchange_crosses_its_share():
     found = fixed.limits()
     assert found == {0.1: 57, 0.5: 502}
     assert Scaling(Work(1.0, 1), FREE, ENDLESS).limits() == {0.1: None, 0.5: None}
-
-
-def test_hours_are_reached_by_the_fewest_hosts():
-    scaling = Scaling(Work(3600.0 / WAIT, 0), FREE, ENDLESS, Training(cases=200_000))
-    assert [scaling.first_within(3600 * hours).hosts for hours in (100_000, 50_001)] == [2, 4]
-    assert scaling.first_within(3600) is None
-    assert scaling.first(lambda point: True).hosts == 1
-    assert scaling.first(lambda point: point.hosts > MOST_HOSTS) is None
 
 
 def test_a_record_gives_its_constants():

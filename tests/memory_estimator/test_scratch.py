@@ -1,13 +1,10 @@
 """oneDNN's buffers by rule against what TensorFlow's profiler recorded with 2, 4 and 8 threads."""
 
-import dataclasses
-
 import pytest
 
 from memory_estimator.step.scratch import (
     FilterGradient,
     filter_gradient_bytes,
-    filter_gradient_touched,
     hidden_filter_gradient_bytes,
     up_convolution_bytes,
 )
@@ -116,16 +113,6 @@ def test_one_threads_buffers_by_hand():
     job = convolution(8, 16, 16)
     maps = 8 * 8 * (8 + 2) * 16 * 2 + 8 * 8 * 8 * 16 * 2
     assert filter_gradient_bytes(job, "bfloat16", 1) == maps + 27 * 16 * 16 * 4 + 8 * KIB
-
-
-def test_what_is_written_lies_within_the_buffer():
-    for threads in (1, 2, 8):
-        for batch in (1, 2, 3):
-            for job in network(64).values():
-                job = dataclasses.replace(job, batch=batch)
-                size = filter_gradient_bytes(job, "bfloat16", threads)
-                for first, last in filter_gradient_touched(job, "bfloat16", threads):
-                    assert 0 <= first <= last <= size
 
 
 MIB = 2**20

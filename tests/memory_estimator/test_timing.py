@@ -59,12 +59,6 @@ def test_a_convolution_takes_its_work_its_kernel_and_the_overhead():
     assert seconds(convolution()) == pytest.approx(2e-3 + 5e-6 + 1e-5)
 
 
-def test_traffic_beyond_the_cache_is_dearer():
-    small, large = (StepOp("n", "norm", ("x",), traffic_bytes=size) for size in (MIB, 2 * MIB))
-    assert seconds(small) == pytest.approx(MIB * 1e-9 + 1e-5)
-    assert seconds(large) == pytest.approx(2 * MIB * 3e-9 + 1e-5)
-
-
 def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
     without = dataclasses.replace(
         CONSTANTS, costs={"stock": {"float32": {**CONSTANTS.speeds("stock", "float32"), "every_op": {"seconds": 0.0}}}}

@@ -1,7 +1,5 @@
 """The step on paper: a small network's by hand, the rules of engines and policies, and measured peaks."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from memory_estimator.step.allocator import use
 from memory_estimator.step.program import requests, timeline
 from memory_estimator.step.scratch import is_narrow, mask_bytes
 from memory_estimator.step.training_step import training_step
-from memory_estimator.step.writer import SLABS
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from tests.memory_estimator.steps import names, op, step, written
 
@@ -71,15 +68,6 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
 
 
 # --- What differs between engines ---
-
-
-def test_itex_takes_scratch_from_the_allocator_and_stock_tensorflow_outside():
-    itex, stock = (step((64, 64, 64), engine=engine, filters=16, dtype="bfloat16") for engine in ("itex", "stock"))
-    for name in ("decoder0_conv2/filter_gradient", "decoder0_up"):
-        assert op(itex, name).scratch
-        assert not op(itex, name).hidden_bytes
-        assert not op(stock, name).scratch
-        assert op(stock, name).hidden_bytes
 
 
 @pytest.mark.parametrize(
@@ -152,22 +140,6 @@ def test_every_program_is_consistent(job):
     assert sum(request.bytes for request in requests(program, 2)) == kept + sum(t.bytes for t in program.resident)
 
 
-@given(JOBS)
-@settings(max_examples=60)
-def test_more_voxels_filters_or_samples_never_mean_fewer_live_bytes(job):
-    x, y, z = job.shape
-    larger = [
-        dataclasses.replace(job, shape=(2 * x, y, z)),
-        dataclasses.replace(job, shape=(x, y, z + 2 * job.unet.divisor)),
-        dataclasses.replace(job, batch=job.batch + 1, micro_batch=job.batch + 1 if job.micro == job.batch else 1),
-    ]
-    if job.unet.norm == "none":
-        # A norm's mask shrinks eightfold where channels fill whole vectors.
-        larger.append(dataclasses.replace(job, unet=dataclasses.replace(job.unet, filters=2 * job.unet.filters)))
-    least = timeline(training_step(job)).peak_bytes
-    assert min(timeline(training_step(each)).peak_bytes for each in larger) >= least
-
-
 # --- Measured ---
 
 BFLOAT16, FLOAT32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
@@ -214,23 +186,6 @@ def test_a_balanced_blocks_backward_pass_makes_the_norm_and_the_up_sampled_map_a
     ]
 
 
-def alive(program, name):
-    """First and last operation that has to do with a tensor."""
-    held = [i for i, each in enumerate(program.ops) if name in (*each.reads, *(made.name for made in each.writes))]
-    return program.ops[held[0]].name, program.ops[held[-1]].name
-
-
-def test_what_a_block_keeps():
-    balanced, lean = step(policy="balanced"), step(policy="lean")
-    assert alive(balanced, "encoder0_conv1")[1] == "encoder0_act1/gradient_below"
-    assert alive(balanced, "encoder0_conv2")[1] == "encoder0_act2/gradient_below"
-    assert alive(balanced, "encoder0_act1")[1] == "encoder0_conv2"
-    assert alive(lean, "encoder0_conv1")[1] == "encoder0_act1"
-    assert alive(lean, "encoder0_act2")[1] == "encoder1_pool/gradient_below"
-    # The up-sampled map goes with the forward convolution that meets it.
-    assert alive(lean, "decoder0_up")[1] == "decoder0_conv1/decoder0_up"
-
-
 def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to_no_scratch():
     speed, lean = (step((32, 32, 32), filters=16, dtype="bfloat16", policy=policy) for policy in ("speed", "lean"))
     whole = op(speed, "decoder0_conv2/filter_gradient")
@@ -241,18 +196,6 @@ def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to
     # The head's kernel has one plane; the up-convolution's gradient goes over the whole volume.
     assert len([name for name in names(lean, "conv_filter_gradient") if name.startswith("head/")]) == 1
     assert op(lean, "decoder0_up/filter_gradient").scratch == op(speed, "decoder0_up/filter_gradient").scratch
-
-
-def test_the_loss_by_slabs_makes_no_float32_map_of_the_whole_grid():
-    program = step(batch=2, outputs=3, dtype="bfloat16", policy="balanced")
-    voxels = 2 * 16**3
-    made = [made for each in program.ops if each.name.startswith("head/loss") for made in each.writes]
-    assert max(made, key=lambda tensor: tensor.bytes).name == "head/loss/gradient"
-    assert written(program, "head/loss/gradient").bytes == voxels * 3 * 2
-    pieces = op(program, "head/loss/gradient").reads
-    assert len(pieces) == 2 * SLABS
-    assert sum(written(program, piece).bytes for piece in pieces) == voxels * 3 * 2
-    assert written(program, "head/loss/sums3/products").bytes == voxels * 3 * 4 // (2 * SLABS)
 
 
 # --- Measured ---

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from memory_estimator.estimate import load_accuracy
 from memory_estimator.job import Job
 from memory_estimator.validation import (
     RESERVE_SHARE,
@@ -15,7 +14,6 @@ from memory_estimator.validation import (
     compare,
     digest,
     job_from,
-    main,
     read_measured,
     spread,
     targets,
@@ -87,14 +85,6 @@ def test_a_record_is_read_as_the_job_that_really_ran(tmp_path):
     assert not one.held_out
     assert other.failure == "exited with -9"
     assert job_from({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"}).engine == "stock"
-
-
-def test_a_record_says_its_policy_and_micro_batch_and_older_ones_computed_the_batch_at_once():
-    older = {name: value for name, value in RECORD.items() if name != "policy"}
-    assert (job_from(older).policy, job_from(older).micro) == ("speed", 2)
-    assert (job_from({**older, "policy": "lean"})).policy == "lean"
-    now = {**older, "unet": {**RECORD["unet"], "policy": "balanced"}, "micro_batch": 1}
-    assert (job_from(now).policy, job_from(now).micro) == ("balanced", 1)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +180,3 @@ def test_the_margin_covers_every_fitted_shape_with_the_reserve_to_spare(errors):
         spared = found.upper_bound(one.process_peak_bytes) - one.measured.process_peak_bytes
         assert spared >= (RESERVE_SHARE - 1e-4) * one.process_peak_bytes
     assert found.margin_share <= max(0, -min(errors)) + RESERVE_SHARE + 0.0075
-
-
-def test_the_digest_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("memory_estimator.validation.read_measured", lambda path: ())
-    monkeypatch.setattr("memory_estimator.validation.compare", lambda measured, predict: [FITTED, pair(GB, GB)])
-    out = tmp_path / "accuracy.json"
-    out.write_text("old")
-    assert main(["r.jsonl", "--out", str(out)]) == 0
-    assert load_accuracy(out).configurations == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["accuracy.json"]

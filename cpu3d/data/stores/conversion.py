@@ -24,7 +24,7 @@ from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problem, labels_in_use
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import atomic_write, remove_partials, write_json
+from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
 from memory_estimator.files import parse_json, read_json, typed
@@ -177,6 +177,23 @@ def convert_all(
     finally:
         sweep(store_dir)
     return records, problems
+
+
+def claim(folder: Path, name: str, content: Dict[str, Any], what: str, **defaults: Any) -> None:
+    """Take an empty folder by writing `content` into its file `name`, or go on with one that has it already.
+
+    `defaults` are fields that the file may lack. Raises InputError where the folder holds something else.
+    """
+    path = folder / name
+    found: Any = "other files"
+    if path.is_file():
+        with contextlib.suppress(ValueError):
+            found = read_json(path)
+        found = {**defaults, **found} if isinstance(found, dict) else found
+    if found != content and (path.is_file() or not is_untouched(folder, name)):
+        raise InputError(f"{what} {folder} must be empty or this very one, {content}, got {found}; choose another")
+    if not path.is_file():
+        write_json(path, content)
 
 
 def sweep(store_dir: Path) -> None:

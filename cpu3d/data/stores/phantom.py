@@ -17,6 +17,7 @@ from typing import Optional, Sequence, Tuple, Union
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
+from cpu3d.data.stores.conversion import claim
 from cpu3d.data.stores.phantom_case import (
     CHANNELS,
     ENHANCING,
@@ -29,11 +30,10 @@ from cpu3d.data.stores.phantom_case import (
 )
 from cpu3d.data.words import by
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.atomic import remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from memory_estimator.files import read_json
 from memory_estimator.schema import add_options, from_args, option
 
 SMALLEST = 24
@@ -84,7 +84,12 @@ def write_phantom(
     _check(cases, shape, seed)
     out = writable_folder(out, "phantom folder")
     with locked(out, "phantom folder"):
-        _claim(out, {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context})
+        identity = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context}
+        claim(out, "phantom.json", identity, "phantom folder", context="none")  # there was no other before it was kept
+        parts = [out / name for name in ("imagesTr", "labelsTr")]
+        for part in parts:
+            part.mkdir(exist_ok=True)
+        remove_partials(out, *parts)
         _write_cases([(out, index, shape, seed, context) for index in range(cases)], workers)
         write_json(out / "dataset.json", _dataset_json(cases, context, shape))
     blind = blind_patch(context, shape)
@@ -109,29 +114,6 @@ def _check(cases: int, shape: Sequence[int], seed: int) -> None:
         problems.append(f"--seed must not be negative, got {seed}; choose another")
     if problems:
         raise InputError(*problems)
-
-
-def _claim(out: Path, identity: dict) -> None:
-    """Take an empty folder, or take up an earlier one of the same phantom; phantom.json says which it is."""
-    path = out / "phantom.json"
-    rule = f"phantom folder {out} must be empty, or the same phantom to be continued"
-    if path.is_file():
-        try:
-            found = read_json(path)
-        except ValueError:
-            found = None
-        if isinstance(found, dict):
-            found.setdefault("context", "none")  # there was no other before there was a choice
-        if found != identity:
-            raise InputError(f"{rule} ({identity}), got {found}; choose another folder")
-    elif not is_untouched(out, path.name):
-        raise InputError(f"{rule}, got other content; choose another folder")
-    parts = [out / name for name in ("imagesTr", "labelsTr")]
-    for part in parts:
-        part.mkdir(exist_ok=True)
-    remove_partials(out, *parts)
-    if not path.is_file():
-        write_json(path, identity)
 
 
 def _write_cases(jobs: Sequence[_Job], workers: int) -> None:

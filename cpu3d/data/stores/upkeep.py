@@ -32,11 +32,10 @@ from cpu3d.data.stores.layouts import (
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.data.words import count
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import versions
-from memory_estimator.files import read_json
 
 # --- New cases ---
 
@@ -289,7 +288,6 @@ def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]
 
 def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
     """Take an empty folder for this conversion, or go on with it. Raises InputError where it holds something else."""
-    path = new_dir / "conversion.json"
     made_of = {
         "schema": SCHEMA,
         "name": store.manifest.name,
@@ -298,19 +296,9 @@ def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
         "scores": settings.scores,
         "crop": settings.crop,
     }
-    found: Any = "other files"
-    if path.is_file():
-        try:
-            found = read_json(path)
-        except ValueError:
-            found = "no JSON"
-    if found != made_of and (path.is_file() or not is_untouched(new_dir, path.name)):
-        rule = f"new store {new_dir} must be empty or this very conversion, {made_of}"
-        raise InputError(f"{rule}, got {found}; choose another")
+    conversion.claim(new_dir, "conversion.json", made_of, "new store")
     sweep(new_dir)
     (new_dir / "cases").mkdir(exist_ok=True)
-    if not path.is_file():
-        write_json(path, made_of)
 
 
 def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, CaseRecord]:

@@ -44,14 +44,15 @@ from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.export.contract import FILES, Contract, require_onnx, usage
 from cpu3d.inference.predict import ZeroNan, channels_of, check_there, find_cases
-from cpu3d.inference.runs import options_from, store_of_run, zeroes_nan
+from cpu3d.inference.runs import store_of_run, zeroes_nan
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.child import ROOT
 from cpu3d.util.lock import locked
 from cpu3d.util.records import versions
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Table
 
 CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"
 
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = options_from(Options, args)
+    options = from_args(Options, args, InputError)
     _check_out(options.out)
     config = load_config(options.run)
     contract = _contract(config, FILES[options.format], options.size)
@@ -119,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if options.format == "savedmodel" else networks.ExactPredictor)(contract.config, weights)
     if options.case:
-        case = _given_case(options.case, own, zero_nan=options_from(ZeroNan, args).zero_nan or zeroes_nan([config]))
+        case = _given_case(
+            options.case, own, zero_nan=from_args(ZeroNan, args, InputError).zero_nan or zeroes_nan([config])
+        )
     else:
         case = _stores_case(config)
     check_fits(case, exact)
@@ -139,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
         if found["passed"]:
             more = {**source, "files": sorted(path.name for path in folder.iterdir()), "verification": found}
             write_json(folder / "export.json", {**_about(contract, options), **more})
-    console.print(_words(found), highlight=False, soft_wrap=True)
+    rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
+    console.print(Table(("", ""), rows, title="Against predict, and the same network in float32").rich())
     if not found["passed"]:
         console.print(f"[bold red]failed: {options.out} has no export.json and is not to be used", soft_wrap=True)
         return 1
@@ -306,18 +310,3 @@ def _about(contract: Contract, options: Options) -> Dict[str, Any]:
         "run": str(options.run.resolve()),
         "versions": {**versions(), **more},
     }
-
-
-def _words(found: Dict[str, Any]) -> str:
-    """The figures of a verification, in words."""
-    if "error" in found:
-        return found["error"]
-    if found["largest_difference"] is None:
-        return f"case {found['case_id']}: the exported network's answer has NaN or infinity in it"
-    different = found["different_labels"]
-    return (
-        f"case {found['case_id']}: probabilities differ by {found['largest_difference']:.2g} at most (allowed:"
-        f" {found['tolerance']:g}) from the same network in float32, by {found['largest_difference_from_predict']:.2g}"
-        f" from predict's; labels in {different['float32']} and {different['predict']} of {found['voxels']} voxels"
-        f" ({found['label_voxels']} labelled)"
-    )

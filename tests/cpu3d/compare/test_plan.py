@@ -61,27 +61,10 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
 
 
 @pytest.mark.parametrize(
-    ("options", "recipe", "common", "whole"),
-    [
-        ("--mode whole", None, {}, True),
-        ("", None, {}, True),
-        ("", "gpu-patch", {}, False),
-        ("--mode whole", "gpu-patch", {}, True),
-        ("--recipe gpu-patch", None, {}, False),
-        ("", None, {"mode": "patch"}, False),
-    ],
-)
-def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, recipe, common, whole):
-    of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
-    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}, recipe).settings
-    assert settings["filters"] == 8
-    assert (set(of_patches) & set(settings)) == (set() if whole else set(of_patches))
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ("--mode half", "variant bad must have options of train.*invalid choice"),
+        ("--mode", "variant bad must have options of train"),
         ("--nonsense 3", "variant bad must have options of train.*unrecognized"),
         ("--recipe 'demo", "variant bad must have options as on a command line"),
         ("--seed 3", "variant bad must be without --seed, got 3"),
@@ -95,12 +78,9 @@ def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options
 def test_what_a_variant_may_not_have_is_told_with_its_name(options, words):
     with pytest.raises(InputError, match=words):
         parse_variant("bad", options, {}, None)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b"])
-def test_a_name_is_one_of_a_folder(name):
-    with pytest.raises(InputError, match="must have a name of letters"):
-        parse_variant(name, "", {}, None)
+    for name in ("", "a/b", "..", ".hidden", "a b"):
+        with pytest.raises(InputError, match="must have a name of letters"):
+            parse_variant(name, "", {}, None)
 
 
 def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
@@ -147,83 +127,47 @@ def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(p
     assert {course["validations"] for course in plan} == {plan[0]["steps"]}
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_variant(make_run):
-    folders = [make_run("whole", 0), make_run("whole", 1), make_run("patch", 0, mode="patch", grid=(8, 8, 8))]
-    assert [(variant, seed) for variant, seed, _ in grouped(folders)] == [("whole", 0), ("whole", 1), ("patch", 0)]
+@pytest.mark.parametrize(
+    ("options", "recipe", "common", "whole"),
+    [
+        ("", None, {}, True),
+        ("--mode whole", "gpu-patch", {}, True),
+        ("--recipe gpu-patch", None, {}, False),
+        ("", None, {"mode": "patch"}, False),
+    ],
+)
+def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, recipe, common, whole):
+    of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
+    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}, recipe).settings
+    assert set(of_patches) & set(settings) == (set() if whole else set(of_patches))
 
 
-def test_variants_of_one_name_are_told_apart(make_run, tmp_path):
+def names(*folders, **more):
+    return [(variant, seed) for variant, seed, _ in grouped(folders, **more)]
+
+
+def test_runs_that_differ_in_their_seed_or_in_how_they_were_computed_are_one_variant(make_run, tmp_path):
+    patch = {"mode": "patch", "grid": (8, 8, 8)}
+    computed = {"policy": "lean", "micro_batch": 1, "validations": 2, "device": "gpu:0", "store": "/elsewhere"}
+    runs = [make_run("whole", 0), make_run("whole", 1, **computed), make_run("patch", 0, **patch)]
+    assert names(*runs) == [("whole", 0), ("whole", 1), ("patch", 0)]
     (tmp_path / "again").mkdir()
-    other = make_run("whole", 0, learning_rate=0.5).rename(tmp_path / "again" / "whole-seed0")
-    assert [variant for variant, _, _ in grouped([make_run("whole", 0), other])] == ["whole", "whole-2"]
+    other = make_run("more", 0, learning_rate=0.5).rename(tmp_path / "again" / "whole-seed0")
+    assert names(runs[0], other) == [("whole", 0), ("whole-2", 0)]
+    by_norm = [make_run(f"by-{n}", 0, norm="batch", batch=4, micro_batch=n) for n in (1, 2)]
+    assert names(*by_norm) == [("by-1", 0), ("by-2", 0)], "batch norm learns what it sees at a time"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"store": "/elsewhere"},
-        {"policy": "lean"},
-        {"micro_batch": 1},
-        {"validate_every": 7, "validations": 2, "patience": 3},
-        {"device": "gpu:0", "read_mode": "ram", "save_minutes": 1.0},
-    ],
-)
-def test_where_and_how_a_run_was_computed_makes_no_variant(make_run, settings):
-    folders = [make_run("whole", 0), make_run("whole", 1, **settings)]
-    assert [(variant, seed) for variant, seed, _ in grouped(folders)] == [("whole", 0), ("whole", 1)]
-
-
-def test_what_batch_norm_sees_at_a_time_makes_one(make_run):
-    folders = [make_run(f"by-{n}", 0, norm="batch", batch=4, micro_batch=n) for n in (1, 2)]
-    assert [variant for variant, _, _ in grouped(folders)] == ["by-1", "by-2"]
-
-
-@pytest.mark.parametrize(
-    ("end", "is_over"),
-    [
-        ({"reason": "finished"}, True),
-        ({"reason": "early stop", "step": 2}, True),
-        ({"reason": "memory", "step": 3}, False),
-        ({"reason": "interrupted", "step": 3}, False),
-        ("none", False),
-    ],
-)
-def test_only_a_run_that_finished_or_stopped_early_was_trained_to_its_end(make_run, end, is_over):
-    folders = [make_run("whole"), make_run("other", learning_rate=0.5, end=end)]
-    if is_over:
-        assert len(grouped(folders)) == 2
-    else:
-        with pytest.raises(InputError, match="other-seed0 must have been trained to its end"):
-            grouped(folders)
-
-
-def test_a_run_that_is_being_trained_is_refused(make_run):
-    folders = [make_run("whole"), make_run("other", learning_rate=0.5)]
-    with locked(folders[1], "run"), pytest.raises(InputError, match=r"other-seed0 must be written by one process"):
-        grouped(folders)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"split_hash": "0123456789ab"}, "share their split_hash, got {own} in .*first.* and 0123456789ab in .*other"),
-        ({"fold": "1/2"}, "share their fold, got none in .* and 1/2 in"),
-        ({"regions": ("WT",)}, "share their regions, got WT, TC, ET in .* and WT in"),
-    ],
-)
-def test_runs_of_other_cases_are_refused_with_both_values(make_run, tiny_store, settings, words):
-    folders = [make_run("first"), make_run("other", scored=False, **settings)]
-    with pytest.raises(InputError, match=words.format(own=tiny_store.manifest.split_hash)):
-        grouped(folders)
-
-
-def test_all_folders_that_are_no_trained_runs_are_named(make_run, tmp_path):
-    with pytest.raises(InputError) as caught:
-        grouped([tmp_path / "nothing", make_run("half", trained=False, scored=False)])
-    assert "nothing must hold a config.json" in caught.value.problems[0]
-    assert "half-seed0 must have been trained" in caught.value.problems[1]
-
-
-def test_two_runs_alike_are_refused(make_run):
+def test_runs_that_cannot_be_compared_are_refused_all_at_once(make_run, tmp_path):
+    first, same, cut = make_run("first"), make_run("same"), make_run("cut", learning_rate=0.5, end="none")
+    early = make_run("early", learning_rate=0.4, end={"reason": "early stop", "step": 2})
+    bare, busy = make_run("bare", trained=False, scored=False), make_run("busy", learning_rate=0.3)
+    fold = make_run("fold", scored=False, fold="1/2")
+    with locked(busy, "run"), pytest.raises(InputError) as caught:
+        grouped([first, early, cut, tmp_path / "none", bare, busy, fold])
+    words = ("trained to its end", "config.json", "checkpoints/best.npz", "one process", "share their fold")
+    assert len(caught.value.problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, caught.value.problems))
+    assert names(first, cut, force=True) == [("first", 0), ("cut", 0)]
     with pytest.raises(InputError, match="alike with seed 0"):
-        grouped([make_run("one"), make_run("two")])
+        grouped([first, same])

@@ -1,6 +1,5 @@
 """The page of a comparison and its tables, of runs and of records."""
 
-import dataclasses
 import json
 import re
 
@@ -32,7 +31,7 @@ def comparison(make_run):
 
 def headings(comparison, store, out):
     sections = page_sections(comparison, comparison.to_json(), store, Evaluation(), "6 epochs each", out)
-    return [section.heading for section in sections]
+    return [heading for heading, _, _ in sections]
 
 
 def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path):
@@ -140,11 +139,11 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store,
 
     kept = Kept({"evaluation": {}}, [0, 1], [])
     how = {"budget": "6 epochs each", "options": Options(out=tmp_path, title="A & B")}
-    report.publish(comparison, kept, tiny_store, dataclasses.replace(Evaluation(), split="val"), tmp_path, **how)
+    report.publish(comparison, kept, tiny_store, Evaluation("val"), tmp_path, **how)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A &amp; B</h1>" in html
     assert "NOT untouched" in html
-    assert html.count('<img src="data:image/png;base64,') == 4 + 3 + 2, "strips, intervals, curves"
+    assert html.count('<img src="data:image/png;base64,') == 4 + 2, "strips, curves"
     assert "<td>runs/patch-seed1</td>" in html, "a page says nothing of the machine"
     assert not re.search(r"<script|url\(|@import|https?://", html)
     assert len(html) < 2e6

@@ -152,7 +152,7 @@ def test_runs_that_were_scored_on_other_cases_are_refused(make_run):
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8, "batch": 2}
 
 
-def test_costs_are_those_of_the_log(make_run, tiny_store):
+def test_costs_are_those_of_the_log(make_run, tiny_store, tmp_path):
     costs = read_run("patch", 0, make_run("patch", **PATCH), "test", store=tiny_store).costs
     assert (costs["steps"], costs["voxels"]) == (4, 4 * 2 * 512)
     assert (costs["step_s"], costs["steps_s"]) == (1.5, 9 + 3 * 1.5)
@@ -161,17 +161,10 @@ def test_costs_are_those_of_the_log(make_run, tiny_store):
     assert (costs["train_s"], costs["validation_s"], costs["core_hours"]) == (36, 1.0, 36 * 2 / 3600)
     assert (costs["train_peak_bytes"], costs["allocator_peak_bytes"]) == (3 * 2**30, None)
     assert costs["predict_peak_bytes"] > 0
-
-
-def test_patches_without_a_store_do_not_tell_what_a_case_costs(make_run):
-    assert read_run("patch", 0, make_run("patch", **PATCH), "test").costs["case_train_s"] is None
-    assert read_run("whole", 0, make_run("whole"), "test").costs["case_train_s"] == 1.5
-
-
-@pytest.mark.parametrize(("device", "expected"), [("gpu:0", (5, None, None)), ("cpu", (None, 5, 0.02))])
-def test_the_memory_of_a_card_is_not_the_host_s(make_run, device, expected):
-    costs = read_run("run", 0, make_run("run", device=device, end={"allocator_peak_bytes": 5}), "test").costs
-    assert (costs["card_peak_bytes"], costs["allocator_peak_bytes"], costs["core_hours"]) == expected
+    assert read_run("patch", 0, tmp_path / "runs/patch-seed0", "test").costs["case_train_s"] is None, "without a store"
+    card = read_run("card", 0, make_run("card", device="gpu:0", end={"allocator_peak_bytes": 5}), "test").costs
+    assert (card["card_peak_bytes"], card["allocator_peak_bytes"], card["core_hours"]) == (5, None, None)
+    assert card["case_train_s"] == 1.5
 
 
 def test_the_end_of_an_earlier_attempt_is_not_the_end(make_run):

@@ -120,36 +120,27 @@ def without_tensorflow(monkeypatch):
     os.environ.update(before)
 
 
-def test_a_thread_count_that_is_no_number_is_refused(without_tensorflow):
-    os.environ["TF_NUM_INTRAOP_THREADS"] = "all"
+@pytest.mark.parametrize(("engine", "onednn"), [(None, "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
+def test_apply_sets_what_is_unset_and_only_onednn_by_the_engine(without_tensorflow, engine, onednn):
+    os.environ.pop("KMP_BLOCKTIME", None)
+    os.environ.update(OMP_NUM_THREADS="5", TF_ENABLE_ONEDNN_OPTS="7")
+    plan = {"KMP_BLOCKTIME": "1", "OMP_NUM_THREADS": "4", "TF_ENABLE_ONEDNN_OPTS": "1"}
+    apply(ThreadPlan(4, 1, 4, plan), engine)
+    assert [os.environ[name] for name in plan] == ["1", "5", onednn]
+
+
+def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
+    for function in (lambda: apply(ThreadPlan(1, 1, 1, {}), "mkl"), lambda: import_tensorflow("mkl")):
+        with pytest.raises(InputError, match="engine must be one of itex, stock, stock-no-onednn, got mkl"):
+            function()
+    with pytest.raises(InputError, match="workers must have"):
+        set_up(local=(0, 100000))
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "all")
     with pytest.raises(InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"):
         import_tensorflow("stock")
-
-
-def test_apply_sets_what_is_unset_and_leaves_the_rest(without_tensorflow):
-    os.environ.pop("KMP_BLOCKTIME", None)
-    os.environ["OMP_NUM_THREADS"] = "5"
-    apply(ThreadPlan(4, 1, 4, {"KMP_BLOCKTIME": "1", "OMP_NUM_THREADS": "4"}))
-    assert (os.environ["KMP_BLOCKTIME"], os.environ["OMP_NUM_THREADS"]) == ("1", "5")
-
-
-@pytest.mark.parametrize(("engine", "onednn"), [(None, "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
-def test_onednn_follows_a_chosen_engine_and_not_the_environment(without_tensorflow, engine, onednn):
-    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "7"
-    apply(ThreadPlan(1, 1, 1, {"TF_ENABLE_ONEDNN_OPTS": "1"}), engine)
-    assert os.environ["TF_ENABLE_ONEDNN_OPTS"] == onednn
-
-
-def test_apply_after_tensorflow_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", object())
     with pytest.raises(RuntimeError, match="before TensorFlow is imported"):
         apply(ThreadPlan(1, 1, 1, {}))
-
-
-@pytest.mark.parametrize("function", [lambda: apply(ThreadPlan(1, 1, 1, {}), "mkl"), lambda: import_tensorflow("mkl")])
-def test_an_unknown_engine_is_refused_with_the_choice(function):
-    with pytest.raises(InputError, match="engine must be one of itex, stock, stock-no-onednn, got mkl"):
-        function()
 
 
 # --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
@@ -221,8 +212,3 @@ def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen():
         ["", ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]],
         ["", ["default", []], ["places: memory not interleaved on NUMA nodes 900-901, the system does not allow it"]],
     ]
-
-
-def test_workers_that_the_host_cannot_be_laid_with_are_refused(without_tensorflow):
-    with pytest.raises(InputError, match="workers must have"):
-        set_up(local=(0, 100000))

@@ -155,18 +155,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     assert joined([three]) is three
 
 
-def test_the_answers_of_the_predictors_are_left_as_they_are(tiny_store):
-    kept = np.full((2, 2, 2, 3), 0.25, np.float32)
-
-    class Constant(FakePredictor):
-        def probabilities(self, image, record, channels=None):
-            return kept
-
-    ensemble = Ensemble([Constant(None, REGIONS, LABELS)] * 2)
-    np.testing.assert_array_equal(ensemble.probabilities(kept, tiny_store.case("a")), 0.25)
-    assert np.all(kept == 0.25)
-
-
 def test_an_image_needs_what_any_of_the_runs_needs_in_the_stores_order():
     stores = ("FLAIR", "T1w", "T1gd", "T2w")
     inputs = (("T1gd",), ("FLAIR",), ("T1gd", "FLAIR"))
@@ -231,9 +219,3 @@ def test_runs_of_another_store_or_split_or_of_other_regions_are_refused(fold_run
     with pytest.raises(InputError) as caught:
         load_configs([first, second])
     assert [problem.split()[:4] for problem in caught.value.problems] == [[name, "of", "run", str(second)]]
-
-
-def test_all_folders_that_are_no_runs_are_listed(tiny_run, tmp_path):
-    with pytest.raises(InputError) as caught:
-        load_configs([tiny_run, tmp_path / "none", tmp_path / "neither"])
-    assert len(caught.value.problems) == 2

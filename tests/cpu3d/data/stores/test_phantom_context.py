@@ -63,7 +63,7 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
     assert json.loads((tmp_path / "p/phantom.json").read_text())["context"] == "count"
     assert len(read_dataset(tmp_path / "p").cases) == 2
     for other in ("none", "landmark"):
-        with pytest.raises(InputError, match="same phantom"):
+        with pytest.raises(InputError, match="must be empty or this very one"):
             write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1, context=other)
     write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1, context="count")
     with pytest.raises(SystemExit):

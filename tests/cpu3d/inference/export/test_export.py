@@ -146,19 +146,9 @@ def test_a_network_that_answers_otherwise_is_told_with_figures_and_gets_no_expor
     monkeypatch.setattr(network, "EPSILON", 0.5)
     code, said = call()
     assert code == 1
-    assert "differ by 0." in said
+    assert "largest difference" in said
     assert "has no export.json" in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["USAGE.md", "model.onnx"]
-
-
-def test_files_that_no_program_can_run_are_told_and_get_no_export_json(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        "cpu3d.inference.export.network.write_onnx", lambda contract, weights, path: path.write_bytes(b"no")
-    )
-    code, said = call()
-    assert code == 1
-    assert "could not be run" in said
-    assert not (tmp_path / "out/export.json").exists()
 
 
 def test_another_size_and_a_case_of_ones_own(call, store, tmp_path):
@@ -261,13 +251,3 @@ def test_a_run_of_a_smaller_resolution_is_refused(call, tiny, tmp_path):
     run.mkdir()
     save_config(dataclasses.replace(load_config(tiny), resolution=0.5), run)
     assert "must have a run of resolution 1, got 0.5" in call(run=run)[1]
-
-
-def test_a_store_with_another_split_is_not_the_run_s(call, tiny, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "checkpoints").symlink_to(tiny / "checkpoints")
-    save_config(dataclasses.replace(load_config(tiny), split_hash="another"), run)
-    said = call(run=run)[1]
-    assert "must have the split another that the run was trained with" in said
-    assert "--case must name a case" in said

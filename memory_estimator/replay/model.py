@@ -10,9 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
-from memory_estimator.replay.graph import executed_graph
+from memory_estimator.replay.graph import executed_graph, execution_order
 from memory_estimator.replay.lifetimes import program_of
-from memory_estimator.replay.schedule import execution_order
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline
 
