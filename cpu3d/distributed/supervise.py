@@ -47,8 +47,8 @@ WORDS = {
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """How a worker ends that was told to."""
 
-SETTLING = (LOST, MemoryRunsOutError.exit_code, *STOPPED[:2])
-"""How a worker ends that has lost another, or has agreed with all to end."""
+AT_ONCE = (InputError.exit_code, DoesNotFitError.exit_code)
+"""How a worker ends that mostly has not begun: then the others wait for it in vain."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,8 @@ class Patience:
 
     poll_s: float = 0.2
     settle_s: float = 8.0
-    """From the first that lost another worker, or ended by agreement, until the others are asked to end: the one that
-    was lost takes a while to end, and the chief saves. After any other failure they are asked at once: one that trains
-    finishes its step in any case, hears of the loss, and saves."""
+    """From the first that failed until the others are asked to end: they hear of it as their exchange fails, and the
+    chief saves. One that computes finishes its step in any case, whatever it is asked."""
     grace_s: float = 3600.0
     """From the request to end to SIGKILL: steps, validations and checkpoints may take long."""
     suspended_s: float = 60.0
@@ -267,7 +266,7 @@ def _watch(
         if failed and not said:
             said = True
             say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
-        waits = [now - worker.ended_s < patience.settle_s and worker.code in SETTLING for worker in failed]
+        waits = [now - worker.ended_s < patience.settle_s and worker.code not in AT_ONCE for worker in failed]
         for worker in left:
             if failed and not all(waits):
                 worker.ask_to_end()

@@ -143,8 +143,7 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
     arrays = SavedArrays(path)
     if arrays.schema != SCHEMA:
-        got = f"got {arrays.schema}; use the version that made it"
-        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, {got}")
+        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {arrays.schema}; use what made it")
     return arrays, arrays.state
 
 
