@@ -56,7 +56,7 @@ def online_cpus(root: Path) -> int:
 
 
 def node_memory(root: Path) -> List[NodeMemory]:
-    """The NUMA nodes whose memory this process may use, by number; all of the machine as node 0 where none is listed."""
+    """The NUMA nodes whose memory this process may use, by number; else all of the machine as node 0."""
     allowed = cpu_list(_fields(_read(root / "proc/self/status")).get("Mems_allowed_list", ""))
     nodes = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
