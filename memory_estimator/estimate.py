@@ -50,7 +50,7 @@ RULES: Dict[str, str] = {
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be told apart
+"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be split
 by level, as in "activations, level 0"."""
 
 NAMED_SINGLY = ("transients", "scratch")
@@ -79,7 +79,7 @@ class Accuracy:
     """The file that the errors were computed from."""
     configurations: int
     """How many measured steps are in it that no constant was fitted to; 0 where nothing was measured, and the figures
-    below are then nobody's errors."""
+    below are then no errors."""
     allocator_peak: Bound
     process_peak: Bound
     step_s: Bound
@@ -87,7 +87,7 @@ class Accuracy:
     """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
     margin_bytes: int
     exceeded: Optional[int] = None
-    """How many of the configurations took more than their upper bound; None where nobody counted."""
+    """How many of the configurations took more than their upper bound; None where that was not counted."""
     mean_slack: Optional[float] = None
     """How far the upper bounds lay above the measured peaks on average, as a share of these."""
 
@@ -232,7 +232,7 @@ def estimate(
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
     upper_bound = accuracy.upper_bound(validated) + _preparation_bytes(job)
-    # What a run has beside its steps and validations and nobody has modelled: mapped pages of the store, its log.
+    # What a run has beside its steps and validations and is not modelled: mapped pages of the store, its log.
     upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes

@@ -152,5 +152,5 @@ def _words(kind: Any) -> str:
 
 
 def _short(content: Any) -> str:
-    told = content if isinstance(content, str) else repr(content)
-    return told if len(told) <= 60 else f"{told[:57]}..."
+    text = content if isinstance(content, str) else repr(content)
+    return text if len(text) <= 60 else f"{text[:57]}..."

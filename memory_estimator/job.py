@@ -172,7 +172,7 @@ BRAIN_BOX = (144, 192, 144)
 136 voxels; the box of a store of one's own is in the first lines of `train`."""
 
 USUAL_PATCH = (128, 128, 128)
-"""nnU-Net's patch for BraTS (Isensee et al. 2021), where nothing is said and no card sets a limit."""
+"""nnU-Net's patch for BraTS (Isensee et al. 2021), where none is given and no card sets a limit."""
 
 
 @dataclass(frozen=True)

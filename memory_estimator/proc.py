@@ -1,6 +1,6 @@
-"""What Linux tells in /proc and /sys of a host's CPUs and memory, and of the limits on them, read here alone.
+"""What Linux states in /proc and /sys of a host's CPUs and memory, and of the limits on them, read here alone.
 
-What it tells of single processes is read where it is asked for. Every reader takes the folder that the host's /proc
+What it states of single processes is read where it is asked for. Every reader takes the folder that the host's /proc
 and /sys lie in, and none fails for a file that is missing, as many are in containers: it answers with the next best
 source, and in the end with what a plain small machine would say.
 """
@@ -14,7 +14,7 @@ class CpuPlace(NamedTuple):
 
     number: int
     core: int
-    """Hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs that are told."""
+    """Hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs."""
     socket: int
     node: int
     """NUMA node."""
@@ -56,7 +56,7 @@ def online_cpus(root: Path) -> int:
 
 
 def node_memory(root: Path) -> List[NodeMemory]:
-    """The NUMA nodes whose memory this process may use, by number; all of the machine as node 0 where none is told."""
+    """The NUMA nodes whose memory this process may use, by number; else all of the machine as node 0."""
     allowed = cpu_list(_fields(_read(root / "proc/self/status")).get("Mems_allowed_list", ""))
     nodes = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
@@ -83,7 +83,7 @@ def available_bytes(memory: Dict[str, int]) -> int:
 
 
 def huge_pages(root: Path) -> str:
-    """Transparent huge pages: "always", "madvise" or "never"; "" where it is not told."""
+    """Transparent huge pages: "always", "madvise" or "never"; "" where it is unknown."""
     chosen = _read(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2]
     return chosen.partition("]")[0]
 
@@ -94,7 +94,7 @@ def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
 
 
 def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """As `memory_limit`, of version 2's memory.high: beyond it nobody is killed, every allocation is made to wait."""
+    """As `memory_limit`, of version 2's memory.high: beyond it no process is killed, but allocations wait."""
     return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
 
 
@@ -111,7 +111,7 @@ def cpu_quota(root: Path) -> Optional[float]:
 
 
 def cache_bytes(root: Path = Path("/")) -> Optional[int]:
-    """The largest cache of the first CPU, the last level's; None where it is not told, as outside Linux."""
+    """The largest cache of the first CPU, the last level's; None where it is unknown, as outside Linux."""
     sizes = []
     for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = _read(path)

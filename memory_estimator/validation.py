@@ -29,7 +29,7 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
 """The record that comes with the project; it may not be there."""
 
 FITTED_VOXELS = 96**3
-"""Constants of a host are fitted to volumes of at most this size; errors are told of larger ones alone."""
+"""Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
 
 TARGETS = {
     "allocator peak, median error": 0.01,

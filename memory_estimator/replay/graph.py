@@ -88,7 +88,7 @@ executor's estimate of their cost starts at 1e8 cycles and is averaged down by a
 def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
     """`nodes` of a graph in the order they run.
 
-    The order in which the graph's inputs are told that they may run comes from a set of addresses: it differs from
+    The order in which the graph's inputs become ready comes from a set of addresses: it differs from
     process to process. Each `chance` is one such order; 0 is the order of the graph.
 
     What a finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one
@@ -252,7 +252,7 @@ def _is_data(dtype: Any) -> bool:
 def _as_constructed(nodes: Sequence[Node]) -> List[Node]:
     """Producers first, and of the nodes that could come next the one listed first: how TensorFlow builds a graph.
 
-    A node's readers are told in the order in which they were built.
+    A node's readers become ready in the order in which they were built.
     """
     place = {node.name: index for index, node in enumerate(nodes)}
     successors, pending = _successors(nodes), _pending(nodes)
@@ -269,7 +269,7 @@ def _as_constructed(nodes: Sequence[Node]) -> List[Node]:
 
 
 def _successors(nodes: Sequence[Node]) -> Dict[str, List[Node]]:
-    """Who is told when a node is done: first the readers of its outputs, then those that only wait for it."""
+    """Who becomes ready when a node is done: first the readers of its outputs, then those that only wait for it."""
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
     for node in nodes:
         for source, _ in node.inputs:

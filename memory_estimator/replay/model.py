@@ -21,7 +21,7 @@ ORDERS = 5
 
 @dataclass(frozen=True)
 class Replay:
-    """One training step, replayed on paper. Where TensorFlow's order is open: the median of those that were tried."""
+    """One training step, replayed. Where TensorFlow's order is open: the median of those that were tried."""
 
     program: Program
     timeline: Timeline
@@ -54,7 +54,7 @@ def estimate_model(
     tf.keras.optimizers.Optimizer. Takes the memory of the weights and of the optimizer's slots.
 
     Raises ValueError for an `engine` ("itex", "stock") that this process does not run, for shapes that do not fit the
-    model, and for a step with loops, whose memory no graph tells.
+    model, and for a step with loops, whose memory cannot be read off a graph.
     """
     import tensorflow as tf
 

@@ -118,12 +118,11 @@ def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
 
 def is_in_place(node: Node) -> bool:
     """Whether the kernel writes over an input: always, or where ITEX's passes saw that nobody else reads its norm's."""
-    told = node.attributes["is_inplace"].b if "is_inplace" in node.attributes else False
-    return node.op in IN_PLACE or told
+    return node.op in IN_PLACE or ("is_inplace" in node.attributes and node.attributes["is_inplace"].b)
 
 
 def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
-    """All outputs of `node`, those included that no shape function tells of."""
+    """All outputs of `node`, with those that no shape function knows."""
     name = plain(node.op)
     if name.startswith("FusedBatchNorm") and "Grad" not in name:
         fused = name == "FusedBatchNormEx"

@@ -219,7 +219,7 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
     """How far predicted steps of several workers on one host are off, as signed shares of the measured ones.
 
     Each is predicted from its own record's one worker and the constants of the *other* records. Where there is no
-    other, they are its own, which flatters; that has to be said with them.
+    other, they are its own, which flatters.
     """
     errors = []
     for record in records:
