@@ -214,12 +214,6 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
         read_scores(scores_path(tiny_run))
 
 
-@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
-def test_a_tolerance_that_is_no_distance_is_refused(tiny_run, trained, tolerance):
-    with pytest.raises(InputError, match="tolerance must be"):
-        evaluate.run(arguments("--run", str(tiny_run), f"--tolerance={tolerance}"))
-
-
 def test_folds_that_cannot_be_scored_together_are_refused_before_a_network_is_loaded(fold_runs, trained, tmp_path):
     runs, out = [str(run) for run in fold_runs("1/3", "3/3")], ("--out", str(tmp_path / "some"))
     for words, problem in (

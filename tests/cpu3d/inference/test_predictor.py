@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data.region import Region, crop, whole
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError
 from cpu3d.inference.predictor import Predictor, over_mirror_images
 from cpu3d.inference.runs import Inference
 from models.unet3d import build_unet3d
@@ -75,16 +75,3 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
         monkeypatch.setattr(predictor, "_network", lambda size: full)
         with pytest.raises(DoesNotFitError, match=f"the prediction of case {record.case_id}, got out of.*{told}"):
             predictor.probabilities(phantom_store.image(record.case_id), record)
-
-
-def test_a_window_that_the_network_cannot_take_is_refused(networks):
-    with pytest.raises(InputError, match=r"--window \(16, 18, 16\) must be divisible by 4"):
-        networks(window=(16, 18, 16))
-    with pytest.raises(InputError, match=r"overlap must be below 1, got 1"):
-        networks(overlap=1)
-
-
-def test_mirror_images_are_refused_for_a_network_that_has_never_seen_any(phantom_store, tmp_path):
-    config = decided(phantom_store, tmp_path, **SMALL, flip=False)
-    with pytest.raises(InputError, match="--flips must come with a run that was trained on mirror images"):
-        Predictor(config, [], Inference(flips=True))
