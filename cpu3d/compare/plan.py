@@ -76,6 +76,9 @@ SAME_VARIANT = {
 }
 """Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
 
+UNEQUAL = 1.1
+"""Times more that one run may have spent than another under what counts as one budget."""
+
 Json = Dict[str, Any]
 
 Resolved = Tuple["Variant", Plan]
@@ -406,10 +409,11 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
     A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
     once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
     regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
-    `force`, for runs that were cut off or stopped, too.
+    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
     """
     problems: List[str] = []
     configs: Dict[Path, RunConfig] = {}
+    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
     for folder in folders:
         try:
             configs[folder] = load_config(folder)
@@ -419,7 +423,11 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
                 )
             with locked(folder, "run"):
                 pass  # else it is being trained, and what is read now is not what it comes to
-            end = (end_of(read_events(folder)) or {}).get("reason", "none")
+            events = read_events(folder)
+            end = (end_of(events) or {}).get("reason", "none")
+            steps = [event for event in events if event.get("event") == "step"]
+            seconds = sum(event.get("step_s", 0.0) for event in steps)
+            spent[folder] = len(steps) * step_voxels(configs[folder]), seconds
         except InputError as error:
             problems += error.problems
             continue
@@ -436,6 +444,12 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
         for name in SHARED
         if getattr(config, name) != getattr(configs[first], name)
     ]
+    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
+        most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
+        words = [
+            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
+        ]
+        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
     if problems:
         raise InputError(*problems)
     return _named(configs)

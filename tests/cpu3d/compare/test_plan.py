@@ -158,6 +158,15 @@ def test_runs_that_differ_in_their_seed_or_in_how_they_were_computed_are_one_var
     assert names(*by_norm) == [("by-1", 0), ("by-2", 0)], "batch norm learns what it sees at a time"
 
 
+def test_unequal_budgets_are_refused_unless_time_was_equal(make_run):
+    """Steps of 1.5 s and a first one of 9 s."""
+    whole, long = make_run("whole", step_s=1.5), make_run("long", learning_rate=0.5, step_s=3.0, batch=2)
+    with pytest.raises(InputError, match=r"must have had one budget, got 0\.03277 million voxels in 18 s in .*long"):
+        grouped([whole, long])
+    assert len(grouped([whole, long], force=True)) == 2
+    assert len(grouped([whole, make_run("other", learning_rate=0.1, batch=2)])) == 2
+
+
 def test_runs_that_cannot_be_compared_are_refused_all_at_once(make_run, tmp_path):
     first, same, cut = make_run("first"), make_run("same"), make_run("cut", learning_rate=0.5, end="none")
     early = make_run("early", learning_rate=0.4, end={"reason": "early stop", "step": 2})
