@@ -25,7 +25,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Result, in_fresh_process, read_options, show
+from cpu3d.bench.harness import Output, Result, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
@@ -46,7 +46,7 @@ from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = read_options(Options, args)
+    options = from_args(Options, args)
     writable_folder(options.out.parent, "folder")
     host, begin, results = read_host(), time.perf_counter(), []
     engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": results[-1][1]["versions"],
         "environment": results[-1][1]["environment"],
     }
-    show(costs_table(constants))
+    Output().publish("calibrate", {}, [costs_table(constants)])
     if left_out:
         print(f"{left_out} networks left out: this host needs more than the time allotted")
     if busy > QUIET:

@@ -1,39 +1,40 @@
-"""Measure training step, data and inference: time, memory, on every engine (the paper's Fig. 2); the estimator by it.
+"""Measure time and memory of the project's parts, each measurement in a fresh process on a quiet machine.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench memory --policies --help
 
-A measurement wants a quiet machine. Every one runs in a fresh process. (`calibrate`, which fits the estimator's
-constants to this host, is a command of its own: every user wants it, these few do.)
+A kind is a module of this folder that has a line `HELP = "..."`, `add_arguments` and `run`.
 """
 
 import argparse
-import inspect
+import importlib
+import re
+from pathlib import Path
+from typing import Any, Dict
 
-from cpu3d.bench import data, faults, memory, scaling, step, tables, windows
 
-KINDS = {
-    "step": (step, step.add_arguments, step.run),
-    "memory": (memory, memory.add_arguments, memory.run),
-    "engines": (step.run_engines, step.add_engine_arguments, step.run_engines),
-    "validate": (memory.run_validate, memory.add_validate_arguments, memory.run_validate),
-    "tables": (tables, tables.add_arguments, tables.run),
-    "data": (data, data.add_arguments, data.run),
-    "windows": (windows, windows.add_arguments, windows.run),
-    "scaling": (scaling, scaling.add_arguments, scaling.run),
-    "faults": (faults, faults.add_arguments, faults.run),
-}
-"""Kind -> what its help is the docstring of, how its options are added, how it is run."""
+def kinds() -> Dict[str, str]:
+    """Kind -> its line of help, read from the modules' text: importing them all would take seconds."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
+    found = {name: re.search(r'^HELP = "(.*)"$', text, re.MULTILINE) for name, text in texts.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+class KindParser(argparse.ArgumentParser):
+    """Takes the options and the description of its kind from the module once it is the one asked for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        module = importlib.import_module(f"cpu3d.bench.{self.prog.split()[-1]}")
+        self.description = module.__doc__
+        module.add_arguments(self)
+        return super().parse_known_args(args, namespace)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
-    for name, (documented, add, run_kind) in KINDS.items():
-        words, style = inspect.getdoc(documented), argparse.RawDescriptionHelpFormatter
-        sub = kinds.add_parser(name, help=words.splitlines()[0], description=words, formatter_class=style)
-        add(sub)
-        sub.set_defaults(bench_run=run_kind)
+    group = parser.add_subparsers(dest="bench", metavar="KIND", required=True, parser_class=KindParser)
+    for name, words in kinds().items():
+        group.add_parser(name, help=words, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def run(args: argparse.Namespace) -> int:
-    return args.bench_run(args)
+    return importlib.import_module(f"cpu3d.bench.{args.bench}").run(args)

@@ -26,7 +26,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, read_options, show, write_bytes
+from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, write_bytes
 from cpu3d.data.files import pages
 from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
@@ -44,8 +44,10 @@ from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.records import read_records, versions
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, option
-from memory_estimator.table import Table
+from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.table import Table, new_console
+
+HELP = "measure how long loading takes: the store against nibabel, with warm and with cold pages"
 
 Row = Dict[str, Any]
 """What one row found: "title", "lines", "targets", "notes"."""
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, output = read_options(Options, args), read_options(Output, args)
+    options, output = from_args(Options, args), from_args(Output, args)
     scale = SMOKE if options.smoke else Scale()
     folder = work_folder(options.workdir)
     if options.clean:
@@ -128,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(row)
         output.publish("data", row, [row_table(row, f"{name}: {row['title']}")])
     if found and not output.json:
-        show(targets_table(found))
+        new_console().print(targets_table(found))
     if output.picture:
         write_bytes(output.picture, draw(newest(read_records(output.record, "data") if output.record else found)))
     for failure in failures:

@@ -4,17 +4,15 @@
     ./run.sh bench faults --kills 60 --seed 1 --workdir faults --record records/faults.jsonl
     ./run.sh bench faults --kills 12 --workers 2 --workdir faults-2 --record records/faults.jsonl
 
-Folder after folder is prepared, or trained on phantoms, by commands that get SIGKILL while they start, compute,
-validate, save or prepare (or one of their workers does) and that are given again until they are done. After each kill
-every checkpoint has to load and none that was logged may be missing; at the end weights, optimizer, averages, best
-weights, every step and validation, or the store's files, have to be the same to the bit. Ends with code 1 where
-anything is not, and then keeps that folder. About 10 s a kill; one that comes too late does not count. A fifth of the
-kills are of `prepare`, none with several workers. One run in four has batch norm.
+Run after run is trained on phantoms by commands that get SIGKILL while they start, compute, validate or save (or one of
+their workers does) and that are given again until they are done. After each kill every checkpoint has to load and none
+that was logged may be missing; at the end weights, optimizer, averages, best weights, every step and validation have to
+be the same to the bit. Ends with code 1 where anything is not, and then keeps that folder. About 10 s a kill; one that
+comes too late does not count. One run in four has batch norm.
 """
 
 import argparse
 import contextlib
-import hashlib
 import json
 import shlex
 import shutil
@@ -29,8 +27,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Output, Result, read_options
-from cpu3d.data.store import open_store
+from cpu3d.bench.harness import Output, Result, host_of
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.errors import InputError
 from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
@@ -41,21 +38,24 @@ from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start
 from cpu3d.util.progress import bar
 from cpu3d.util.records import versions
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
+
+HELP = "kill a small run at random moments and compare what comes of it with an undisturbed one"
 
 STARTING, PREPARING, COMPUTING, VALIDATING, SAVING, ENDED = PHASES = (
     "starting", "preparing", "computing", "validating", "saving", "ended",
 )  # fmt: skip
+"""What a kill can hit; "preparing" stands in older records alone, of killed `prepare` commands."""
 
 WHILE_STARTING = 0.15
-"""Share of the kills of `train` that come before it has begun; the others after."""
+"""Share of the kills that come before training has begun; the others after."""
 
 NORMS = ("instance", "batch", "instance", "instance")
-"""Of one trained folder after the other: batch norm has statistics that move with each step."""
+"""Of one run after the other: batch norm has statistics that move with each step."""
 
-FOLDER_KILLS, IN_VAIN = 5, 10
-"""Most kills of one folder; folders in a row in which no kill came in time, after which the rest is given up."""
+RUN_KILLS, IN_VAIN = 5, 10
+"""Most kills of one run; runs in a row in which no kill came in time, after which the rest is given up."""
 
 CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 10, 3
 
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, output = read_options(Options, args), read_options(Output, args)
+    options, output = from_args(Options, args), from_args(Output, args)
     workdir = writable_folder(options.workdir, "workdir").resolve()
     if any(workdir.iterdir()):
         raise InputError(f"workdir {workdir} must be empty, got other content; choose another, or empty it")
@@ -122,39 +122,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Campaign:
-    """The phantoms, the store and the runs that all is compared with, made undisturbed; and the folders of kills."""
+    """A store of phantoms, the undisturbed runs that others are compared with, and the runs that are killed."""
 
     def __init__(self, folder: Path, workers: int, seed: int):
-        """Makes the first of them below `folder`. Raises InputError where that fails."""
+        """Makes the store and the first undisturbed run below `folder`. Raises InputError where that fails."""
         self.folder, self.workers, self.seed = folder, workers, seed
-        self.log, self.store, self.rng = folder / "output.txt", folder / "store", np.random.default_rng([seed, workers])
-        self.begun_s: Dict[bool, float] = {}
-        self.work_s: Dict[bool, float] = {}
-        """Seconds until the work has begun and from then on, undisturbed: of prepare (False) and of train."""
+        self.log, self.rng = folder / "output.txt", np.random.default_rng([seed, workers])
         write_phantom(folder / "phantom", cases=CASES, shape=SHAPE, seed=0)
-        self._undisturbed("", self.store)
-        self._undisturbed(NORMS[0], self.reference(NORMS[0]))
+        prepare = ["prepare", "--dataset", str(folder / "phantom"), "--store", str(folder / "store")]
+        self._undisturbed(prepare, lambda: True)
+        ended = self._reference(NORMS[0])
+        self.begun_s, self.work_s = ended.begun_s, ended.at_s - ended.begun_s
 
     def run(self, kills: int) -> Result:
         """Kill so many times; returns the content of a record."""
-        begin, folders, done, in_vain = time.monotonic(), [], 0, 0
-        of_prepare, trained = 0 if self.workers > 1 else round(kills / 5), 0
+        begin, lives, done, in_vain = time.monotonic(), [], 0, 0
         with bar("kills", total=kills) as advance:
             while done < kills and in_vain < IN_VAIN:
-                norm = "" if done < of_prepare else NORMS[trained % len(NORMS)]
-                trained += bool(norm)
-                most = min(FOLDER_KILLS, (kills if norm else of_prepare) - done)
-                name = f"{'train' if norm else 'prepare'}-{len(folders) + 1}"
-                folders.append(self._kill_in(self.folder / name, norm, most))
-                landed = len(folders[-1]["kills"])
+                norm = NORMS[len(lives) % len(NORMS)]
+                lives.append(self._kill_in(f"train-{len(lives) + 1}", norm, min(RUN_KILLS, kills - done)))
+                landed = len(lives[-1]["kills"])
                 advance(landed)
                 done, in_vain = done + landed, 0 if landed else in_vain + 1
-        events = read_events(self.reference(NORMS[0]))
-        about = {"workers": self.workers, "seed": self.seed, "steps": STEPS, "cases": CASES, "shape": list(SHAPE)}
+        events = read_events(self.folder / f"reference-{NORMS[0]}")
         return {
-            **about,
+            "workers": self.workers,
+            "seed": self.seed,
+            "steps": STEPS,
+            "cases": CASES,
+            "shape": list(SHAPE),
             "options": RUN,
-            "lives": folders,
+            "lives": lives,
             "missed": kills - done,
             "seconds": time.monotonic() - begin,
             "engine_name": next(event["engine"] for event in events if event["event"] == "start"),
@@ -162,68 +160,59 @@ class Campaign:
             "versions": versions(),
         }
 
-    def reference(self, norm: str) -> Path:
-        """The folder of the run that was trained undisturbed."""
-        return self.folder / f"reference-{norm}"
-
-    def _kill_in(self, folder: Path, norm: str, most: int) -> Result:
-        """One folder through its kills to its end; its part of the record."""
-        begin, kills, problems = time.monotonic(), [], []
-        if norm and not self.reference(norm).is_dir():
-            self._undisturbed(norm, self.reference(norm))
+    def _kill_in(self, name: str, norm: str, most: int) -> Result:
+        """One run through its kills to its end; its part of the record."""
+        begin, folder, reference = time.monotonic(), self.folder / name, self.folder / f"reference-{norm}"
+        kills: List[Result] = []
+        problems: List[str] = []
+        if not reference.is_dir():
+            self._reference(norm)
         for number in range(most + 1):
             tail, victim = Tail(folder), int(self.rng.integers(self.workers))
-            delay_s, is_starting = self.rng.random(), norm and self.rng.random() < WHILE_STARTING
-            # Each attempt gets a part of the way only, so that all kills of a folder find it at work.
-            delay_s *= self.begun_s[True] if is_starting else self.work_s[bool(norm)] / (FOLDER_KILLS + 1)
+            delay_s, is_starting = self.rng.random(), self.rng.random() < WHILE_STARTING
+            # Each attempt gets a part of the way only, so that all kills of a run find it at work.
+            delay_s *= self.begun_s if is_starting else self.work_s / (RUN_KILLS + 1)
             ended = attempt(
                 self._command(norm, folder),
                 self.log,
-                has_begun=None if is_starting else self._has_begun(norm, folder, tail),
+                has_begun=None if is_starting else lambda tail=tail: bool(tail.newest()),
                 delay_s=delay_s if number < most else None,
-                victim=victim if norm and self.workers > 1 else None,
+                victim=victim if self.workers > 1 else None,
             )
             problems += ended.problems
             if not ended.killed:
                 if ended.exit_code != 0:
                     problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see {self.log}")
                 break
-            found, wrong = left_of_run(folder) if norm else left_of_store(folder)
+            found, wrong = left_of_run(folder)
             problems += wrong
             if ended.exit_code == 0:
                 problems.append("the command must not end with code 0 when one of its processes was killed")
-            hit = phase_hit(folder, tail.newest()) if norm else PREPARING
             how = {"victim": victim, "at_s": ended.at_s, "ended_s": ended.ended_s, "exit_code": ended.exit_code}
-            kills.append({"hit": hit, **found, **how})
-        if norm:
-            problems += run_differences(self.reference(norm), folder, KEEP)
-        else:
-            problems += store_differences(self.store, folder)
+            kills.append({"hit": phase_hit(folder, tail.newest()), **found, **how})
+        problems += run_differences(reference, folder, KEEP)
         if not problems:
             shutil.rmtree(folder)
-        named = [f"{folder.name}: {problem}" for problem in problems]
-        about = {"command": "train" if norm else "prepare", "norm": norm, "seconds": time.monotonic() - begin}
-        return {**about, "kills": kills, "problems": named}
+        about = {"command": "train", "norm": norm, "seconds": time.monotonic() - begin}
+        return {**about, "kills": kills, "problems": [f"{name}: {problem}" for problem in problems]}
 
     def _command(self, norm: str, folder: Path) -> List[str]:
-        """What trains a run with a norm, or prepares a store without one, into `folder`."""
-        if not norm:
-            return ["prepare", "--dataset", str(self.folder / "phantom"), "--store", str(folder), "--workers", "2"]
         launch = ["launch", "--workers", str(self.workers)] if self.workers > 1 else []
-        return [*launch, "train", "--store", str(self.store), "--run", str(folder), "--norm", norm, *RUN]
+        return [*launch, "train", "--store", str(self.folder / "store"), "--run", str(folder), "--norm", norm, *RUN]
 
-    def _has_begun(self, norm: str, folder: Path, tail: "Tail") -> Callable[[], bool]:
-        return (lambda: bool(tail.newest())) if norm else (folder / "cases").is_dir
+    def _reference(self, norm: str) -> Ended:
+        folder = self.folder / f"reference-{norm}"
+        tail = Tail(folder)
+        return self._undisturbed(self._command(norm, folder), lambda: bool(tail.newest()))
 
-    def _undisturbed(self, norm: str, folder: Path) -> None:
-        has_begun = self._has_begun(norm, folder, Tail(folder))
-        ended = attempt(self._command(norm, folder), self.log, has_begun=has_begun)
+    def _undisturbed(self, command: Sequence[str], has_begun: Callable[[], bool]) -> Ended:
+        ended = attempt(command, self.log, has_begun=has_begun)
         if ended.exit_code != 0:
             raise InputError(
-                f"{folder.name} without any kill must end well, got {how_ended(ended.exit_code)}; {self.log} ends:\n  "
+                f"{shlex.join(command)} must end well, got {how_ended(ended.exit_code)}; {self.log} ends:\n  "
                 f"{last_words(self.log)}"
             )
-        self.begun_s[bool(norm)], self.work_s[bool(norm)] = ended.begun_s, ended.at_s - ended.begun_s
+        return ended
 
 
 # --- A run seen from outside ---
@@ -234,15 +223,17 @@ class Tail:
 
     def __init__(self, run: Path):
         self._path = Path(run) / "log.jsonl"
-        self._earlier = {line for line in self._lines() if _is_start(line)}
+        self._earlier = set(self._starts())
 
     def newest(self) -> Dict[str, Any]:
         """The last whole line of the log; {} until it has a start that was not there before."""
-        lines = self._lines()
-        if any(_is_start(line) and line not in self._earlier for line in lines):
+        if set(self._starts()) - self._earlier:
             with contextlib.suppress(ValueError):
-                return json.loads(lines[-1])
+                return json.loads(self._lines()[-1])
         return {}
+
+    def _starts(self) -> List[bytes]:
+        return [line for line in self._lines() if line.startswith(b'{"event": "start"')]
 
     def _lines(self) -> List[bytes]:
         with contextlib.suppress(OSError):
@@ -259,14 +250,9 @@ def phase_hit(run: Path, event: Dict[str, Any]) -> str:
         return ENDED
     newest = checkpoints(run)[:1]
     is_unlogged = kind == "step" and bool(newest) and step_of(newest[0]) == step
-    if kind == "validation" or is_unlogged or any(partials(run / "checkpoints")):
+    if kind == "validation" or is_unlogged or _partials(run):
         return SAVING
     return VALIDATING if kind == "step" and step % VALIDATED_EVERY == 0 else COMPUTING
-
-
-def partials(folder: Path) -> List[Path]:
-    """What is being written in a folder, or was when its writer died."""
-    return sorted(Path(folder).glob(".*.partial"))
 
 
 def attempt(
@@ -294,10 +280,11 @@ def attempt(
                     begun_s = at_s
                 if delay_s is not None and begun_s is not None and at_s >= begun_s + delay_s:
                     with contextlib.suppress(psutil.Error):
-                        target, members = _target(process, victim)
+                        members = process.children(recursive=True)
+                        target = process if victim is None else _worker(members, victim)
                         target.kill()
                         at_s, killed = time.monotonic() - begin, True
-                        problems = _wait_until_gone(child, members)
+                        problems = _still_there(child, members)
                 time.sleep(POLL_S)
             child.wait()
             if victim is None:  # one that had ended by then was not killed
@@ -320,8 +307,7 @@ def left_of_run(run: Path) -> Tuple[Dict[str, int], List[str]]:
     """
     problems: List[str] = []
     events, saved = read_events(run), 0
-    logged = [event["step"] for event in events if event["event"] == "step"]
-    saves = [event["step"] for event in events if event["event"] == "checkpoint"]
+    logged, saves = ([event["step"] for event in events if event["event"] == kind] for kind in ("step", "checkpoint"))
     for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
         try:
             load_checkpoint(path)
@@ -334,23 +320,11 @@ def left_of_run(run: Path) -> Tuple[Dict[str, int], List[str]]:
             problems.append(f"the checkpoint taken must be the newest, got {found.path.name}")
     if saved < max(saves, default=0):
         problems.append(f"step {max(saves)} was logged as saved and must be there, got step {saved}")
-    for before, step in zip([0, *logged], logged):
-        if step != before + 1:
-            problems.append(f"logged steps must be 1, 2, 3 and so on, got {step} after {before}")
-            break
+    gaps = [f"{step} after {before}" for before, step in zip([0, *logged], logged) if step != before + 1]
+    if gaps:
+        problems.append(f"logged steps must be 1, 2, 3 and so on, got {gaps[0]}")
     last = logged[-1] if logged else 0
     return {"step": last, "saved_step": saved, "redone": max(last - saved, 0)}, problems
-
-
-def left_of_store(store: Path) -> Tuple[Dict[str, int], List[str]]:
-    """Look at a store after a kill: finished cases, and what is wrong. A manifest means that all is there."""
-    cases = {"cases": len(list((store / "cases").glob("*.json")))}
-    try:
-        if (store / "manifest.json").exists():
-            open_store(store)
-    except InputError as error:
-        return cases, list(error.problems)
-    return cases, []
 
 
 def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
@@ -368,32 +342,14 @@ def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
     if [(event["event"], event.get("reason")) for event in last] != [("end", "finished")]:
         problems.append(f"the log must end with the end, got {last}")
     newest = [newest_checkpoint(folder) for folder in (reference, run)]
-    if None in newest:
-        return [*problems, "both runs must have a checkpoint"]
-    problems += _array_differences("last", *((one.arrays, one.state) for one in newest))
     best = [folder / "checkpoints" / BEST for folder in (reference, run)]
-    if all(path.is_file() for path in best):
-        problems += _array_differences("best", *map(load_checkpoint, best))
-    else:
-        problems.append("both runs must have best weights")
+    if None in newest or not all(path.is_file() for path in best):
+        return [*problems, "both runs must have a checkpoint and best weights"]
+    problems += _array_differences("last", *((one.arrays, one.state) for one in newest))
+    problems += _array_differences("best", *map(load_checkpoint, best))
     if len(checkpoints(run)) > keep:
         problems.append(f"at most {keep} checkpoints must be kept, got {len(checkpoints(run))}")
-    problems += [f"nothing half-written must stay, got {path.name}" for path in partials(run / "checkpoints")]
-    return problems
-
-
-def store_differences(reference: Path, store: Path) -> List[str]:
-    """Files that one of two stores has alone or that differ, by their hash."""
-    wanted, got = (
-        {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).digest()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-        for folder in (reference, store)
-    )
-    names = sorted(name for name in {**wanted, **got} if wanted.get(name) != got.get(name))
-    return [f"file {name} must be as in a store prepared at once" for name in names]
+    return problems + [f"nothing half-written must stay, got {path.name}" for path in _partials(run)]
 
 
 # --- The record as a table ---
@@ -408,68 +364,55 @@ def faults_table(record: Result) -> Table:
         redone = [kill["redone"] for kill in hit if "redone" in kill]
         cells = [f"{statistics.median(redone):g}", str(max(redone))] if redone else ["-", "-"]
         rows += [[phase, str(len(hit)), *cells]] if hit else []
-    host, wrong = record["host"], sum(bool(life["problems"]) for life in record["lives"])
-    title = (
-        f"SIGKILL to one of {record['workers']} workers, seed {record['seed']}, {record['steps']} steps in float32, "
-        f"{host['cores']} cores of {host['cpu']}"
-    )
+    about = f"{record['workers']} workers, seed {record['seed']}, {record['steps']} steps in float32"
+    wrong = sum(bool(life["problems"]) for life in record["lives"])
     caption = (
         f"Folders that lost something or ended otherwise than undisturbed: {wrong} of {len(record['lives'])}; kills "
         f"that came too late each time: {record['missed']}."
     )
-    return Table(("killed while", "kills", "steps done again, median", "most"), rows, title=title, caption=caption)
+    columns = ("killed while", "kills", "steps done again, median", "most")
+    return Table(columns, rows, title=f"SIGKILL to one of {about}, {host_of(record)}", caption=caption)
 
 
 # --- Private helpers ---
 
 
-def _is_start(line: bytes) -> bool:
-    return line.startswith(b'{"event": "start"')
+def _partials(run: Path) -> List[Path]:
+    """Checkpoints that are being written, or were when their writer died."""
+    return sorted((run / "checkpoints").glob(".*.partial"))
 
 
 def _array_differences(name: str, wanted: Tuple[Any, Dict[str, Any]], got: Tuple[Any, Dict[str, Any]]) -> List[str]:
-    (arrays, state), (others, other_state) = wanted, got
-
-    def is_same(key: str) -> bool:
-        one, other = arrays.get(key), others.get(key)
-        if one is None or other is None:
-            return False
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-
-    different = [key for key in sorted({*arrays, *others}) if not is_same(key)]
+    """What differs between two checkpoints, (arrays, state) each; the seconds trained may."""
+    contents = [
+        {key: (array.dtype, array.shape, array.tobytes()) for key, array in checkpoint[0].items()}
+        for checkpoint in (wanted, got)
+    ]
+    different = [key for key in sorted({**contents[0], **contents[1]}) if contents[0].get(key) != contents[1].get(key)]
     problems = []
     if different:
-        problems.append(f"{name}: {len(different)} of {len(arrays)} arrays differ, the first {different[0]}")
-    timeless = [{**one, "trained_s": 0} for one in (state, other_state)]  # no two runs take the same time
-    if timeless[0] != timeless[1]:
-        problems.append(f"{name}: state must be {timeless[0]}, got {timeless[1]}")
+        problems.append(f"{name}: {len(different)} of {len(contents[0])} arrays differ, the first {different[0]}")
+    states = [{**state, "trained_s": 0} for _, state in (wanted, got)]
+    if states[0] != states[1]:
+        problems.append(f"{name}: state must be {states[0]}, got {states[1]}")
     return problems
 
 
-def _target(process: psutil.Process, rank: Optional[int]) -> Tuple[psutil.Process, List[psutil.Process]]:
-    """The process that was started as worker `rank`, or `process` for None; and all below `process`.
-
-    Raises psutil.Error where there is no such worker, yet or any more.
-    """
-    members = process.children(recursive=True)
-    for child in members if rank is not None else ():
+def _worker(members: Sequence[psutil.Process], rank: int) -> psutil.Process:
+    """The process that was started as worker `rank`. Raises psutil.Error where there is none, yet or any more."""
+    for child in members:
         with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError):
             if int(json.loads(child.environ()["TF_CONFIG"])["task"]["index"]) == rank:
-                return child, members
-    if rank is not None:
-        raise psutil.NoSuchProcess(process.pid)
-    return process, members
+                return child
+    raise psutil.NoSuchProcess(0)
 
 
-def _wait_until_gone(child: subprocess.Popen, members: Sequence[psutil.Process]) -> List[str]:
-    """Wait for the command and all that it had started; end by force what does not go, and name it."""
+def _still_there(child: subprocess.Popen, members: Sequence[psutil.Process]) -> List[str]:
+    """Wait for a command and what it had started; end by force what does not go, and name it."""
     problems = []
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(END_S)
-    if child.poll() is None:
-        problems.append(f"the command must end within {END_S:g} s of the kill, it did not")
-        child.kill()
-    for process in psutil.wait_procs(members, timeout=END_S)[1]:
+    for process in [*([child] if child.poll() is None else []), *psutil.wait_procs(members, timeout=END_S)[1]]:
         problems.append(f"process {process.pid} must end within {END_S:g} s of the kill, it did not")
         with contextlib.suppress(psutil.Error):
             process.kill()

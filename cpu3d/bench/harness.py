@@ -15,18 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record
 from memory_estimator.figure import PALETTE, plain
-from memory_estimator.schema import from_args, option
-from memory_estimator.table import Table
+from memory_estimator.schema import option
+from memory_estimator.table import Table, new_console
 
 LOOK_EVERY_S = 0.02
 """Between two looks at a measuring process; a look takes 0.1 ms of another core."""
@@ -79,8 +78,8 @@ class Output:
         """Print, append to the record and draw what was asked for."""
         if self.json:
             print(json.dumps(result))
-        else:
-            show(*tables)
+        for table in () if self.json else tables:
+            new_console().print(table)
         if self.record:
             append_record(self.record, kind, result)
         if self.picture and draw:
@@ -98,20 +97,12 @@ class Turns:
     rounds: int = option(1, "how often, in turn", at_least=1, metavar="N")
 
 
-def read_options(cls: Type[T], args: Namespace, **more: Any) -> T:
-    """`from_args`, with InputError for a value out of range."""
+def valid(read: Callable[..., T], *arguments: Any) -> T:
+    """`read(*arguments)`, with InputError in place of ValueError."""
     try:
-        return from_args(cls, args, **more)
+        return read(*arguments)
     except ValueError as error:
         raise InputError(str(error)) from None
-
-
-def show(*tables: Table) -> None:
-    """Print tables."""
-    from rich.console import Console  # not into the memory of a measuring process
-
-    for table in tables:
-        Console().print(table.rich())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -259,6 +250,23 @@ def with_range(row: Result, name: str) -> str:
 def times(shape: Sequence[int]) -> str:
     """A shape as "240 x 240 x 160"."""
     return " x ".join(map(str, shape))
+
+
+def title_of(result: Result, batch: str = "") -> str:
+    """What step was measured, in one line."""
+    unet, batch = result["unet"], batch or f"batch {result['batch']}"
+    shape = f"{times(result['shape'])} x {unet['channels']}"
+    return f"{shape}, {unet['filters']} filters, {batch}, {unet['dtype']}, {unet['norm']} norm"
+
+
+def host_of(record: Result) -> str:
+    """ "2 cores of AMD EPYC"."""
+    return f"{record['host']['cores']} cores of {record['host']['cpu']}"
+
+
+def deaths(rows: Sequence[Result]) -> str:
+    """A line for each row that has an error."""
+    return "\n".join(f"{row['name']}: {row['error']}." for row in rows if row["error"])
 
 
 def draw_bars(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, read_options, run_together, times
+from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, run_together, times
 from cpu3d.bench.step import StepOptions, add_step_options, made_up, step_request
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
@@ -33,10 +33,12 @@ from cpu3d.settings import RunConfig
 from cpu3d.util.records import versions
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
 from models.config import UNetConfig
+
+HELP = "measure one worker against several on this host: computing and exchanging apart"
 
 GRADIENT_BYTES = 4
 """Gradients are exchanged in float32."""
@@ -72,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options, output = read_options(Options, args), read_options(Output, args)
-    request = step_request(args, read_options(StepOptions, args))
+    options, output = from_args(Options, args), from_args(Output, args)
+    request = step_request(args, from_args(StepOptions, args))
     del request["matmul"], request["threads"]
     topology = read_topology()
     each = cores_each(topology, options.workers, options.cores_per_worker)

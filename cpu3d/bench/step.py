@@ -11,30 +11,25 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
-
-import numpy as np
+from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import Output, Result, Turns
-from cpu3d.errors import InputError
+from cpu3d.bench.harness import Output, Result, Turns, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import versions
-from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
 from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
-from models.config import DTYPES, EPSILON, UNetConfig
+from models.config import DTYPES, UNetConfig
 from models.layer_plan import training_flops
 
 WARM_UP_STEPS = 2
@@ -47,8 +42,7 @@ takes minutes in bfloat16, next to which what settles during the first ones is n
 MATMUL_SIDES = (1024, 2048, 4096)
 """Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
 
-ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
-"""In the order they are measured; the first is the baseline."""
+HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 
 
 @dataclass(frozen=True)
@@ -57,14 +51,6 @@ class StepOptions:
 
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
-
-
-@dataclass(frozen=True)
-class EngineOptions(StepOptions):
-    """The step that is measured on every engine."""
-
-    steps: int = option(3, "steps timed", at_least=1, metavar="N")
-    dtypes: Tuple[str, ...] = option(DTYPES, "dtypes, the first is the baseline's", choices=DTYPES)
 
 
 def add_step_options(parser: argparse.ArgumentParser, *more: type) -> None:
@@ -81,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output, turns = harness.read_options(Output, args), harness.read_options(Turns, args)
-    request = step_request(args, harness.read_options(StepOptions, args), matmul=["before", "after"])
+    output, turns = from_args(Output, args), from_args(Turns, args)
+    request = step_request(args, from_args(StepOptions, args), matmul=["before", "after"])
     harness.check_peers(turns.peer)
     ways = {"": lambda _: harness.in_fresh_process(measure, request)}
     ways.update({command: lambda _, command=command: harness.run_peer(command) for command in turns.peer})
@@ -103,11 +89,8 @@ def step_request(args: argparse.Namespace, options: StepOptions, **more: Any) ->
         args.engine = AUTO  # a job has none that the estimator does not know
     if getattr(args, "dtype", AUTO) == AUTO:
         vars(args).pop("dtype", None)
-    try:
-        whole = source_job(args)
-        job = job_from(args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    whole = valid(source_job, args)
+    job = valid(job_from, args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": getattr(args, "threads", None)}
     return request_for(job, **{**own, "steps": options.steps, "warm_up": options.warm_up, **more})
@@ -128,98 +111,20 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     }
 
 
-def title_of(result: Result, batch: str = "") -> str:
-    """What was measured, in one line."""
-    unet = result["unet"]
-    return (
-        f"{harness.times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, "
-        f"{batch or 'batch ' + str(result['batch'])}, {unet['dtype']}, {unet['norm']} norm"
-    )
-
-
 def _table(result: Result) -> Table:
     peak = result["allocator_peak_bytes"]
-    rows = [
-        ("engine", result["engine_name"]),
-        ("step", f"{harness.with_range(result, 'step_s')} s"),
-        ("rate", f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product"),
-        ("allocator peak", "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB"),
-        ("process peak", f"{result['process_peak_bytes'] / GIB:.2f} GiB"),
+    rows = {
+        "engine": result["engine_name"],
+        "step": f"{with_range(result, 'step_s')} s",
+        "rate": f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product",
+        "allocator peak": "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB",
+        "process peak": f"{result['process_peak_bytes'] / GIB:.2f} GiB",
+    }
+    peers = [
+        (peer["peer"], f"{peer['step_s']:.2f} s, {with_range(peer, 'ratio')} times ours: {peer['options']}")
+        for peer in result["peers"]
     ]
-    for peer in result["peers"]:
-        words = f"{peer['step_s']:.2f} s, {harness.with_range(peer, 'ratio')} times ours: {peer['options']}"
-        rows.append((peer["peer"], words))
-    return Table(("", ""), rows, title=f"Training step, {title_of(result)}", names=2)
-
-
-# --- Every engine ---
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser, EngineOptions, Output)
-
-
-def run_engines(args: argparse.Namespace) -> int:
-    """Time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2.
-
-        ./run.sh bench engines --shape 128 128 128 --picture engines.png
-
-    Engines: stock TensorFlow without oneDNN, stock with oneDNN, and with Intel's extension. A combination that the
-    engine cannot do is shown as such.
-    """
-    output, options = harness.read_options(Output, args), harness.read_options(EngineOptions, args)
-    if hasattr(args, "dtype") or hasattr(args, "engine"):
-        raise InputError("engine and dtype must be left out, got one; --dtypes chooses among the dtypes")
-    requests = {}
-    for engine, dtype in itertools.product(ENGINE_NAMES, options.dtypes):
-        args.dtype = dtype
-        requests[engine, dtype] = step_request(args, options, engine=engine)
-    ways = {name: lambda _, one=one: harness.in_fresh_process(measure, one) for name, one in requests.items()}
-    found, failures = harness.in_turn(ways, 1, "engines")
-    rows = [
-        found[name][0] or {**request, "step_s": None, "error": str(failures[name])}
-        for name, request in requests.items()
-    ]
-    first = rows[0]["step_s"]
-    for row in rows:
-        row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
-    result = {"shape": rows[0]["shape"], "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
-    output.publish("engines", result, [engines_table(result)], lambda: draw_engines(rows))
-    return 0
-
-
-def engines_table(result: Result) -> Table:
-    """Every engine and dtype against the first."""
-    rows = []
-    for row in result["rows"]:
-        cells = ["cannot", "-", "-"]
-        if row["step_s"] is not None:
-            speedup = "-" if row["speedup"] is None else f"{row['speedup']:.1f}"
-            cells = [f"{row['step_s']:.2f}", speedup, f"{row['process_peak_bytes'] / GIB:.1f} GiB"]
-        rows.append([ENGINE_NAMES[row["engine"]], row["unet"]["dtype"], *cells])
-    title = f"{harness.times(result['shape'])}, the same network, each in a fresh process:"
-    return Table(("engine", "dtype", "s a step", "speed-up", "process peak"), rows, title=title, names=2)
-
-
-def draw_engines(rows: Sequence[Result]) -> bytes:
-    """Seconds a step of every engine and dtype that could on a logarithmic axis, as PNG."""
-    done = [row for row in rows if row["step_s"]]
-    seconds = [row["step_s"] for row in done]
-    figure = new_figure(7, 0.5 * len(done) + 1.2)
-    axes = figure.add_subplot()
-    harness.draw_bars(
-        axes, seconds, "seconds a training step (logarithmic)",
-        names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
-        texts=[f"{row['step_s']:.2f} s" + f"  ({row['speedup']:.1f}x)" * bool(row["speedup"]) for row in done],
-        colours=[PALETTE[("float32", "bfloat16").index(row["unet"]["dtype"])] for row in done],
-    )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
-    unet = done[0]["unet"]
-    title = f"3D U-Net, {harness.times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
-    axes.set_title(title, fontsize=10, loc="left")
-    figure.tight_layout(pad=0.6)
-    return png(figure)
+    return Table(("", ""), [*rows.items(), *peers], title=f"Training step, {title_of(result)}", names=2)
 
 
 # --- In the measuring process ---
@@ -233,7 +138,7 @@ def measure(request: Dict[str, Any]) -> Result:
     is the question it must not come before, because the matrices' pages would stay with the process.
 
     With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume.
-    All peaks are read before the products after the steps. With `request["plain"]` the step is the plain Keras graph's.
+    All peaks are read before the products after the steps.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -244,7 +149,7 @@ def measure(request: Dict[str, Any]) -> Result:
     config = RunConfig(
         grid=grid, unet=unet, batch=batch, micro_batch=request["micro_batch"], optimizer=request["optimizer"]
     )
-    learner = (PlainLearner if request.get("plain") else Learner)(config)
+    learner = Learner(config)
     peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
     moments: List[Tuple[str, float, float]] = []
     before, begin = resident(), time.time()
@@ -326,88 +231,3 @@ def _matmul_gflops(tf: Any, dtype: str) -> float:
         if min(seconds) > 0.5:
             break
     return best
-
-
-# --- The plain Keras graph ---
-
-
-class PlainLearner:
-    """The training step as anyone would write it with tf.keras: what memory policies are held against.
-
-    Stands in for `training.learner.Learner`, with the same loss and optimizer, without averaged weights; TensorFlow
-    orders the operations. The batch is computed as a whole.
-    """
-
-    def __init__(self, config: RunConfig):
-        import tensorflow as tf
-
-        from cpu3d.training.learner import optimizer_of
-        from cpu3d.training.losses import dice_cross_entropy
-
-        self.model = build_plain(config.unet, config.grid, config.batch)
-        self.optimizer = optimizer_of(config)
-        variables = self.model.trainable_variables
-        self.optimizer.build(variables)
-
-        @tf.function
-        def train(image, target):
-            with tf.GradientTape() as tape:
-                loss, dice = dice_cross_entropy(target, self.model(image, training=True))
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-            return loss, dice
-
-        self._train = train
-
-    def step(self, parts: Iterator[Tuple[Any, Any]], learning_rate: float) -> Tuple[float, np.ndarray]:
-        """One optimizer step on the next of `parts`: its loss and the Dice of each region."""
-        self.optimizer.learning_rate.assign(learning_rate)
-        loss, dice = self._train(*next(parts))
-        return float(loss), dice.numpy()
-
-
-def has_plain(config: UNetConfig) -> bool:
-    """Whether `build_plain` builds this network."""
-    return config.norm == "instance" and config.up == "transposed" and not config.residual | config.deep_supervision
-
-
-def build_plain(config: UNetConfig, shape: Tuple[int, int, int], batch_size: int) -> Any:
-    """`build_unet3d(config, shape, batch_size)` from single Keras layers, whatever the policy; weights in its order.
-
-    With instance norm and transposed convolutions, without residual blocks and deep supervision: see `has_plain`.
-    """
-    import tensorflow as tf
-
-    from models.layers import precision
-
-    keras, kind = tf.keras.layers, {"dtype": precision(config)}
-
-    class InstanceNorm(keras.Layer):
-        """Each sample of (N, X, Y, Z, C) normalised for itself: the fused batch-norm kernel over one sample."""
-
-        def build(self, input_shape):
-            own = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
-            self.gamma = self.add_weight(name="gamma", initializer="ones", **own)
-            self.beta = self.add_weight(name="beta", initializer="zeros", **own)
-
-        def call(self, x):
-            more = {"epsilon": EPSILON, "data_format": "NDHWC", "is_training": True}
-            fused = tf.compat.v1.nn.fused_batch_norm
-            samples = tf.split(x, x.shape[0]) if x.shape[0] > 1 else [x]
-            found = [fused(one, self.gamma, self.beta, **more)[0] for one in samples]
-            return tf.concat(found, 0) if len(found) > 1 else found[0]
-
-    def block(x, widths):
-        for width in widths:
-            x = keras.Conv3D(width, 3, padding="same", use_bias=False, **kind)(x)
-            x = keras.ReLU(**kind)(InstanceNorm(**kind)(x))
-        return x
-
-    image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype)
-    skips = []
-    for level in range(config.depth):
-        x = block(keras.MaxPool3D(2, **kind)(x) if level else x, config.encoder_widths(level))
-        skips.append(x)
-    for level in reversed(range(config.depth - 1)):
-        up = keras.Conv3DTranspose(config.up_width(level), 2, strides=2, use_bias=False, **kind)(x)
-        x = block(keras.Concatenate(**kind)([skips[level], up]), config.decoder_widths(level))
-    return tf.keras.Model(image, keras.Conv3D(config.outputs, 1, **kind)(x))

@@ -15,23 +15,24 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.bench import data, windows
+from cpu3d.bench import data
+from cpu3d.bench.engines import engines_table
 from cpu3d.bench.faults import faults_table
-from cpu3d.bench.harness import read_options, with_range, write_bytes
-from cpu3d.bench.memory import describe, policies_table
+from cpu3d.bench.harness import host_of, title_of, valid, with_range, write_bytes
+from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
-from cpu3d.bench.step import engines_table, title_of
+from cpu3d.bench.validate import describe
+from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
-from cpu3d.errors import InputError
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import Accuracy, estimate, load_accuracy
+from memory_estimator.estimate import estimate
 from memory_estimator.scaling.costs import read_scaling
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
-from memory_estimator.units import GIB, format_bytes
+from memory_estimator.units import GIB
 from memory_estimator.validation import (
     Measured,
     Row,
@@ -42,6 +43,8 @@ from memory_estimator.validation import (
     spreads,
     targets,
 )
+
+HELP = "make the pages of results from benchmark records"
 
 VALIDATION = "memory.jsonl"
 """In the folder of records: what `bench validate` measured."""
@@ -56,20 +59,18 @@ to the most of the rounds. How each was measured stands in the help of its comma
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page docs/validation.md`: what was measured comes from
-records/memory.jsonl (`bench validate`), what is predicted from the code as it stands. Each configuration ran in a fresh
-process; the peaks are TensorFlow's and the kernel's own counts, the time is the median of the steps from the third on.
-Errors are signed, as shares of what was measured: +2 % is predicted too high.
+Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory.jsonl (`bench validate`)
+and the code as it stands. Errors are signed, as shares of what was measured: +2 % is predicted too high. Of more than
+one run the median size and the worst stand there; of the upper bound how far it is above the process's peak, the mean
+and the least.
 
-Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels. The rules (what
-each operation keeps, the scratch of a kernel, how the allocator grows) are not held out: they were found with runs of
-up to 128^3 voxels in view. For other configurations, expect errors nearer to the worst.
+Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels; the errors in all
+are of the larger ones. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows) are not
+held out: they were found with runs of up to 128^3 voxels in view.
 
 A configuration reads: shape, f(ilters), d(epth), b(atch), c(hannels), k outputs, dtype, engine, norm, optimizer, and
 what differs from the default. Disturbed is a measurement whose steps lie further apart than a tenth of their median.
 """
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = read_options(TableOptions, args)
+    options = from_args(TableOptions, args)
     if options.page:
-        write_bytes(options.page, ("\n".join(page(*validation(options.records), load_accuracy())) + "\n").encode())
+        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
         write_bytes(options.out, text.encode())
@@ -109,33 +110,27 @@ def tables(folder: Path) -> List[str]:
     return lines
 
 
+# --- The validation page ---
+
+
 def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
     """The measured steps, and each beside what the estimator as it stands predicts."""
     # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
     constants = functools.lru_cache(maxsize=None)(shipped_constants)
-    measured = _read(read_measured, folder / VALIDATION)
+    measured = valid(read_measured, folder / VALIDATION)
     return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
 
 
-def page(measured: Sequence[Measured], rows: Sequence[Row], accuracy: Accuracy) -> List[str]:
-    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too.
-
-    `accuracy` is what the rows' upper bounds were made with.
-    """
-    held_out = [row for row in rows if row.measured.held_out]
+def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
+    held_out = sorted(rows, key=lambda row: not row.measured.held_out)
+    cells = [_detail(row) for row in held_out]
+    cells += [(describe(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in measured if one.failure]
     hosts = sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured})
-    margin = f"{_percent(accuracy.margin_share)} of the peak and {format_bytes(accuracy.margin_bytes)}"
-    words = f"Median size and worst error; the upper bound adds {margin}, shown is how far it is above the peak."
-    lines = [*VALIDATION_HEAD.splitlines(), "", f"Measured on {'; '.join(hosts)}.", ""]
-    lines += [f"## Errors of the {len(held_out)} larger configurations", "", words, ""]
-    lines += [*summary_table(held_out).markdown(), "", "## Demanded and found", "", *_target_table(held_out).markdown()]
-    for heading, some in (
-        ("More than 96^3 voxels", held_out),
-        ("96^3 voxels and less", [row for row in rows if not row.measured.held_out]),
-    ):
-        lines += ["", f"## {heading}", "", *_detail_table(some).markdown()]
-    failures = [f"- {describe(one.job)}: {one.failure}" for one in measured if one.failure]
-    return [*lines, "", "## Not measured", "", *failures] if failures else lines
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
+    details = Table((*columns, ""), cells, title=f"Measured on {'; '.join(hosts)}.")
+    summaries = [summary_table([row for row in rows if row.measured.held_out]), _target_table(rows)]
+    return VALIDATION_HEAD.splitlines() + [line for one in (*summaries, details) for line in ("", *one.markdown())]
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
@@ -159,7 +154,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
 def _target_table(rows: Sequence[Row]) -> Table:
     """What is demanded of the errors beside what was found."""
     cells = []
-    for one in targets(rows):
+    for one in targets([row for row in rows if row.measured.held_out]):
         demanded, found = (
             "-" if math.isnan(value) else _percent(value) if one.is_share else f"{value:.0f}"
             for value in (one.demanded, one.found)
@@ -168,31 +163,27 @@ def _target_table(rows: Sequence[Row]) -> Table:
     return Table(("figure", "demanded, at most", "found", ""), cells)
 
 
-def _detail_table(rows: Sequence[Row]) -> Table:
-    """A line for every row: settings, then each figure as measured and the error of what is predicted."""
-    cells = []
-    for row in rows:
-        one, allocator_bytes = row.measured, row.measured.allocator_peak_bytes
-        allocator = "-" if allocator_bytes is None else f"{allocator_bytes / GIB:.3f}"
-        peaks = [allocator, _signed(row.allocator_error), f"{one.process_peak_bytes / GIB:.3f}"]
-        step = [f"{one.step_s:.2f}", f"{_percent(one.step_spread, 0)}{', disturbed' if one.disturbed else ''}"]
-        errors = [_signed(row.process_error), _signed(row.slack)]
-        cells.append((describe(one.job), *peaks, *errors, *step, _signed(row.step_error), ", ".join(row.misses)))
-    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "spread")
-    return Table((*columns, "error", "misses"), cells)
+def _detail(row: Row) -> Sequence[str]:
+    """A configuration: each figure as measured and the error of what is predicted, then what is wrong with it."""
+    one = row.measured
+    allocator = "-" if one.allocator_peak_bytes is None else f"{one.allocator_peak_bytes / GIB:.3f}"
+    process = [f"{one.process_peak_bytes / GIB:.3f}", _signed(row.process_error), _signed(row.slack)]
+    step = [f"{one.step_s:.2f}", _signed(row.step_error)]
+    notes = [f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed
+    return [describe(one.job), allocator, _signed(row.allocator_error), *process, *step, ", ".join(notes)]
 
 
-# --- Sections ---
+# --- Sections of the page of results ---
 
 
-def _each(kind: str, names: Sequence[str], lines: Callable[[Dict[str, Any]], List[str]]) -> Callable[[Path], List[str]]:
-    """A section of the newest record of each job, which the named fields and the CPU tell apart."""
+def _each(kind: str, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> Callable[[Path], List[str]]:
+    """A section with a table of the newest record of each job, which the named fields and the CPU tell apart."""
 
     def section(path: Path) -> List[str]:
         def job(record: Dict[str, Any]) -> str:
             return json.dumps([*(record.get(name, "cpu") for name in names), record["host"]["cpu"]], sort_keys=True)
 
-        return [line for record in newest(read_records(path, kind), job) for line in (*lines(record), "")]
+        return [line for record in newest(read_records(path, kind), job) for line in (*table(record).markdown(), "")]
 
     return section
 
@@ -203,15 +194,15 @@ def _step(path: Path) -> List[str]:
     for peer in record["peers"]:
         name = f"{peer['peer']}, {'compiled' if '--compile' in peer['options'] else 'eager'}"
         rows.append([name, f"{peer['step_s']:.2f}", _gib(peer), with_range(peer, "ratio")])
-    title = f"{title_of(record)}, {record['host']['cores']} cores of {record['host']['cpu']}:"
     rate = (
         f"Our step runs at {record['gflops']:.0f} GFLOP/s, {record['matmul_peak_share']:.0%} of the matrix product of "
         f"this host ({record['matmul_gflops']:.0f})."
     )
+    title = f"{title_of(record)}, {host_of(record)}:"
     return Table(("", "s a step", "process peak", "against ours"), rows, title=title, caption=rate).markdown()
 
 
-def _policies(record: Dict[str, Any]) -> List[str]:
+def _policies(record: Dict[str, Any]) -> Table:
     """The table with what the estimator says now; nothing for an engine that it does not know."""
 
     def predicted(row: Dict[str, Any]) -> Optional[Mapping[str, Any]]:
@@ -221,7 +212,7 @@ def _policies(record: Dict[str, Any]) -> List[str]:
         return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
 
     rows = [{**row, "predicted": predicted(row)} for row in record["rows"]]
-    return policies_table({**record, "rows": rows}).markdown()
+    return policies_table({**record, "rows": rows})
 
 
 def _estimator(path: Path) -> List[str]:
@@ -229,13 +220,8 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
-def _compare(path: Path) -> List[str]:
-    return comparisons_markdown(read_records(path, "compare"))
-
-
-def _windows(record: Dict[str, Any]) -> List[str]:
-    distances = windows.distances_table(record)
-    return [*windows.windows_table(record).markdown(), "", *(distances.markdown() if distances else [])]
+def _comparisons(kind: str) -> Callable[[Path], List[str]]:
+    return lambda path: comparisons_markdown(read_records(path, kind))
 
 
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
@@ -247,19 +233,20 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     ),
     "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
     "data": ("Loading", lambda path: data.page_lines(read_records(path, "data"))),
-    "compare": ("Whole volumes against patches", _compare),
-    "resolutions": (
-        "Resolution, effective batch and learning rate",
-        lambda path: comparisons_markdown(read_records(path, "resolutions")),
-    ),
+    "compare": ("Whole volumes against patches", _comparisons("compare")),
+    "resolutions": ("Resolution, effective batch and learning rate", _comparisons("resolutions")),
     "windows": (
         "One pass against a sliding window",
-        _each("windows", ("name", "cases", "mode", "grid", "unet", "device"), _windows),
+        _each(
+            "windows",
+            ("name", "cases", "mode", "grid", "unet", "device"),
+            windows_table,
+        ),
     ),
-    "scaling": ("Several workers", lambda path: scaling_lines(_read(read_scaling, path))),
+    "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),
     "faults": (
         "Killed at random moments",
-        _each("faults", ("workers",), lambda record: faults_table(record).markdown()),
+        _each("faults", ("workers",), faults_table),
     ),
 }
 """Kind of record, which is its file's name too -> heading and lines."""
@@ -268,21 +255,13 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
 # --- Private helpers ---
 
 
-def _read(read: Callable[[Path], T], path: Path) -> T:
-    """Records as the estimator reads them. Raises InputError for what it cannot read."""
-    try:
-        return read(path)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
 def _gib(row: Dict[str, Any]) -> str:
     size_bytes = row["process_peak_bytes"]
     return "-" if size_bytes is None else f"{size_bytes / GIB:.1f} GiB"
 
 
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f} %"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _signed(share: Optional[float]) -> str:

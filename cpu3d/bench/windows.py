@@ -1,13 +1,12 @@
-"""Whole volumes in one pass against a sliding window over them, with the same network: time, memory, Dice, seams.
+"""Whole volumes in one pass against a sliding window over them, with the same network: time, memory, Dice.
 
     ./run.sh bench windows --run runs/first
     ./run.sh bench windows --run runs/first --window 64 64 64 --window 128 128 128 --overlap 0 0.5 --rounds 3
     ./run.sh bench windows --run runs/first --split val --case BRATS_007 --record records/windows.jsonl
 
 Each way in a fresh process, in turn, round by round; a case's seconds are from its image in memory to its
-probabilities. The difference between a window's probabilities and those of one pass is taken over the brain, by the
-distance to the nearest border of a tile: without overlap that shows the seams, with overlap what blending leaves of
-them. The probabilities lie in the run folder while this runs, 110 MB a case and way of a BraTS grid.
+probabilities. The difference between a window's probabilities and those of one pass is taken over the brain. The
+probabilities lie in the run folder while this runs, 110 MB a case and way of a BraTS grid.
 """
 
 import argparse
@@ -21,7 +20,18 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import HOST_FACTS, Output, Result, in_fresh_process, in_turn, read_options, summary, with_range
+from cpu3d.bench.harness import (
+    HOST_FACTS,
+    Output,
+    Result,
+    deaths,
+    host_of,
+    in_fresh_process,
+    in_turn,
+    summary,
+    valid,
+    with_range,
+)
 from cpu3d.bench.harness import times as by_times
 from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.records import SPLITS
@@ -37,15 +47,14 @@ from cpu3d.plan import usual_patch
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.records import versions
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
-from memory_estimator.units import GIB
+from memory_estimator.units import GIB, count_of
+
+HELP = "measure one pass against a sliding window with the same network: time, memory, Dice"
 
 ONE_PASS = "one pass"
 """The way that all others are measured against."""
-
-DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Voxels to a border that get a row."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output, options = read_options(Output, args), read_options(WindowOptions, args)
+    output, options = from_args(Output, args), from_args(WindowOptions, args)
     config = load_config(options.run.resolve())
     store = store_of_run(config, options.store)
     cases, device = _cases(store, options.split, options.case), pick_device(options.device, "whole", HostGpus())
@@ -116,7 +125,11 @@ def compare_ways(
         for name, inference in ways.items():
             results, window = found[name], inference.window
             places = results[0]["cases"] if results[0] else {}
-            tiles = [len(_tiles(one["size"], inference)) for one in places.values() if window]
+            tiles = [
+                len(patch_grid(whole(tuple(one["size"])), window, inference.overlap))
+                for one in places.values()
+                if window
+            ]
             compared = bool(places) and name != first and bool(found[first][0])
             pair = (answers[first], answers[name])
             rows.append({
@@ -128,7 +141,7 @@ def compare_ways(
                 "rounds": [one and one["seconds"] for one in results],
                 "error": failures[name].reason if name in failures else None,
                 "dice": _dice(answers[name], store, cases, config) if places else None,
-                "difference": _difference(pair, inference, store, places, config) if compared else None,
+                "difference": _difference(pair, store, places, config) if compared else None,
             })  # fmt: skip
     facts = next(one for results in found.values() for one in results if one)
     return {
@@ -186,76 +199,28 @@ def windows_table(record: Result) -> Table:
     """What each way takes, and how far it is off one pass: mean (99th percentile)."""
     rows, regions = [], next((list(row["dice"]) for row in record["rows"] if row["dice"]), [])
     for row in record["rows"]:
-        difference, cells = row["difference"], ["died", *["-"] * 6]
+        difference, cells = row["difference"], ["died", *["-"] * 5]
         if not row["error"]:
             ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
             dice = ", ".join(f"{value:.3f}" for value in (row["dice"] or {}).values()) or "-"
             cells[:4] = with_range(row, "seconds"), ratio, f"{row['process_peak_bytes'] / GIB:.2f}", dice
-            if difference:
-                border = next((_mean_and_p99(one) for one in difference["by_distance"] if one["distance"] == 0), "none")
-                cells[4:] = _mean_and_p99(difference), border, f"{difference['changed_share']:.2%}"
+        if difference:
+            cells[4:] = f"{difference['mean']:.2g} ({difference['p99']:.2g})", f"{difference['changed_share']:.2%}"
         rows.append([row["name"], "-" if row["tiles"] is None else f"{row['tiles']:g}", *cells])
     columns = (
         "", "windows", "s a case", f"against {ONE_PASS}", "process peak, GiB", f"Dice {', '.join(regions)}",
-        "difference", "at a border", "labels changed",
+        "difference", "labels changed",
     )  # fmt: skip
-    unet, grid, count = record["unet"], by_times(record["grid"]), len(record["cases"])
+    unet, grid = record["unet"], by_times(record["grid"])
     trained = f"patches of {grid}" if record["mode"] == "patch" else f"whole volumes, {grid}"
     device = "" if record.get("device", CPU) == CPU else f", on {record['device']}"
     title = (
-        f"{count} case{'s' * (count != 1)} of {record['name']}, a network trained on {trained}: "
-        f"{unet['depth']} levels, {unet['filters']} filters, {unet['dtype']}{device}; "
-        f"{record['engine_name']}, {record['host']['cores']} cores of {record['host']['cpu']}, median of "
-        f"{record['rounds']} round{'s' * (record['rounds'] != 1)} in turn (least to most). The difference is that of "
-        f"the probabilities from {ONE_PASS}, over the brain: mean (99th percentile)."
+        f"{count_of(len(record['cases']), 'case')} of {record['name']}, a network trained on {trained}: "
+        f"{unet['depth']} levels, {unet['filters']} filters, {unet['dtype']}{device}; {record['engine_name']}, "
+        f"{host_of(record)}, median of {count_of(record['rounds'], 'round')} in turn (least to most). The difference "
+        f"is that of the probabilities from {ONE_PASS}, over the brain: mean (99th percentile)."
     )
-    died = "\n".join(f"{row['name']}: {row['error']}." for row in record["rows"] if row["error"])
-    return Table(columns, rows, title=title, caption=died)
-
-
-def distances_table(record: Result) -> Optional[Table]:
-    """The difference by distance to a tile border; None where no way has a border inside a volume."""
-    rows = [row for row in record["rows"] if row["difference"]]
-    found = [{one["distance"]: _mean_and_p99(one) for one in row["difference"]["by_distance"]} for row in rows]
-    # Without a border all is one distance, that of no border at all.
-    found = [places if 0 in places else {} for places in found]
-    lines = [
-        [str(distance), *(places.get(distance, "-") for places in found)]
-        for distance in DISTANCES
-        if any(distance in places for places in found)
-    ]
-    return Table(("voxels to a border", *(row["name"] for row in rows)), lines) if lines else None
-
-
-# --- Distances to tile borders ---
-
-
-def border_distance(shape: Shape3, tiles: Sequence[Region]) -> np.ndarray:
-    """Voxels between each voxel of a volume and the nearest border of a tile: int16 (X, Y, Z), 0 right at a border.
-
-    A border is a plane between two voxels, where a tile begins or ends inside the volume; the volume's own outer faces
-    are none. Tiles are those of a grid, `sampling.patch_grid`, so that each plane cuts the whole volume; they
-    may reach outside of it. Without any plane, as under a single tile, all are as far away as the longest side.
-    """
-    along = []
-    for axis, length in enumerate(shape):
-        voxels, nearest = np.arange(length), np.full(length, max(shape), np.int16)
-        for plane in {edge for tile in tiles for edge in (tile.start[axis], tile.stop[axis]) if 0 < edge < length}:
-            # Of voxels plane - 1 and plane, on its two sides, each is 0 away.
-            nearest = np.minimum(nearest, np.where(voxels < plane, plane - 1 - voxels, voxels - plane))
-        along.append(nearest.astype(np.int16))
-    return np.minimum(np.minimum(along[0][:, None, None], along[1][None, :, None]), along[2][None, None, :])
-
-
-def by_distance(distance: np.ndarray, difference: np.ndarray) -> List[Dict[str, Any]]:
-    """For every distance that occurs the voxels there and the mean, 99th percentile and maximum of their differences.
-
-    `distance` is (N), of N voxels; `difference` (N, R) has R values of each, which count alike.
-    """
-    order = np.argsort(distance, kind="stable")
-    values, first = np.unique(distance[order], return_index=True)
-    groups = np.split(difference[order], first[1:])
-    return [{"distance": int(value), "voxels": len(group), **_figures(group)} for value, group in zip(values, groups)]
+    return Table(columns, rows, title=title, caption=deaths(record["rows"]))
 
 
 # --- Private helpers ---
@@ -269,10 +234,7 @@ def _ways(
     windows = windows or [config.grid if config.is_patch else usual_patch(grid, config.unet.divisor)]
     ways = {ONE_PASS: Inference(one_pass=True)}
     for window in map(tuple, windows):
-        try:
-            config.unet.check_shape(window, "--window")
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        valid(config.unet.check_shape, window, "--window")
         for overlap in overlaps:
             ways[f"{by_times(window)}, overlap {overlap:g}"] = Inference(window=window, overlap=overlap)
     return ways
@@ -292,11 +254,6 @@ def _cases(store: Store, split: str, chosen: Sequence[str]) -> List[str]:
     return wanted
 
 
-def _tiles(size: Sequence[int], inference: Inference) -> Tuple[Region, ...]:
-    """The tiles of a region of `size`, counted from its first voxel."""
-    return patch_grid(whole(tuple(size)), inference.window, inference.overlap)
-
-
 def _dice(folder: Path, store: Store, cases: Sequence[str], config: RunConfig) -> Dict[str, float]:
     """Mean over the cases by region, of the painted labels, as `evaluate` scores them."""
     from cpu3d.inference.evaluate import check_finite  # 20 MiB, not into the memory of a measuring process
@@ -313,38 +270,29 @@ def _dice(folder: Path, store: Store, cases: Sequence[str], config: RunConfig) -
     return {name: statistics.fmean(values) for name, values in scores.items()}
 
 
-def _difference(
-    pair: Tuple[Path, Path], inference: Inference, store: Store, places: Dict[str, Any], config: RunConfig
-) -> Result:
-    """How far two ways' answers are apart over the brains of all cases, in all and by distance to tile borders.
+def _difference(pair: Tuple[Path, Path], store: Store, places: Dict[str, Any], config: RunConfig) -> Result:
+    """How far two ways' answers are apart over the brains of all cases: mean, 99th percentile, maximum, labels.
 
     Takes 4 bytes a brain voxel and region, 20 MB for a BraTS case of three regions.
     """
     regions = {name: config.region_codes[name] for name in config.regions}
-    distances, differences, changed = [], [], 0
+    differences, changed = [], 0
     for case_id, place in places.items():
         region = Region(tuple(place["start"]), tuple(place["size"]))
         brain = crop(np.asarray(store.image(case_id)).any(axis=-1), region)
         one, other = (crop(_answers(folder, case_id), region)[brain] for folder in pair)
-        distances.append(border_distance(region.size, _tiles(region.size, inference))[brain])
         differences.append(np.abs(other - one))
         labels = [label_from_regions(each[:, None, None], regions) for each in (one, other)]
         changed += np.count_nonzero(labels[0] != labels[1])
-    distance, difference = np.concatenate(distances), np.concatenate(differences)
-    share = {"voxels": len(distance), "changed_share": changed / len(distance)}
-    return {**_figures(difference), **share, "by_distance": by_distance(distance, difference)}
+    difference = np.concatenate(differences)
+    return {
+        "mean": float(difference.mean(dtype=np.float64)),
+        "p99": float(np.percentile(difference, 99)),
+        "max": float(difference.max()),
+        "voxels": len(difference),
+        "changed_share": changed / len(difference),
+    }
 
 
 def _answers(folder: Path, case_id: str) -> np.ndarray:
     return np.load(folder / f"{case_id}.npy", mmap_mode="r", allow_pickle=False)
-
-
-def _figures(difference: np.ndarray) -> Dict[str, float]:
-    """Mean, 99th percentile and maximum."""
-    found = difference.mean(dtype=np.float64), np.percentile(difference, 99), difference.max()
-    return dict(zip(("mean", "p99", "max"), map(float, found)))
-
-
-def _mean_and_p99(difference: Result) -> str:
-    """Such as "0.0021 (0.035)"."""
-    return f"{difference['mean']:.2g} ({difference['p99']:.2g})"

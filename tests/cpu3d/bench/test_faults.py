@@ -18,10 +18,8 @@ from cpu3d.bench.faults import (
     attempt,
     faults_table,
     left_of_run,
-    left_of_store,
     phase_hit,
     run_differences,
-    store_differences,
 )
 from cpu3d.training.checkpoint import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event
@@ -148,20 +146,6 @@ def test_after_a_kill_checkpoints_load_and_what_was_logged_as_saved_is_there(tmp
     for name, numbers in (("b", (1, 2, 4)), ("c", (1, 2, 2))):
         log(tmp_path / name, start(), *steps(*numbers))
         assert f"got {numbers[-1]} after 2" in left_of_run(tmp_path / name)[1][0]
-
-
-def test_stores_are_compared_file_by_file(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name / "cases").mkdir(parents=True)
-        (tmp_path / name / "cases" / "one.json").write_text("{}")
-    assert store_differences(tmp_path / "a", tmp_path / "b") == []
-    (tmp_path / "b" / "cases" / "one.json").write_text("{ }")
-    (tmp_path / "b" / "cases" / ".one.npy.x.partial").touch()
-    found = store_differences(tmp_path / "a", tmp_path / "b")
-    assert [problem.split()[1] for problem in found] == ["cases/.one.npy.x.partial", "cases/one.json"]
-    assert left_of_store(tmp_path / "b") == ({"cases": 1}, [])
-    (tmp_path / "b" / "manifest.json").write_text("{")
-    assert left_of_store(tmp_path / "b")[1]
 
 
 def test_options_and_a_folder_that_is_in_use_are_refused(tmp_path, capsys):

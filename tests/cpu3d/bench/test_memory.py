@@ -124,9 +124,7 @@ def compare(monkeypatch):
             return answer
 
         def ours(work, request):
-            plain = request.get("plain", False)
-            assert request["micro_batch"] == (4 if plain else 1)  # the plain graph computes the whole batch
-            seconds, units, process = take("plain Keras" if plain else request["unet"]["policy"])
+            seconds, units, process = take(request["unet"]["policy"])
             return {
                 **HOST,
                 "step_s": seconds,
@@ -145,16 +143,15 @@ def compare(monkeypatch):
 def test_policies_are_compared_within_rounds_and_the_dead_are_rows(compare):
     dead = ProcessFailedError("dead", -9, "")
     answers = {
-        "plain Keras": [dead],
         "speed": [(2, 30, 1024), (4, 31, 2048)],
         "balanced": [(3, 20, 600), (4, 20, 600)],
         "lean": [(4, 10, 500), dead],
         "python /x/peer.py": [{"step_s": 8, "peer": "torch"}, {"step_s": 4, "peer": "torch"}],
         "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
     }
-    result = compare(answers, peers=list(answers)[4:], rounds=2)
+    result = compare(answers, peers=list(answers)[3:], rounds=2)
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["plain Keras", *POLICIES, "torch", "torch python --fast"]
+    assert list(rows) == [*POLICIES, "torch", "torch python --fast"]
     # Relative to speed: 3/2, 4/4; 4/2; 8/2, 4/4.
     assert [rows[name]["ratio"] for name in ("speed", "balanced", "lean", "torch")] == [1, 1.25, 2, 2.5]
     assert (rows["speed"]["units"], rows["speed"]["process_peak_bytes"]) == (31, 2048 * MIB)
@@ -164,8 +161,8 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(compare):
     assert (result["unit_bytes"], result["rounds"], result["engine_name"]) == (UNIT, 2, "TensorFlow")
     table = policies_table(result)
     assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
-    assert ["plain Keras", "-", "-", "-", "died", "-"] in table.rows
-    assert "plain Keras: killed" in table.caption
+    assert ["lean", "-", "-", "-", "died", "-"] in table.rows
+    assert "lean: killed" in table.caption
     assert draw_policies(result).startswith(b"\x89PNG")
 
 

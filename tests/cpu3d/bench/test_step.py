@@ -1,23 +1,19 @@
-"""The trainer's own step is measured, beside peers and engines; the plain Keras graph is the same network."""
+"""The trainer's own step is measured, beside peers and engines; kinds of benchmarks are found by their files."""
 
-import itertools
 import json
 import sys
 
-import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import step
+from cpu3d.bench.command import kinds
+from cpu3d.bench.engines import draw_engines, engines_table
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import PlainLearner, draw_engines, engines_table
-from cpu3d.settings import RunConfig
 from cpu3d.util.records import read_records
-from models.config import UNetConfig
 
 TINY = ["--shape", "16", "16", "16", "--filters", "4", "--depth", "3", "--steps", "2", "--dtype", "float32"]
 PEER = f'{sys.executable} -c "print(\'{{\\"step_s\\": 1000, \\"peer\\": \\"slow one\\"}}\')"'
-GRID = (16, 8, 12)
 
 
 def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
@@ -75,24 +71,9 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
     assert picture.read_bytes() == draw_engines(result["rows"])
 
 
-# --- The plain Keras graph ---
-
-
-def test_a_plain_step_does_what_the_trainer_s_step_does():
-    import tensorflow as tf
-
-    from cpu3d.training.learner import Learner
-
-    config = RunConfig(grid=GRID, unet=UNetConfig(filters=4, depth=3), batch=2, micro_batch=2)
-    ours, plain = Learner(config), PlainLearner(config)
-    plain.model.set_weights(ours.model.get_weights())
-    rng = np.random.default_rng(1)
-    image = tf.constant(rng.normal(size=(2, *GRID, 4)).astype("f4"))
-    parts = itertools.repeat((image, tf.constant(rng.integers(0, 2, (2, *GRID, 3)).astype("u1"))))
-    before = ours.model.get_weights()
-    for _ in range(2):
-        outcome, (plain_loss, plain_dice) = ours.step(parts, 1e-3), plain.step(parts, 1e-3)
-        assert plain_loss == pytest.approx(outcome.loss, rel=1e-4)
-        np.testing.assert_allclose(plain_dice, outcome.dice, rtol=1e-4)
-    for old, new, other in zip(before, ours.model.get_weights(), plain.model.get_weights()):
-        np.testing.assert_allclose(other - old, new - old, rtol=0.05, atol=0.05 * np.abs(new - old).max())
+def test_every_kind_has_help_and_a_description(capsys):
+    expected = {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
+    assert set(kinds()) == expected
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "tables", "--help"])
+    assert "Make the page of results" in capsys.readouterr().out

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import memory
+from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.memory import configurations, describe
 from cpu3d.bench.tables import page
-from memory_estimator.estimate import Accuracy, Bound
+from cpu3d.bench.validate import configurations, describe
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.validation import Measured, compare, read_measured
@@ -39,19 +38,19 @@ def validate(monkeypatch, tmp_path):
         return main(["bench", "validate", "--record", str(run.record), *options])
 
     run.asked, run.record = [], tmp_path / "new" / "memory.jsonl"
-    monkeypatch.setattr(memory, "measure_memory", measure_memory)
-    monkeypatch.setattr(memory, "estimate", lambda job, constants: PREDICTED)
-    monkeypatch.setattr(memory, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
-    monkeypatch.setattr(memory, "installed", lambda engine: True)
+    monkeypatch.setattr(bench, "measure_memory", measure_memory)
+    monkeypatch.setattr(bench, "estimate", lambda job, constants: PREDICTED)
+    monkeypatch.setattr(bench, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(bench, "installed", lambda engine: True)
     return run
 
 
 def test_a_cut_campaign_continues_and_measures_nothing_twice(validate, monkeypatch, capsys):
     assert validate("--first", "2") == 0
-    one_more = memory.measure_memory
-    monkeypatch.setattr(memory, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    one_more = bench.measure_memory
+    monkeypatch.setattr(bench, "measure_memory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert validate("--first", "7") == 130
-    monkeypatch.setattr(memory, "measure_memory", one_more)
+    monkeypatch.setattr(bench, "measure_memory", one_more)
     for _ in range(2):
         assert validate("--first", "7") == 0
         assert len(validate.asked) == 7
@@ -62,13 +61,13 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(validate, monkeypat
 
 
 def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validate, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "installed", lambda engine: engine == "stock")
+    monkeypatch.setattr(bench, "installed", lambda engine: engine == "stock")
     assert validate("--first", "4") == 0
     assert {request["engine"] for request in validate.asked} == {"stock"}
     assert validate("--engine", "itex") == 2
     assert "engine must be installed, got itex" in capsys.readouterr().err
     huge = SimpleNamespace(**{**vars(PREDICTED), "upper_bound_bytes": 2**60})
-    monkeypatch.setattr(memory, "estimate", lambda job, constants: huge)
+    monkeypatch.setattr(bench, "estimate", lambda job, constants: huge)
     assert validate("--first", "5") == 0
     assert len(validate.asked) == 4
     assert "left out" in capsys.readouterr().err
@@ -105,14 +104,16 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     small = dataclasses.replace(base, allocator_peak_bytes=None, job=Job(unet, (64, 64, 64)))
     failed = Measured(Job(unet, batch=3), failure="exited with -9", host="some CPU", date="2026-11-21")
     measured = [base, missed, small, failed]
-    accuracy = Accuracy("r.jsonl", 3, Bound(0, 0), Bound(0, 0), Bound(0, 0), 0.045, 64 * 2**20)
-    text = "\n".join(page(measured, compare(measured, lambda one: PREDICTED), accuracy))
-    assert "| 128x128x128 f16 d5 b1 c4 k3 float32 itex instance adam | 2.000 | +0.0 % | 3.000 | +0.0 % | +33." in text
-    assert "| 4.000 | -25.0 % | -0.0 % | 1.00 | 12 %, disturbed | +50.0 % | process, upper bound, time |" in text
-    assert "| 64x64x64 f16 d5 b1 c4 k3 float32 itex instance adam | - | - |" in text
-    assert "- 128x128x128 f16 d5 b3/1 c4 k3 float32 itex instance adam: exited with -9" in text
-    assert "| process peak, worst error | 5.0 % | 25.0 % | **not met** |" in text
-    assert "adds 4.5 % of the peak and 64 MiB" in text
+    lines = page(measured, compare(measured, lambda one: PREDICTED))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    rows = {row[0]: row[1:] for row in cells}
+    base_row = ["2.000", "+0.0 %", "3.000", "+0.0 %", "+33.3 %", "1.00", "+50.0 %", "misses time"]
+    assert rows[describe(base.job)] == base_row
+    notes = "misses process, misses upper bound, misses time, disturbed"
+    assert rows[describe(missed.job)] == [*base_row[:2], "4.000", "-25.0 %", "-0.0 %", *base_row[5:7], notes]
+    assert rows[describe(small.job)][:2] == ["-", "-"]
+    assert rows[describe(failed.job)][-1] == "not measured: exited with -9"
+    assert rows["process peak, worst error"] == ["5.0 %", "25.0 %", "**not met**"]
 
 
 def test_the_configurations_are_those_of_the_published_record_on_this_host_s_threads():

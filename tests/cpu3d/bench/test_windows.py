@@ -1,20 +1,15 @@
-"""One pass against windows: distances to tile borders, rows by made-up answers, a real network's seams, bad input."""
+"""One pass against windows: rows by made-up answers, a real network's windows, bad input."""
 
-import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
 from cpu3d.bench import windows
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.windows import ONE_PASS, border_distance, compare_ways
-from cpu3d.data.region import whole
-from cpu3d.data.sampling import patch_grid
+from cpu3d.bench.windows import ONE_PASS, compare_ways
 from cpu3d.inference.runs import Inference
 from cpu3d.util.records import read_records
 
@@ -25,29 +20,6 @@ WAYS = {
     "6 x 10 x 8, overlap 0": Inference(window=(6, 10, 8), overlap=0.0),
     "12 x 10 x 8, overlap 0.5": Inference(window=(12, 10, 8)),
 }
-
-# --- Distances ---
-
-
-@settings(max_examples=40)
-@given(
-    shape=st.tuples(*[st.integers(1, 9)] * 3),
-    patch=st.tuples(*[st.integers(1, 6)] * 3),
-    overlap=st.sampled_from([0.0, 0.3, 0.5, 0.75]),
-)
-def test_the_distance_is_the_number_of_voxels_to_where_other_tiles_cover(shape, patch, overlap):
-    tiles = patch_grid(whole(shape), patch, overlap)
-    distance = border_distance(shape, tiles)
-    extents = [{(tile.start[axis], tile.stop[axis]) for tile in tiles} for axis in range(3)]
-    covering = [[{(a, b) for a, b in extents[axis] if a <= at < b} for at in range(shape[axis])] for axis in range(3)]
-    for voxel in itertools.product(*map(range, shape)):
-        steps = [
-            abs(other - voxel[axis]) - 1
-            for axis in range(3)
-            for other in range(shape[axis])
-            if covering[axis][other] != covering[axis][voxel[axis]]
-        ]
-        assert distance[voxel] == min(steps, default=max(shape))
 
 
 @pytest.fixture
@@ -118,18 +90,13 @@ def test_times_peaks_dice_seams_and_deaths(compare, truth, tiny_store):
     assert one["dice"] == tiled["dice"] == {"WT": 1, "TC": 1, "ET": 1}  # 0.75 is still above the threshold
     brains = [np.asarray(tiny_store.image(case_id)).any(-1) for case_id in "ef"]
     difference, at_seam = tiled["difference"], sum(brain[5:7].sum() for brain in brains)
-    by_distance = {one["distance"]: one for one in difference["by_distance"]}
-    assert by_distance.pop(0) == {"distance": 0, "voxels": at_seam, "mean": 0.25, "p99": 0.25, "max": 0.25}
-    assert all(place["max"] == 0 for place in by_distance.values())
     assert (one["difference"], difference["max"], difference["changed_share"]) == (None, 0.25, 0)
     assert difference["mean"] == pytest.approx(0.25 * at_seam / sum(brain.sum() for brain in brains))
     assert (dead["error"], dead["rounds"]) == ("killed, as the kernel does when memory runs out", [2.0, None, None])
-    # A window as large as the volume has no border: all is at the distance of none.
-    assert [place["distance"] for place in dead["difference"]["by_distance"]] == [12]
+    assert dead["difference"]["max"] == 0  # a window as large as the volume
     rows = windows.windows_table(result).rows
     assert rows[1][:6] == ["6 x 10 x 8, overlap 0", "2", "6.00", "2.00", "0.30", "1.000, 1.000, 1.000"]
-    assert rows[2][2:] == ["died", *["-"] * 6]
-    assert windows.distances_table(result).rows[0] == ["0", "0.25 (0.25)", "-"]
+    assert rows[2][2:7] == ["died", *["-"] * 3, "0 (0)"]
 
 
 def test_without_one_pass_windows_are_measured_but_not_compared(compare, truth):
@@ -143,7 +110,7 @@ def test_without_one_pass_windows_are_measured_but_not_compared(compare, truth):
 # --- A real network ---
 
 
-def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, tmp_path, capsys, monkeypatch):
+def test_windows_of_a_real_network_differ_from_one_pass(phantom_store, tmp_path, capsys, monkeypatch):
     from tests.cpu3d.runs import start  # imports TensorFlow
 
     start(phantom_store, tmp_path / "run")._save_best()  # an untrained network has seams as well
@@ -156,9 +123,7 @@ def test_windows_of_a_real_network_differ_most_at_their_borders(phantom_store, t
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     one, seams, blended, *large = result["rows"]
     assert (one["name"], seams["overlap"], blended["overlap"]) == (ONE_PASS, 0, 0.5)
-    border, *further = seams["difference"]["by_distance"]
-    assert border["mean"] > further[-1]["mean"] > 0
-    assert border["max"] > blended["difference"]["max"]
+    assert seams["difference"]["max"] > blended["difference"]["max"] > 0
     assert blended["tiles"] > seams["tiles"] > 1
     assert [row["tiles"] for row in large] == [1, 1]
     assert all(0 <= row["dice"]["WT"] <= 1 and row["process_peak_bytes"] > 0 for row in result["rows"])
