@@ -214,4 +214,4 @@ def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
