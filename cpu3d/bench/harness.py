@@ -7,6 +7,7 @@ the JSON and prints what that returns as its last line.
 import contextlib
 import importlib
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -278,6 +279,7 @@ def draw_bars(
     texts: Sequence[str] = (),
     ends: Sequence[Tuple[float, float]] = (),
     colours: Any = PALETTE[0],
+    is_log: bool = False,
 ) -> None:
     """A bar a row from top to bottom; "died" for None. `ends` are the least and the most of each value."""
     plain(axes, "")
@@ -292,7 +294,11 @@ def draw_bars(
     axes.set_yticks(range(len(values)), names or [""] * len(values), fontsize=8)
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.42 * max([value for value in values if value], default=1))  # room for the texts
+    least, most = (of([value for value in values if value], default=1) for of in (min, max))
+    if is_log:
+        axes.set_xscale("log")
+    room = 10 ** (0.35 * max(1.0, math.log10(most / least))) if is_log else 1.42  # for the texts
+    axes.set_xlim(least / 2 if is_log else 0, room * most)
     axes.set_xlabel(label, fontsize=9)
 
 

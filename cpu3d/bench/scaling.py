@@ -55,6 +55,15 @@ NOT_PASSED_ON = ("TF_CONFIG", *THREADS, "KMP_AFFINITY")
 PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
 
+NAMES = {
+    ALONE: "1 worker",
+    IN_PARTS: "1 worker, its update apart",
+    TOGETHER: "{} workers",
+    APART: "{} side by side, no exchange",
+    WIDE: "1 worker on the cores of {}",
+}
+"""Of the rows, by their number of workers."""
+
 Way = Tuple[str, int, List[List[int]]]
 """Its name, its number of workers, and the CPUs of each process."""
 
@@ -126,25 +135,26 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, cores: int
         per_round = measured[name, count]
         row = dict(middle(per_round))
         threads_in_force[name] = row.pop("threads")
-        facts = {name: row.pop(name) for name in ("parameters", "engine_name", "versions")}
+        facts = {fact: row.pop(fact) for fact in ("parameters", "engine_name", "versions")}
         # Of one worker with all the cores: how many times as fast it is, over how many times the cores.
         shares = [
             base["step_s"] / one["step_s"] / (count if name == WIDE else 1)
             for base, one in zip(measured[ALONE, 1], per_round)
         ]
-        row["process_peak_bytes"] = max(one["process_peak_bytes"] for one in per_round)
-        row["step_s_min"] = min(one["step_s_min"] for one in per_round)
-        row["step_s_max"] = max(one["step_s_max"] for one in per_round)
-        row.update(efficiency=statistics.median(shares), efficiency_min=min(shares), efficiency_max=max(shares))
-        about = {"name": name, "workers": count, "processes": len(cpus), "cpus": [list(share) for share in cpus]}
-        rows.append({**about, **row, "rounds": [one["step_s"] for one in per_round]})
-    return {
-        **request,
-        "gradient_bytes": GRADIENT_BYTES * facts["parameters"],
-        "rows": rows,
-        **{name: facts[name] for name in ("engine_name", "versions")},
-        "threads": threads_in_force,
-    }
+        row.update(
+            process_peak_bytes=max(one["process_peak_bytes"] for one in per_round),
+            step_s_min=min(one["step_s_min"] for one in per_round),
+            step_s_max=max(one["step_s_max"] for one in per_round),
+            efficiency=statistics.median(shares),
+            efficiency_min=min(shares),
+            efficiency_max=max(shares),
+            rounds=[one["step_s"] for one in per_round],
+        )
+        rows.append(
+            {"name": name, "workers": count, "processes": len(cpus), "cpus": [list(one) for one in cpus], **row}
+        )
+    about = {"engine_name": facts["engine_name"], "versions": facts["versions"], "threads": threads_in_force}
+    return {**request, "gradient_bytes": GRADIENT_BYTES * facts["parameters"], "rows": rows, **about}
 
 
 def measure_together(
@@ -157,12 +167,11 @@ def measure_together(
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if name == TOGETHER else []
-        shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART)}
-        shared.update(folder=folder, count=len(cpus))
+        shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART), "folder": folder}
         environ = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
         if not all(cpus):
             environ.update(dict.fromkeys(THREADS, str(threads * (count if name == WIDE else 1))))
-        own = ({"rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus))
+        own = ({"count": len(cpus), "rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus))
         return run_together([command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ)
 
 
@@ -336,19 +345,22 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         efficiency, low, high = (f"{row[f'efficiency{end}']:.1%}" for end in ("", "_min", "_max"))
-        if row["efficiency_max"] > row["efficiency_min"]:
-            efficiency += f" ({low} to {high})"
-        rows.append(
-            (
-                _name(row),
-                str(row["workers"] * result["cores_per_worker"]),
-                f"{row['step_s']:.2f} ({row['step_s_min']:.2f} to {row['step_s_max']:.2f})",
-                f"{row['processes'] * result['batch'] / row['step_s']:.3f}",
-                "-" if row["name"] == ALONE else efficiency,
-                f"{row['process_peak_bytes'] / GIB:.2f}",
-            )
-        )
-    return Table(("", "cores", "s a step", "volumes/s", "efficiency", "peak, GiB"), rows, title=_title(result))
+        spread = f" ({low} to {high})" if row["efficiency_max"] > row["efficiency_min"] else ""
+        cells = {
+            "": NAMES[row["name"]].format(row["workers"]),
+            "cores": str(row["workers"] * result["cores_per_worker"]),
+            "s a step": f"{row['step_s']:.2f} ({row['step_s_min']:.2f} to {row['step_s_max']:.2f})",
+            "volumes/s": f"{row['processes'] * result['batch'] / row['step_s']:.3f}",
+            "efficiency": "-" if row["name"] == ALONE else efficiency + spread,
+            "peak, GiB": f"{row['process_peak_bytes'] / GIB:.2f}",
+        }
+        rows.append(tuple(cells.values()))
+    unet = result["unet"]
+    title = (
+        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']} a worker, "
+        f"{unet['dtype']}, policy {unet['policy']}, {result['engine_name']}, {result['host']['cpu']}"
+    )
+    return Table(tuple(cells), rows, title=title)
 
 
 def gap_table(result: Mapping[str, Any]) -> Table:
@@ -375,25 +387,6 @@ def scaling_lines(records: Sequence[Mapping[str, Any]]) -> List[str]:
 
 
 # --- Private helpers ---
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    unet = result["unet"]
-    return (
-        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']} a worker, "
-        f"{unet['dtype']}, policy {unet['policy']}, {result['engine_name']}, {result['host']['cpu']}"
-    )
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    count = row["workers"]
-    return {
-        ALONE: "1 worker",
-        IN_PARTS: "1 worker, its update apart",
-        TOGETHER: f"{count} workers",
-        APART: f"{count} side by side, no exchange",
-        WIDE: f"1 worker on the cores of {count}",
-    }[row["name"]]
 
 
 def _one_round(results: Sequence[Result]) -> Result:

@@ -1,6 +1,5 @@
 """`calibrate`: what it puts together, and once for real on tiny networks."""
 
-import dataclasses
 import json
 
 import pytest
@@ -53,36 +52,10 @@ def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named():
     assert "norm (itex" not in found.origins["costs"]
 
 
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    """A calibration that measures nothing: call it with what other processes kept busy; the file it writes."""
-    out, budgets = tmp_path / "calibration.json", []
-    host = dataclasses.replace(read_host(), isa=("avx512_bf16",))
-    monkeypatch.setattr(calibrate, "read_host", lambda: host)
-
-    def run(others, engine="stock", everything=False):
-        def measure(work, request):
-            budgets.append(request["budget_s"])
-            return result(request["engine"], others=others)
-
-        monkeypatch.setattr(calibrate, "in_fresh_process", measure)
-        monkeypatch.setattr(calibrate, "installed", lambda engine: True)
-        more = ["--all"] if everything else ["--engine", engine]
-        assert main(["calibrate", *more, "--out", str(out), "--name", f"{others}"]) == 0
-        return load_constants(out)
-
-    run.budgets, run.out = budgets, out
-    return run
-
-
-def test_a_disturbed_calibration_says_so_and_never_replaces_a_quiet_one(fake, capsys):
-    assert "disturbed by other processes on 0.5 CPUs" in fake(0.5).origins["costs"]
-    assert fake(0.7).name == "0.7"
-    assert fake(0.01).name == "0.01"
-    assert fake(0.5).name == "0.01"
-    assert "left as it was" in capsys.readouterr().out
-    assert "disturbed" not in fake(0.02).origins["costs"]
-    assert fake(0.5, everything=True).name == "0.5"  # the quiet one knows less
+def test_a_disturbed_calibration_says_so():
+    found = calibrate.put_together([("float32", result("stock", others=0.5))], read_host())
+    assert "disturbed by other processes on 0.5 CPUs" in found.origins["costs"]
+    assert "disturbed" not in calibrate.put_together([("float32", result("stock"))], read_host()).origins["costs"]
 
 
 def tiny(dtype):
