@@ -25,14 +25,13 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Output, Result, in_fresh_process
+from cpu3d.bench.harness import Output, Result, facts_of, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from cpu3d.util.records import versions
 from memory_estimator.calibration import (
     GROUPS,
     OWN,
@@ -247,12 +246,10 @@ def measure(request: Dict[str, Any]) -> Result:
         "networks": found,
         "left_out": left_out,
         "runtime": runtime,
+        **facts_of(tf, threads, host),
         "engine": engine,
-        "engine_name": engine_name(tf),
         "threads": intra_op,
         "environment": in_force(threads),
-        "host": host.summary(),
-        "versions": versions(),
     }
 
 

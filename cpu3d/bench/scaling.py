@@ -20,23 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, run_together, times
-from cpu3d.bench.step import StepOptions, add_step_options, made_up, step_request
+from cpu3d.bench.harness import Output, Result, command_of, facts_of, in_turn, middle, run_together, times
+from cpu3d.bench.step import StepOptions, add_step_options, config_of, made_up, step_request
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
 from cpu3d.errors import InputError
-from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.apply import set_up
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from cpu3d.settings import RunConfig
-from cpu3d.util.records import versions
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
-from models.config import UNetConfig
 
 HELP = "measure one worker against several on this host: computing and exchanging apart"
 
@@ -178,17 +174,34 @@ def measure_together(
 # --- One worker ---
 
 
-class Timed(all_reduce.Exchange):
+class AsOfTwo(all_reduce.Exchange):
+    """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
+
+    count = 2
+
+    def __init__(self, tf: Any):
+        self._tf = tf
+        self.wait_s: List[float] = []
+        self.sum_s: List[float] = []
+
+    def sum(self, vector: Any) -> Any:
+        begin = time.perf_counter()
+        # The last two numbers are the fingerprints of both workers' weights, which have to be the same.
+        total = self._tf.concat([vector[:-1], vector[-2:-1]], 0)
+        self.wait_s.append(time.perf_counter() - begin)
+        self.sum_s.append(0.0)
+        return total
+
+
+class Timed(AsOfTwo):
     """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others.
 
     What that one costs by itself, the trainer does not have: `fixed_costs` measures it, to be taken off.
     """
 
     def __init__(self, tf: Any, inner: all_reduce.Exchange):
-        self._tf, self._inner = tf, inner
-        self.rank, self.count = inner.rank, inner.count
-        self.wait_s: List[float] = []
-        self.sum_s: List[float] = []
+        super().__init__(tf)
+        self._inner, self.rank, self.count, self.close = inner, inner.rank, inner.count, inner.close
 
     def sum(self, vector: Any) -> Any:
         begin = time.perf_counter()
@@ -199,9 +212,6 @@ class Timed(all_reduce.Exchange):
         self.wait_s.append(met - begin)
         self.sum_s.append(time.perf_counter() - met)
         return total
-
-    def close(self) -> None:
-        self._inner.close()
 
     def fixed_costs(self) -> Tuple[float, float]:
         """Seconds that a sum takes whatever its length, and those of a message, of which it has 2 (n - 1) in turn.
@@ -233,25 +243,6 @@ class Timed(all_reduce.Exchange):
         return whole_s - messages * message_s, message_s
 
 
-class AsOfTwo(all_reduce.Exchange):
-    """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
-
-    count = 2
-
-    def __init__(self, tf: Any):
-        self._tf = tf
-        self.wait_s: List[float] = []
-        self.sum_s: List[float] = []
-
-    def sum(self, vector: Any) -> Any:
-        begin = time.perf_counter()
-        # The last two numbers are the fingerprints of both workers' weights, which have to be the same.
-        total = self._tf.concat([vector[:-1], vector[-2:-1]], 0)
-        self.wait_s.append(time.perf_counter() - begin)
-        self.sum_s.append(0.0)
-        return total
-
-
 def work(request: Dict[str, Any]) -> Result:
     """Seconds of every timed step, and of its parts where there is an exchange.
 
@@ -263,7 +254,7 @@ def work(request: Dict[str, Any]) -> Result:
     if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone
     folder, rank, count = Path(request["folder"]), request["rank"], request["count"]
-    _, threads, tf = set_up(request["engine"])
+    host, threads, tf = set_up(request["engine"])
     exchange: all_reduce.Exchange = all_reduce.ALONE
     if request["addresses"]:
         exchange = Timed(tf, all_reduce.join(Cluster(tuple(request["addresses"]), rank)))  # as between hosts
@@ -271,12 +262,9 @@ def work(request: Dict[str, Any]) -> Result:
         exchange = AsOfTwo(tf)
     from cpu3d.training.learner import Learner, parameter_count
 
-    unet, grid = UNetConfig(**request["unet"]), tuple(request["shape"])
-    micro, steps = request["micro_batch"], request["steps"]
-    batch = request["batch"] * exchange.count
-    config = RunConfig(grid=grid, unet=unet, batch=batch, micro_batch=micro, optimizer=request["optimizer"])
+    config, steps = config_of(request, exchange.count), request["steps"]
     learner = Learner(config, exchange)
-    parts = itertools.repeat(made_up(tf, unet, micro, grid))
+    parts = itertools.repeat(made_up(tf, config.unet, request["micro_batch"], config.grid))
 
     def wait_for_all(what: str, meanwhile: Callable[[], Any]) -> None:
         (folder / f"{what}-{rank}").touch()
@@ -308,14 +296,7 @@ def work(request: Dict[str, Any]) -> Result:
     if not request["addresses"]:  # the others' last steps are not to run faster than the first
         wait_for_all("done", lambda: learner.step(parts, 1e-4))
     exchange.close()
-    return {
-        **result,
-        "parameters": parameter_count(learner.model),
-        "process_peak_bytes": peak_rss_bytes(),
-        "engine_name": engine_name(tf),
-        "threads": in_force(threads),
-        "versions": versions(),
-    }
+    return {**result, "parameters": parameter_count(learner.model), **facts_of(tf, threads, host)}
 
 
 # --- The record as tables ---
