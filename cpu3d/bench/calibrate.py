@@ -25,33 +25,31 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Output, Result, in_fresh_process
+from cpu3d.bench.harness import Output, Result, facts_of, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from cpu3d.util.records import versions
 from memory_estimator.calibration import (
     GROUPS,
     OWN,
     HostConstants,
-    load_constants,
     runtime_ops,
     shipped_constants,
     to_json,
 )
-from memory_estimator.files import read_json
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import Job
 from memory_estimator.proc import cache_bytes
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import CONVOLUTIONS, Features, features, group_of, tensor_bytes
+from memory_estimator.step.timing import CONVOLUTIONS, features, group_of, tensor_bytes
 from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table
+from memory_estimator.units import format_bytes
 from models.config import UNetConfig
 
 SHAPE = (96, 96, 96)
@@ -120,27 +118,16 @@ def run(args: argparse.Namespace) -> int:
             request = {"engine": engine, "cache_bytes": size, "networks": _networks(dtype), "budget_s": left_s}
             results.append((dtype, in_fresh_process(measure, request)))
             advance()
-    constants, busy = put_together(results, host, options.name), _busy_with_others(results)
-    left_out = sum(len(result["left_out"]) for _, result in results)
-    content = {
-        **to_json(constants),
-        "seconds": round(time.perf_counter() - begin, 1),
-        "budget_s": BUDGET_S * len(engines),
-        "networks_left_out": left_out,
-        "cpus_busy_with_others": round(busy, 2),
-        "versions": results[-1][1]["versions"],
-        "environment": results[-1][1]["environment"],
-    }
+    constants, last = put_together(results, host, options.name), results[-1][1]
+    seconds, busy = time.perf_counter() - begin, _busy_with_others(results)
     Output().publish("calibrate", {}, [costs_table(constants)])
-    if left_out:
-        print(f"{left_out} networks left out: this host needs more than the time allotted")
     if busy > QUIET:
         print(f"other processes kept {busy:.1f} CPUs busy: times are too long, calibrate again when quiet")
-        if _is_undisturbed(options.out, constants):
-            print(f"{options.out} left as it was: it was measured when quiet; remove it to have this one")
-            return 0
-    write_json(options.out, content)
-    print(f"{options.out} written after {content['seconds']:.0f} s")
+    facts = {"versions": last["versions"], "environment": last["environment"]}
+    left_out = sum(len(result["left_out"]) for _, result in results)
+    facts.update(seconds=round(seconds, 1), networks_left_out=left_out, cpus_busy_with_others=round(busy, 2))
+    write_json(options.out, {**to_json(constants), **facts})
+    print(f"{options.out} written after {seconds:.0f} s, {left_out} networks left out for want of time")
     return 0
 
 
@@ -152,20 +139,20 @@ def put_together(results: Measured, host: Host, name: str = "") -> HostConstants
         costs.setdefault(result["engine"], {})[dtype] = fit_costs(result["networks"])
         runtime.setdefault(result["engine"], []).append(result["runtime"])
     lines = {engine: straight_line(points) for engine, points in runtime.items()}
-    threads = results[0][1]["threads"]
+    threads, busy = results[0][1]["threads"], _busy_with_others(results)
     shipped = shipped_constants(host.isa).for_threads(threads)
+    missing = [group for engine in costs for group in _fill_up(costs[engine], engine, shipped)]
     today = datetime.date.today().isoformat()
     how = f"measured: calibrate, {today}"
-    busy = _busy_with_others(results)
-    disturbed = f", disturbed by other processes on {busy:.1f} CPUs" if busy > QUIET else ""
-    missing = [group for engine in costs for group in _fill_up(costs[engine], engine, shipped)]
-    filled = f"; not timed here and taken from {shipped.name}: {', '.join(missing)}" if missing else ""
+    timed = f"{how}, operations of small training steps under TensorFlow's profiler"
+    timed += f", disturbed by other processes on {busy:.1f} CPUs" if busy > QUIET else ""
+    timed += f"; not timed here and taken from {shipped.name}: {', '.join(missing)}" if missing else ""
     return HostConstants(
         name=name or host.cpu_model,
         cpu=host.cpu_model,
         origin="measured",
         origins={
-            "costs": f"{how}, operations of small training steps under TensorFlow's profiler{disturbed}{filled}",
+            "costs": timed,
             "baseline_bytes": f"{how}, resident memory less the step's tensors",
             "op_bytes": f"{how}, the same of a shallow and a deep network",
             "cache_bytes": "measured: /sys/devices/system/cpu",
@@ -183,18 +170,14 @@ def put_together(results: Measured, host: Host, name: str = "") -> HostConstants
 
 
 def costs_table(constants: HostConstants) -> Table:
-    """The main figures: baseline, and the rates that the costs come to."""
+    """The main figures: the runtime's memory, the rate of what is bound by memory, the time between operations."""
     rows = []
-    for engine, dtype, groups in (
-        (e, d, groups) for e, found in constants.costs.items() for d, groups in found.items()
-    ):
-        rates = [_rate(groups, group) / 1e9 for group in ("conv", "conv_filter_gradient", "conv_input_gradient")]
-        passing = groups.get("norm", {}).get("traffic")
-        cells = [f"{constants.baseline_bytes[engine] / 2**20:.0f} MiB"]
-        cells += [f"{rate:.0f} GFLOP/s" if rate else "-" for rate in rates]
-        cells += [f"{1e-9 / passing:.0f} GB/s" if passing else "-", f"{groups['every_op']['seconds'] * 1e6:.0f} us"]
-        rows.append((engine, dtype, *cells))
-    columns = ("engine", "dtype", "baseline", "forward", "filter gradient", "input gradient", "norm", "between ops")
+    for engine, dtype in ((engine, dtype) for engine, found in constants.costs.items() for dtype in found):
+        groups, baseline = constants.costs[engine][dtype], format_bytes(constants.baseline_bytes[engine])
+        traffic = groups.get("norm", {}).get("traffic")
+        rate = f"{1e-9 / traffic:.0f} GB/s" if traffic else "-"
+        rows.append((engine, dtype, baseline, rate, f"{groups['every_op']['seconds'] * 1e6:.0f} us"))
+    columns = ("engine", "dtype", "baseline", "norm", "between ops")
     return Table(columns, rows, title=f"{constants.name}, {constants.threads} threads", names=2)
 
 
@@ -239,8 +222,8 @@ def measure(request: Dict[str, Any]) -> Result:
     other group of operations: its features, summed, and its seconds, the median of the steps. "runtime" has what the
     process held besides tensors after the first network, whose "steps" may be 0 for that purpose alone.
 
-    Once `request["budget_s"]` is spent, no more steps are done; networks that would take more than is left are named in
-    "left_out". The first that is timed always is, for one step at least.
+    Once `request["budget_s"]` is spent, no more steps are done; networks left are named in "left_out". The first that
+    is timed always is, for one step at least.
     """
     begin = time.perf_counter()
     host, threads, tf = set_up(request["engine"])
@@ -248,30 +231,25 @@ def measure(request: Dict[str, Any]) -> Result:
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
     found: List[Dict[str, Any]] = []
     left_out: List[Dict[str, Any]] = []
-    runtime, second_a_flop = None, 0.0  # of the network timed last; unknown yet
+    runtime = None
     for network in request["networks"]:
-        job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
-        program = training_step(job)
-        flops = sum(op.flops for op in program.ops)
         left_s = request["budget_s"] - (time.perf_counter() - begin)
-        if second_a_flop and (WARM_UP_STEPS + 1) * second_a_flop * flops > left_s:
+        if left_s < 0 and any(one["step_s"] for one in found):
             left_out.append(network)
             continue
-        one = _measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"])
-        found.append(one)
+        job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
+        program = training_step(job)
+        found.append(_measure_network(tf, job, program, network["steps"], left_s, request["cache_bytes"]))
         runtime = runtime or _runtime(program)
-        second_a_flop = one["step_s"] / flops if one["step_s"] else second_a_flop
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     return {
         "networks": found,
         "left_out": left_out,
         "runtime": runtime,
+        **facts_of(tf, threads, host),
         "engine": engine,
-        "engine_name": engine_name(tf),
         "threads": intra_op,
         "environment": in_force(threads),
-        "host": host.summary(),
-        "versions": versions(),
     }
 
 
@@ -310,24 +288,24 @@ def rows(program: Program, events: List[Event], cache_bytes: int) -> List[Dict[s
         {"group": group_of(op), "features": features(op, sizes, cache_bytes), "seconds": event.seconds}
         for op, event in zip(convolutions, ran)
     ]
-    ran_by_group: Dict[str, List[Event]] = defaultdict(list)
+    seconds_of: Dict[str, List[float]] = defaultdict(list)
     for event in events:
         if "Conv3D" not in event.type:
-            ran_by_group[_group(event)].append(event)
+            seconds_of[_group(event)].append(event.seconds)
     ops_by_group: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
         if op.kind not in CONVOLUTIONS:
             ops_by_group[group_of(op).replace("narrow_", "")].append(op)
     for group, ops in ops_by_group.items():
-        each = [{"group": group_of(op), "features": features(op, sizes, cache_bytes)} for op in ops]
-        seconds = [event.seconds for event in ran_by_group[group]]
+        each, seconds = [features(op, sizes, cache_bytes) for op in ops], seconds_of[group]
         if len(seconds) == len(ops):
-            found += [{**row, "seconds": one} for row, one in zip(each, seconds)]
+            found += [
+                {"group": group_of(op), "features": one, "seconds": own} for op, one, own in zip(ops, each, seconds)
+            ]
         else:
-            sums: Features = defaultdict(float)
-            for name, amount in (pair for row in each for pair in row["features"].items()):
-                sums[name] += amount
-            found.append({"group": group, "features": dict(sums), "seconds": sum(seconds)})
+            names = dict.fromkeys(name for one in each for name in one)
+            sums = {name: sum(one.get(name, 0.0) for one in each) for name in names}
+            found.append({"group": group, "features": sums, "seconds": sum(seconds)})
     return found
 
 
@@ -341,33 +319,19 @@ def _networks(dtype: str) -> List[Dict[str, Any]]:
     saves time, and their maps still are beyond any cache. The narrow one comes first, as it has every group of
     operations; where time is short the last are left out.
     """
-    x, y, z = SHAPE
-    tiny = UNetConfig(filters=8, depth=3 if dtype == "float32" else 5, dtype=dtype)
-    narrow = UNetConfig(filters=8, dtype=dtype)
-    middle = UNetConfig(filters=16, channels=1, dtype=dtype)
-    wide = UNetConfig(filters=32, dtype=dtype)
-    bare = UNetConfig(filters=16, channels=1, outputs=1, norm="none", dtype=dtype)
-    uneven = UNetConfig(filters=24, depth=3, dtype=dtype)
-    half = (x // 2, y, z)
+    half = (SHAPE[0] // 2, *SHAPE[1:])
+    found = (
+        ({"filters": 8, "depth": 3 if dtype == "float32" else 5}, (32, 32, 32), 0),
+        ({"filters": 8}, SHAPE, 2),
+        ({"filters": 16, "channels": 1}, SHAPE, 2),
+        ({"filters": 32}, half, 2),
+        ({"filters": 16, "channels": 1, "outputs": 1, "norm": "none"}, half, 2),
+        ({"filters": 24, "depth": 3}, half, 2),
+    )
     return [
-        {"unet": dataclasses.asdict(unet), "shape": shape, "steps": steps}
-        for unet, shape, steps in (
-            (tiny, (32, 32, 32), 0),
-            (narrow, SHAPE, 2),
-            (middle, SHAPE, 2),
-            (wide, half, 2),
-            (bare, half, 2),
-            (uneven, half, 2),
-        )
+        {"unet": dataclasses.asdict(UNetConfig(**unet, dtype=dtype)), "shape": shape, "steps": steps}
+        for unet, shape, steps in found
     ]
-
-
-def _rate(groups: Dict[str, Dict[str, float]], group: str) -> float:
-    """Operations a second of a convolution from 32 to 32 channels: two vectors each."""
-    costs = groups.get(group, {})
-    per_work = costs.get("work", 0) + costs.get("work/out", 0) / 2 + costs.get("work/out^2", 0) / 4
-    per_work += costs.get("work/in", 0) / 2 + costs.get("work/out^2/in", 0) / 8
-    return 1 / per_work if per_work else 0.0
 
 
 def _busy_with_others(results: Measured) -> float:
@@ -382,17 +346,6 @@ def _fill_up(by_dtype: Dict[str, Any], engine: str, shipped: HostConstants) -> I
             if not costs.get(group):
                 costs[group] = dict(shipped.speeds(engine, dtype)[group])
                 yield f"{group} ({engine}, {dtype})"
-
-
-def _is_undisturbed(path: Path, constants: HostConstants) -> bool:
-    """Whether a calibration is there already, of this host, measured when quiet, that knows as much as `constants`."""
-    try:
-        there = load_constants(path)
-        busy = read_json(path).get("cpus_busy_with_others", 0.0)
-    except (OSError, ValueError):
-        return False
-    knows = all(set(dtypes) <= set(there.costs.get(engine, ())) for engine, dtypes in constants.costs.items())
-    return there.cpu == constants.cpu and knows and busy <= QUIET
 
 
 def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:

@@ -2,7 +2,6 @@
 
     ./run.sh bench data --workdir bench-data --record records/data.jsonl --picture docs/pictures/data.png
     ./run.sh bench data --workdir bench-data --rows s4 s0
-    ./run.sh bench data --workdir bench-data --clean
 
 Rows: s4 (a case), s0 (a patch of a CT), many (48,884 entries). All files are made up and lie in the work folder, 3 GB;
 a later run finds them there. Every way takes its turn in every round; a line is the median over the rounds. "Cold"
@@ -12,9 +11,9 @@ means that the files' pages were dropped from memory before.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -22,12 +21,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, write_bytes
-from cpu3d.data.files import pages
+from cpu3d.bench.harness import Output, ProcessFailedError, draw_bars, host_of, in_fresh_process, write_bytes
 from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry
@@ -42,7 +40,7 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.records import read_records, versions
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table, new_console
@@ -50,14 +48,11 @@ from memory_estimator.table import Table, new_console
 HELP = "measure how long loading takes: the store against nibabel, with warm and with cold pages"
 
 Row = Dict[str, Any]
-"""What one row found: "title", "lines", "targets", "notes"."""
+"""What one row found: "title", "lines", "targets"; older records have "notes" too."""
 
 Shape3 = Tuple[int, int, int]
 
 MIB = 2**20
-
-MARKER = "bench-data.json"
-"""Says that a folder is the benchmark's own, and so may be cleaned."""
 
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
@@ -103,21 +98,16 @@ class Options:
     rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0", "many"))
     rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
     smoke: bool = option(False, help="tiny files: a trial of the benchmark")
-    clean: bool = option(False, help="remove what earlier runs made in --workdir, and end")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
-    add_options(parser, Output)
+    add_options(parser, Options, Output)
 
 
 def run(args: argparse.Namespace) -> int:
     options, output = from_args(Options, args), from_args(Output, args)
     scale = SMOKE if options.smoke else Scale()
-    folder = work_folder(options.workdir)
-    if options.clean:
-        clean(folder)
-        return 0
+    folder = writable_folder(options.workdir, "--workdir").resolve()
     facts = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
     facts.update(scale=dataclasses.asdict(scale), rounds=options.rounds, case="phantom")
     found, failures = [], []
@@ -128,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             failures.append(f"row {name}: {error}")
             continue
         found.append(row)
-        output.publish("data", row, [row_table(row, f"{name}: {row['title']}")])
+        dataclasses.replace(output, picture=None).publish("data", row, [row_table(row, f"{name}: {row['title']}")])
     if found and not output.json:
         new_console().print(targets_table(found))
     if output.picture:
@@ -153,18 +143,17 @@ def row_table(row: Row, title: str) -> Table:
     for line in row["lines"]:
         median, least, most = (amount(line[name], line["unit"]) for name in ("median", "min", "max"))
         cells.append((line["name"], line["state"], median, f"{least} to {most}", line["note"]))
-    return Table(("", "pages", "median", "", ""), cells, title, "\n".join(row["notes"]), names=2)
+    return Table(("", "pages", "median", "", ""), cells, title, names=2)
 
 
 def targets_table(rows: Sequence[Row]) -> Table:
     """What was asked for and what was found, a line a target."""
     lines = []
-    for row in rows:
-        for target in row["targets"]:
-            found, bound = (f"{value:.3g} {target['unit']}" for value in (target["value"], target["bound"]))
-            rule = "at least" if target["rule"] == ">=" else "at most"
-            missed = "" if target["met"] else " (**missed**)"
-            lines.append((NAMES[row["row"]], target["name"], found + missed, f"{rule} {bound}"))
+    for name, target in ((row["row"], target) for row in rows for target in row["targets"]):
+        found, bound = (f"{value:.3g} {target['unit']}" for value in (target["value"], target["bound"]))
+        rule = "at least" if target["rule"] == ">=" else "at most"
+        missed = "" if target["met"] else " (**missed**)"
+        lines.append((NAMES[name], target["name"], found + missed, f"{rule} {bound}"))
     return Table(("", "", "found", "asked for"), lines, names=2)
 
 
@@ -172,31 +161,28 @@ def page_lines(records: Sequence[Row]) -> List[str]:
     """The targets of the newest records and every line of every row as Markdown, losing ones too."""
     lines = [*targets_table(newest(records)).markdown(), ""]
     for record in newest(records):
-        host = record["host"]
-        how = f"{record['date']}, {host['cores']} cores of {host['cpu']}, {record['file_system']}, median of "
+        how = f"{record['date']}, {host_of(record)}, {record['file_system']}, median of "
         how += f"{record['rounds']} rounds in turn (least to most); case: {record['case']}."
-        notes = [*record["notes"], ""] if record["notes"] else []
-        lines += [f"### {record['title']}", "", *row_table({**record, "notes": ()}, how).markdown(), "", *notes]
+        notes = [*record["notes"], ""] if record.get("notes") else []
+        lines += [f"### {record['title']}", "", *row_table(record, how).markdown(), "", *notes]
     return lines
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """The rows whose lines are seconds of loading, a panel each, as PNG; the store in blue, later states pale."""
+    """The rows whose lines are seconds of loading, a panel each, as PNG; the store in blue."""
     rows = [row for row in rows if row["lines"][0]["unit"] == "s"]
     heights = [0.95 + 0.22 * len(row["lines"]) for row in rows]
     figure = new_figure(9.4, sum(heights) + 0.2)
     panels = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, row in zip(panels, rows):
-        plain(axes, row["title"])
-        for place, line in enumerate(row["lines"]):
-            colour = PALETTE[0] if "store" in line["name"] else "#8f9aa6"
-            pale = 1.0 if line["state"] == row["lines"][0]["state"] else 0.5
-            axes.barh(place, line["median"], 0.8, color=colour, alpha=pale)
-            axes.text(line["median"] * 1.1, place, amount(line["median"], line["unit"]), va="center", fontsize=7)
-        names = [f"{line['name']}, {line['state']}" for line in row["lines"]]
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.set_ylim(len(names) - 0.5, -0.8)
-        axes.set_xscale("log")
+        lines = row["lines"]
+        draw_bars(
+            axes, [line["median"] for line in lines], "",
+            names=[f"{line['name']}, {line['state']}" for line in lines],
+            texts=[amount(line["median"], line["unit"]) for line in lines],
+            colours=[PALETTE[0] if "store" in line["name"] else "#8f9aa6" for line in lines], is_log=True,
+        )  # fmt: skip
+        axes.set_title(row["title"], fontsize=10, loc="left")
     figure.tight_layout(pad=0.6, h_pad=1.2)
     return png(figure)
 
@@ -214,36 +200,37 @@ def amount(value: float, unit: str) -> str:
 # --- What is read: made once into the work folder, found again by the next run ---
 
 
-def work_folder(folder: Path) -> Path:
-    """The folder, marked as the benchmark's own. Raises InputError where it holds other files."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise InputError(f"--workdir {folder} must be empty or an earlier run's, got other files; choose another")
-    writable_folder(folder, "--workdir")
-    write_json(folder / MARKER, {"made by": "bench data"})
-    return folder.resolve()
+def made(folder: Path, identity: Any, make: Callable[[], None]) -> Path:
+    """`folder`, with what `make` writes into it where an earlier run has not made the same.
 
-
-def clean(folder: Path) -> None:
-    """Remove everything that was made, and the folder itself where nothing else is in it."""
-    for name in ("case", "ct", "many"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / MARKER).unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    Raises InputError where other files lie in it.
+    """
+    marker, identity = folder / "made.json", json.loads(json.dumps(identity))
+    if folder.exists() and not marker.is_file():
+        raise InputError(f"folder {folder} must be made by bench data, got other files or half of them; remove it")
+    if not marker.is_file() or json.loads(marker.read_text(encoding="utf-8")) != identity:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # what the project's own commands print
+            make()
+        write_json(marker, identity)
+    return folder
 
 
 def one_case(folder: Path, scale: Scale) -> Dict[str, str]:
     """A phantom as "float32.nii.gz", "float32.nii" and the same of int16, and the stores "npy", "float16", "b2nd"."""
     folder, images = folder / "case", ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii")
-    with _made(folder, scale.case) as is_made:
-        if not is_made:
-            write_phantom(folder / "dataset", cases=1, shape=scale.case, seed=0, workers=1)
-            for name in ("npy", "float16", "b2nd"):
-                _store(folder / "dataset", folder / name, name)
-            store = open_store(folder / "npy")
-            image = store.image(store.cases("train")[0].case_id)
-            for name in images:
-                _nifti(folder / name, image.astype(name.partition(".")[0]))
+
+    def make() -> None:
+        write_phantom(folder / "dataset", cases=1, shape=scale.case, seed=0, workers=1)
+        for name in ("npy", "float16", "b2nd"):
+            _store(folder / "dataset", folder / name, name)
+        store = open_store(folder / "npy")
+        image = store.image(store.cases("train")[0].case_id)
+        for name in images:
+            _nifti(folder / name, image.astype(name.partition(".")[0]))
+
+    made(folder, scale.case, make)
     return {name: str(folder / name) for name in ("npy", "float16", "b2nd", *images)}
 
 
@@ -253,40 +240,28 @@ def cts(folder: Path, scale: Scale) -> Dict[str, str]:
     Air lies outside an ellipse, without noise, as scanners give it; inside, tissue under noise that no packer shortens.
     """
     folder = folder / "ct"
-    with _made(folder, [scale.ct, scale.cts]) as is_made:
-        if not is_made:
-            for inner in ("dataset/imagesTr", "dataset/labelsTr", "gz"):
-                (folder / inner).mkdir(parents=True)
-            x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in scale.ct))
-            body, cases = (x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, []
-            for number in range(scale.cts):
-                rng, name = np.random.default_rng([1, number]), f"CT_{number}.nii"
-                tissue = 40 + 70 * np.sin(5 * x) + 12 * rng.standard_normal(scale.ct, dtype=np.float32)
-                image = np.where(body, np.rint(tissue), -1024).astype(np.int16)
-                _nifti(folder / "dataset" / "imagesTr" / name, image)
-                _nifti(folder / "dataset" / "labelsTr" / name, (image > 100).astype(np.uint8))
-                _nifti(folder / "gz" / f"{name}.gz", image)
-                cases.append({"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"})
-            content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
-            write_json(folder / "dataset" / "dataset.json", {**content, "training": cases, "test": []})
-            for name in ("npy", "b2nd"):
-                _store(folder / "dataset", folder / name, name)
+
+    def make() -> None:
+        for inner in ("dataset/imagesTr", "dataset/labelsTr", "gz"):
+            (folder / inner).mkdir(parents=True)
+        x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in scale.ct))
+        body, cases = (x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, []
+        for number in range(scale.cts):
+            rng, name = np.random.default_rng([1, number]), f"CT_{number}.nii"
+            tissue = 40 + 70 * np.sin(5 * x) + 12 * rng.standard_normal(scale.ct, dtype=np.float32)
+            image = np.where(body, np.rint(tissue), -1024).astype(np.int16)
+            _nifti(folder / "dataset" / "imagesTr" / name, image)
+            _nifti(folder / "dataset" / "labelsTr" / name, (image > 100).astype(np.uint8))
+            _nifti(folder / "gz" / f"{name}.gz", image)
+            cases.append({"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"})
+        content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
+        write_json(folder / "dataset" / "dataset.json", {**content, "training": cases, "test": []})
+        for name in ("npy", "b2nd"):
+            _store(folder / "dataset", folder / name, name)
+
+    made(folder, [scale.ct, scale.cts], make)
     paths = {"npy": "npy", "b2nd": "b2nd", "nii": "dataset/imagesTr", "gz": "gz"}
     return {name: str(folder / path) for name, path in paths.items()}
-
-
-@contextlib.contextmanager
-def _made(folder: Path, identity: Any) -> Iterator[bool]:
-    """Yield whether the content of `folder` is there; it is marked as made when the block went well."""
-    marker, identity = folder / "made.json", json.loads(json.dumps(identity))
-    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == identity:
-        yield True
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # what the project's own commands print
-        yield False
-    write_json(marker, identity)
 
 
 def _store(dataset: Path, store: Path, format_: str) -> None:
@@ -314,19 +289,19 @@ def target_of(name: str, value: float, rule: str, bound: float, unit: str = "x")
     return {"name": name, "value": value, "rule": rule, "bound": bound, "unit": unit, "met": met}
 
 
-def times_slower(name: str, lines: Sequence[Dict[str, Any]], slow: str, fast: str, bound: float) -> Dict[str, Any]:
-    """The target that one way takes at least `bound` times as long as another.
+def beside_the_store(
+    work: Callable[[Row], Row], request: Dict[str, Any], title: str, store: str, bounds: Mapping[str, Tuple[str, float]]
+) -> Row:
+    """A row of work in fresh processes, with warm and with cold pages.
 
-    The median of the rounds' ratios in the first state: both saw the same moments of the host.
+    `bounds` are targets: name -> (a way, how many times as long as the store it takes at least). What is found is the
+    median of the rounds' ratios with warm pages: both saw the same moments of the host.
     """
-    one, other = (next(line for line in lines if line["name"] == way) for way in (slow, fast))
-    return target_of(name, statistics.median(a / b for a, b in zip(one["values"], other["values"])), ">=", bound)
-
-
-def in_both_states(work: Callable[[Dict[str, Any]], Row], **request: Any) -> List[Dict[str, Any]]:
-    """The lines of work in fresh processes, with warm and with cold pages."""
-    found = (in_fresh_process(work, {**request, "state": state})["lines"] for state in (WARM, COLD))
-    return [line for lines in found for line in lines]
+    found = [in_fresh_process(work, {**request, "state": state})["lines"] for state in (WARM, COLD)]
+    values = {line["name"]: line["values"] for line in found[0]}
+    ratios = {way: [a / b for a, b in zip(values[way], values[store])] for way, _ in bounds.values()}
+    targets = [target_of(name, statistics.median(ratios[way]), ">=", least) for name, (way, least) in bounds.items()]
+    return {"title": title, "lines": [*found[0], *found[1]], "targets": targets}
 
 
 def time_in_turn(ways: Mapping[str, Any], request: Dict[str, Any]) -> Row:
@@ -335,18 +310,17 @@ def time_in_turn(ways: Mapping[str, Any], request: Dict[str, Any]) -> Row:
     All of them, then all again, so that a slow moment hits no one alone. A round before the first is not counted: it
     opens libraries, traces graphs and fills the page cache.
     """
-    found, kept, state = {name: [] for name in ways}, dict.fromkeys(ways, 0.0), request["state"]
+    found: Dict[str, List[float]] = {name: [] for name in ways}
     for number in (0, *range(request["rounds"])):
         for name, (files, load, count) in ways.items():
             total_s = 0.0
             for position in range(number * count, (number + 1) * count):
-                kept[name] = max(kept[name], set_pages(files(position), state))
+                set_pages(files(position), request["state"])
                 begin = time.perf_counter()
                 touch(load(position))
                 total_s += time.perf_counter() - begin
             found[name].append(total_s / count)
-    notes = {name: f"{one:.0%} of the pages could not be dropped" if one > 0.01 else "" for name, one in kept.items()}
-    return {"lines": [line_of(name, state, values[1:], note=notes[name]) for name, values in found.items()]}
+    return {"lines": [line_of(name, request["state"], values[1:]) for name, values in found.items()]}
 
 
 def touch(array: Any) -> float:
@@ -355,25 +329,19 @@ def touch(array: Any) -> float:
     return float(flat[:: max(1, 4096 // flat.itemsize)].astype(np.float64).sum())
 
 
-def set_pages(paths: Sequence[Path], state: str) -> float:
+def set_pages(paths: Sequence[Path], state: str) -> None:
     """Bring files into the page cache, or drop exactly these from it where `state` is COLD.
 
-    Returns the share of their bytes that stayed all the same: those of a live map do. Pages that are still to be
-    written cannot be dropped, so they are written first.
+    Those of a live map stay. Pages that are still to be written cannot be dropped, so they are written first.
     """
-    total_bytes = kept_bytes = 0
     for path in paths:
         with open(path, "rb", buffering=0) as file:
-            if state == WARM:
+            if state == COLD:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
                 while file.read(1 << 22):
                     pass
-                continue
-            os.fdatasync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            size_bytes = os.fstat(file.fileno()).st_size
-            there = pages.resident(pages.map_file(file.fileno(), size_bytes))
-            total_bytes, kept_bytes = total_bytes + size_bytes, kept_bytes + int(there.sum()) * mmap.PAGESIZE
-    return min(1.0, kept_bytes / total_bytes) if total_bytes else 0.0
 
 
 # --- S4: one BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched ---
@@ -381,14 +349,13 @@ def set_pages(paths: Sequence[Path], state: str) -> float:
 
 def s4(folder: Path, scale: Scale, rounds: int) -> Row:
     """`.nii.gz` and `.nii` through nibabel against the store. What stays in Fortran order does less."""
-    lines = in_both_states(load_case, paths=one_case(folder, scale), rounds=rounds)
-    store = "store, int16 .npy"
-    targets = [
-        times_slower(".nii.gz against the store", lines, ".nii.gz float32", store, 12),
-        times_slower(".nii against the store", lines, ".nii float32", store, 5),
-    ]
+    bounds = {
+        ".nii.gz against the store": (".nii.gz float32", 12),
+        ".nii against the store": (".nii float32", 5),
+    }
+    request = {"paths": one_case(folder, scale), "rounds": rounds}
     title = f"One case of {_by_x(scale.case)}x4 to a float32 tensor"
-    return {"title": title, "lines": lines, "targets": targets, "notes": []}
+    return beside_the_store(load_case, request, title, "store, int16 .npy", bounds)
 
 
 def load_case(request: Dict[str, Any]) -> Row:
@@ -396,10 +363,11 @@ def load_case(request: Dict[str, Any]) -> Row:
     tf = set_up()[2]
     import nibabel
 
-    paths, ways = request["paths"], {}
+    ways: Dict[str, Any] = {}
 
-    def by_nibabel(path: str) -> np.ndarray:
-        return nibabel.load(path).get_fdata(caching="unchanged", dtype=np.float32)
+    def by_nibabel(path: str, is_c_order: bool, _: int) -> Any:
+        array = nibabel.load(path).get_fdata(caching="unchanged", dtype=np.float32)
+        return tf.convert_to_tensor(np.ascontiguousarray(array)) if is_c_order else array
 
     def by_reader(folder: str) -> Callable[[int], Any]:
         record = open_store(folder).cases("train")[0]
@@ -412,14 +380,15 @@ def load_case(request: Dict[str, Any]) -> Row:
 
         return lambda position: load(tf.constant(0, tf.int64))
 
-    for name in ("float32.nii.gz", "float32.nii", "int16.nii.gz", "int16.nii"):
+    for name, path in request["paths"].items():
         dtype, _, ending = name.partition(".")
-        path, files = paths[name], lambda _, name=name: [Path(paths[name])]
-        to_tensor = lambda _, path=path: tf.convert_to_tensor(np.ascontiguousarray(by_nibabel(path)))  # noqa: E731
-        ways[f".{ending} {dtype}"] = (files, to_tensor, 1)
-        ways[f".{ending} {dtype}, left in Fortran order"] = (files, lambda _, path=path: by_nibabel(path), 1)
-    for name, kind in (("npy", "int16 .npy"), ("float16", "float16 .npy"), ("b2nd", "int16 .b2nd")):
-        ways[f"store, {kind}"] = (lambda _, name=name: _images(paths[name])[:1], by_reader(paths[name]), 1)
+        if ending:
+            for words, is_c_order in (("", True), (", left in Fortran order", False)):
+                load = functools.partial(by_nibabel, path, is_c_order)
+                ways[f".{ending} {dtype}{words}"] = (lambda _, path=path: [Path(path)], load, 1)
+        else:
+            kind = {"npy": "int16 .npy", "float16": "float16 .npy", "b2nd": "int16 .b2nd"}[name]
+            ways[f"store, {kind}"] = (lambda _, path=path: _images(path)[:1], by_reader(path), 1)
     return time_in_turn(ways, request)
 
 
@@ -428,18 +397,14 @@ def load_case(request: Dict[str, Any]) -> Row:
 
 def s0(folder: Path, scale: Scale, rounds: int) -> Row:
     """Loading all of it, S0's own way (a seek and a read for each row of voxels) and the store's."""
-    request = {"patch": scale.patch, "patches": scale.patches, "rounds": rounds}
-    lines = in_both_states(load_patch, folders=cts(folder, scale), **request)
-    targets = [
-        times_slower(f"{name} against the store's map", lines, slow, "store, mmap", bound)
-        for name, slow, bound in (
-            ("all of the .nii.gz", ".nii.gz, all of it", 100),
-            ("all of the .nii", ".nii, all of it", 20),
-            ("S0's way", ".nii, dataobj[roi] (S0)", 10),
-        )
-    ]
+    bounds = {
+        "all of the .nii.gz against the store's map": (".nii.gz, all of it", 100),
+        "all of the .nii against the store's map": (".nii, all of it", 20),
+        "S0's way against the store's map": (".nii, dataobj[roi] (S0)", 10),
+    }
+    request = {"folders": cts(folder, scale), "patch": scale.patch, "patches": scale.patches, "rounds": rounds}
     title = f"One patch of {_by_x(scale.patch)} from a CT of {_by_x(scale.ct)} to a float32 tensor"
-    return {"title": title, "lines": lines, "targets": targets, "notes": []}
+    return beside_the_store(load_patch, request, title, "store, mmap", bounds)
 
 
 def load_patch(request: Dict[str, Any]) -> Row:
@@ -459,31 +424,28 @@ def load_patch(request: Dict[str, Any]) -> Row:
 
         ways[name] = (lambda position: [paths[at(position)[0]]], lambda position: load(*at(position)), count)
 
-    def add_nibabel(name: str, dataset: str, cut: Callable[[Any, Any], np.ndarray], count: int = patches) -> None:
-        paths = sorted(Path(folders[dataset]).iterdir())
-        to_tensor = lambda array: tf.convert_to_tensor(np.ascontiguousarray(array, np.float32))  # noqa: E731
-        add(name, paths, lambda index, slices: to_tensor(cut(nibabel.load(paths[index]), slices)), count)
+    def by_nibabel(paths: Sequence[Path], cut: Any, index: int, box: Any) -> Any:
+        return tf.convert_to_tensor(np.ascontiguousarray(cut(nibabel.load(paths[index]), box), np.float32))
 
-    def add_store(name: str, store: str, mode: str) -> None:
-        folder = Path(folders[store])
-        of_store, kept = open_store(folder).cases("train"), Reader(folder, mode)
+    def by_reader(folder: Path, mode: str, kept: Any, of_store: Any, index: int, box: Any) -> Any:
+        return tf.cast((kept or Reader(folder, mode)).box(of_store[index], "x", box), tf.float32)
 
-        def load(index: int, slices: Any) -> Any:
-            reader = Reader(folder, mode) if state == COLD else kept
-            return tf.cast(reader.box(of_store[index], "x", slices), tf.float32)
-
-        add(name, _images(folders[store]), load)
-
-    for ending in ("gz", "nii"):  # one patch a round is enough where all of a file is read
-        name = {"gz": ".nii.gz", "nii": ".nii"}[ending]
-        add_nibabel(f"{name}, all of it", ending, lambda image, slices: np.array(image.dataobj)[slices], 1)
-    add_nibabel(".nii.gz, dataobj[roi]", "gz", lambda image, slices: image.dataobj[slices], 1)
-    add_nibabel(".nii, dataobj[roi] (S0)", "nii", lambda image, slices: image.dataobj[slices])
-    add_nibabel(".nii, mapped and sliced", "nii", lambda image, slices: np.asanyarray(image.dataobj)[slices])
-    for name, store, mode in (("mmap", "npy", "mmap"), ("pread", "npy", "pread"), (".b2nd", "b2nd", "mmap")):
-        add_store(f"store, {name}", store, mode)
-    if state == WARM:  # what is in memory has no pages to drop
-        add_store("store, ram", "npy", "ram")
+    for name, ending, cut, count in (  # one patch a round is enough where all of a file is read
+        (".nii.gz, all of it", "gz", lambda image, box: np.array(image.dataobj)[box], 1),
+        (".nii, all of it", "nii", lambda image, box: np.array(image.dataobj)[box], 1),
+        (".nii.gz, dataobj[roi]", "gz", lambda image, box: image.dataobj[box], 1),
+        (".nii, dataobj[roi] (S0)", "nii", lambda image, box: image.dataobj[box], patches),
+        (".nii, mapped and sliced", "nii", lambda image, box: np.asanyarray(image.dataobj)[box], patches),
+    ):
+        paths = sorted(Path(folders[ending]).iterdir())
+        add(name, paths, functools.partial(by_nibabel, paths, cut), count)
+    for name, store, mode in (
+        ("mmap", "npy", "mmap"), ("pread", "npy", "pread"), (".b2nd", "b2nd", "mmap"),
+        *([("ram", "npy", "ram")] if state == WARM else []),  # what is in memory has no pages to drop
+    ):  # fmt: skip
+        folder, of_store = Path(folders[store]), open_store(folders[store]).cases("train")
+        kept = None if state == COLD else Reader(folder, mode)
+        add(f"store, {name}", _images(folder), functools.partial(by_reader, folder, mode, kept, of_store))
     return time_in_turn(ways, request)
 
 
@@ -492,12 +454,15 @@ def load_patch(request: Dict[str, Any]) -> Row:
 
 def many(folder: Path, scale: Scale, rounds: int) -> Row:
     """Open the store, by a process without TensorFlow, whose own libraries would hide what a store takes; stream."""
-    with _made(folder / "many", scale.entries) as is_made:
-        if not is_made:
-            write_phantom(folder / "many" / "dataset", cases=4, shape=(64, 64, 48), seed=2, workers=1)
-            _store(folder / "many" / "dataset", folder / "many" / "npy", "npy")
-            repeat_entries(folder / "many" / "npy", scale.entries // 4)
-    request = {"store": str(folder / "many" / "npy"), "samples": scale.samples}
+    base = folder / "many"
+
+    def make() -> None:
+        write_phantom(base / "dataset", cases=4, shape=(64, 64, 48), seed=2, workers=1)
+        _store(base / "dataset", base / "npy", "npy")
+        repeat_entries(base / "npy", scale.entries // 4)
+
+    made(base, scale.entries, make)
+    request = {"store": str(base / "npy"), "samples": scale.samples}
     opened = [in_fresh_process(open_many, request) for _ in range(rounds)]
     streamed = in_fresh_process(stream_many, request)
     peak, watched = "peak memory of the process that opens it", streamed["watched"]
@@ -511,7 +476,7 @@ def many(folder: Path, scale: Scale, rounds: int) -> Row:
         target_of(peak, lines[1]["median"], "<=", 300, "MiB"),
         target_of(f"growth of anonymous memory over {watched:,} volumes", streamed["growth"], "<=", 1, "%"),
     ]
-    return {"title": f"A store of {opened[0]['entries']:,} entries", "lines": lines, "targets": targets, "notes": []}
+    return {"title": f"A store of {opened[0]['entries']:,} entries", "lines": lines, "targets": targets}
 
 
 def open_many(request: Dict[str, Any]) -> Row:

@@ -8,7 +8,6 @@ cannot do is shown as such.
 
 import argparse
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Sequence, Tuple
 
@@ -84,10 +83,8 @@ def draw_engines(rows: Sequence[Result]) -> bytes:
         axes, seconds, "seconds a training step (logarithmic)",
         names=[f"{ENGINE_NAMES[row['engine']]}, {row['unet']['dtype']}" for row in done],
         texts=[f"{row['step_s']:.2f} s" + f"  ({row['speedup']:.1f}x)" * bool(row["speedup"]) for row in done],
-        colours=[PALETTE[("float32", "bfloat16").index(row["unet"]["dtype"])] for row in done],
+        colours=[PALETTE[("float32", "bfloat16").index(row["unet"]["dtype"])] for row in done], is_log=True,
     )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_xlim(min(seconds) / 2, max(seconds) * 10 ** (0.35 * max(1.0, math.log10(max(seconds)))))
     title = f"3D U-Net, {times(done[0]['shape'])}, {unet['filters']} filters, {done[0]['host']['cores']} cores"
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout(pad=0.6)

@@ -7,6 +7,7 @@ the JSON and prints what that returns as its last line.
 import contextlib
 import importlib
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.errors import InputError
+from cpu3d.host.apply import engine_name, in_force
+from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
-from cpu3d.util.records import append_record
+from cpu3d.util.records import append_record, versions
 from memory_estimator.figure import PALETTE, plain
 from memory_estimator.schema import option
 from memory_estimator.table import Table, new_console
@@ -160,25 +163,19 @@ def run_together(
         return [_answer(process, log, who) for process, log in failed or zip(processes, logs)]
 
 
-def check_peers(commands: Sequence[str]) -> None:
-    """Raise InputError, naming all of them, unless every command can be read and its program is installed."""
-    problems = []
-    for command in commands:
-        try:
-            program = shlex.split(command)[:1]
-        except ValueError as error:
-            problems.append(f"peer must be a command, got {command!r}: {error}; mend it")
-            continue
-        if not program or not shutil.which(program[0]):
-            problems.append(f"peer must begin with an installed program, got {command!r}; mend it")
-    if problems:
-        raise InputError(*problems)
-
-
 def run_peer(command: str) -> Result:
-    """A peer's JSON, with its "peer" (else its script's name) and its peak. Raises InputError without step_s."""
-    words = shlex.split(command)
-    result = run_together([[str(shutil.which(words[0])), *words[1:]]], f"peer {command!r}", cwd=None)[0]
+    """A peer's JSON, with its "peer" (else its script's name) and its peak.
+
+    Raises InputError for what is no command, whose program is not installed, or whose answer has no step_s.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InputError(f"peer must be a command, got {command!r}: {error}; mend it") from None
+    program = shutil.which(words[0]) if words else None
+    if not program:
+        raise InputError(f"peer must begin with an installed program, got {command!r}; mend it")
+    result = run_together([[program, *words[1:]]], f"peer {command!r}", cwd=None)[0]
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     script = next((word for word in words if word.endswith(".py")), words[0])
@@ -188,6 +185,12 @@ def run_peer(command: str) -> Result:
 def peer_options(command: str) -> str:
     """The words of a command that are no path: paths are of one machine."""
     return " ".join(word for word in shlex.split(command) if "/" not in word)
+
+
+def facts_of(tf: Any, threads: Any, host: Any) -> Result:
+    """What ends each measurement's result: the process's peak, HOST_FACTS. `set_up` gives all three."""
+    about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
+    return {"process_peak_bytes": peak_rss_bytes(), **about, "versions": versions()}
 
 
 # --- Several ways, in turn ---
@@ -278,6 +281,7 @@ def draw_bars(
     texts: Sequence[str] = (),
     ends: Sequence[Tuple[float, float]] = (),
     colours: Any = PALETTE[0],
+    is_log: bool = False,
 ) -> None:
     """A bar a row from top to bottom; "died" for None. `ends` are the least and the most of each value."""
     plain(axes, "")
@@ -292,7 +296,11 @@ def draw_bars(
     axes.set_yticks(range(len(values)), names or [""] * len(values), fontsize=8)
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.42 * max([value for value in values if value], default=1))  # room for the texts
+    least, most = (of([value for value in values if value], default=1) for of in (min, max))
+    if is_log:
+        axes.set_xscale("log")
+    room = 10 ** (0.35 * max(1.0, math.log10(most / least))) if is_log else 1.42  # for the texts
+    axes.set_xlim(least / 2 if is_log else 0, room * most)
     axes.set_xlabel(label, fontsize=9)
 
 

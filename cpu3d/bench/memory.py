@@ -242,7 +242,7 @@ def mprof_trace(seen: Sequence[Resident], moments: Sequence[Moment], command: st
 
 
 def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optional[str]) -> None:
-    """Raise InputError for options that contradict each other, and for peers that cannot be run."""
+    """Raise InputError for options that contradict each other."""
     given, rule = {"policy": policy, "trace": options.trace}, "be left out with --policies, got it; drop it"
     if not options.policies:
         given = {"peer": turns.peer, "rounds": turns.rounds > 1, "picture": output.picture}
@@ -250,7 +250,6 @@ def _check(options: MemoryOptions, turns: Turns, output: Output, policy: Optiona
     problems = [f"{name} must {rule}" for name, value in given.items() if value]
     if problems:
         raise InputError(*problems)
-    harness.check_peers(turns.peer)
 
 
 def _peaks(figures: Result, unit_bytes: int) -> List[str]:

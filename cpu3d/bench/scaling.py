@@ -20,23 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, Result, command_of, in_turn, middle, run_together, times
-from cpu3d.bench.step import StepOptions, add_step_options, made_up, step_request
+from cpu3d.bench.harness import Output, Result, command_of, facts_of, in_turn, middle, run_together, times
+from cpu3d.bench.step import StepOptions, add_step_options, config_of, made_up, step_request
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
 from cpu3d.errors import InputError
-from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.apply import set_up
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from cpu3d.settings import RunConfig
-from cpu3d.util.records import versions
 from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
 from memory_estimator.scaling.model import predicted_errors
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB
-from models.config import UNetConfig
 
 HELP = "measure one worker against several on this host: computing and exchanging apart"
 
@@ -54,6 +50,15 @@ NOT_PASSED_ON = ("TF_CONFIG", *THREADS, "KMP_AFFINITY")
 
 PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
+
+NAMES = {
+    ALONE: "1 worker",
+    IN_PARTS: "1 worker, its update apart",
+    TOGETHER: "{} workers",
+    APART: "{} side by side, no exchange",
+    WIDE: "1 worker on the cores of {}",
+}
+"""Of the rows, by their number of workers."""
 
 Way = Tuple[str, int, List[List[int]]]
 """Its name, its number of workers, and the CPUs of each process."""
@@ -126,25 +131,26 @@ def compare_workers(request: Dict[str, Any], found: Sequence[Way], *, cores: int
         per_round = measured[name, count]
         row = dict(middle(per_round))
         threads_in_force[name] = row.pop("threads")
-        facts = {name: row.pop(name) for name in ("parameters", "engine_name", "versions")}
+        facts = {fact: row.pop(fact) for fact in ("parameters", "engine_name", "versions")}
         # Of one worker with all the cores: how many times as fast it is, over how many times the cores.
         shares = [
             base["step_s"] / one["step_s"] / (count if name == WIDE else 1)
             for base, one in zip(measured[ALONE, 1], per_round)
         ]
-        row["process_peak_bytes"] = max(one["process_peak_bytes"] for one in per_round)
-        row["step_s_min"] = min(one["step_s_min"] for one in per_round)
-        row["step_s_max"] = max(one["step_s_max"] for one in per_round)
-        row.update(efficiency=statistics.median(shares), efficiency_min=min(shares), efficiency_max=max(shares))
-        about = {"name": name, "workers": count, "processes": len(cpus), "cpus": [list(share) for share in cpus]}
-        rows.append({**about, **row, "rounds": [one["step_s"] for one in per_round]})
-    return {
-        **request,
-        "gradient_bytes": GRADIENT_BYTES * facts["parameters"],
-        "rows": rows,
-        **{name: facts[name] for name in ("engine_name", "versions")},
-        "threads": threads_in_force,
-    }
+        row.update(
+            process_peak_bytes=max(one["process_peak_bytes"] for one in per_round),
+            step_s_min=min(one["step_s_min"] for one in per_round),
+            step_s_max=max(one["step_s_max"] for one in per_round),
+            efficiency=statistics.median(shares),
+            efficiency_min=min(shares),
+            efficiency_max=max(shares),
+            rounds=[one["step_s"] for one in per_round],
+        )
+        rows.append(
+            {"name": name, "workers": count, "processes": len(cpus), "cpus": [list(one) for one in cpus], **row}
+        )
+    about = {"engine_name": facts["engine_name"], "versions": facts["versions"], "threads": threads_in_force}
+    return {**request, "gradient_bytes": GRADIENT_BYTES * facts["parameters"], "rows": rows, **about}
 
 
 def measure_together(
@@ -157,29 +163,45 @@ def measure_together(
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if name == TOGETHER else []
-        shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART)}
-        shared.update(folder=folder, count=len(cpus))
+        shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART), "folder": folder}
         environ = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
         if not all(cpus):
             environ.update(dict.fromkeys(THREADS, str(threads * (count if name == WIDE else 1))))
-        own = ({"rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus))
+        own = ({"count": len(cpus), "rank": rank, "cpus": list(share)} for rank, share in enumerate(cpus))
         return run_together([command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ)
 
 
 # --- One worker ---
 
 
-class Timed(all_reduce.Exchange):
+class AsOfTwo(all_reduce.Exchange):
+    """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
+
+    count = 2
+
+    def __init__(self, tf: Any):
+        self._tf = tf
+        self.wait_s: List[float] = []
+        self.sum_s: List[float] = []
+
+    def sum(self, vector: Any) -> Any:
+        begin = time.perf_counter()
+        # The last two numbers are the fingerprints of both workers' weights, which have to be the same.
+        total = self._tf.concat([vector[:-1], vector[-2:-1]], 0)
+        self.wait_s.append(time.perf_counter() - begin)
+        self.sum_s.append(0.0)
+        return total
+
+
+class Timed(AsOfTwo):
     """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others.
 
     What that one costs by itself, the trainer does not have: `fixed_costs` measures it, to be taken off.
     """
 
     def __init__(self, tf: Any, inner: all_reduce.Exchange):
-        self._tf, self._inner = tf, inner
-        self.rank, self.count = inner.rank, inner.count
-        self.wait_s: List[float] = []
-        self.sum_s: List[float] = []
+        super().__init__(tf)
+        self._inner, self.rank, self.count, self.close = inner, inner.rank, inner.count, inner.close
 
     def sum(self, vector: Any) -> Any:
         begin = time.perf_counter()
@@ -190,9 +212,6 @@ class Timed(all_reduce.Exchange):
         self.wait_s.append(met - begin)
         self.sum_s.append(time.perf_counter() - met)
         return total
-
-    def close(self) -> None:
-        self._inner.close()
 
     def fixed_costs(self) -> Tuple[float, float]:
         """Seconds that a sum takes whatever its length, and those of a message, of which it has 2 (n - 1) in turn.
@@ -224,25 +243,6 @@ class Timed(all_reduce.Exchange):
         return whole_s - messages * message_s, message_s
 
 
-class AsOfTwo(all_reduce.Exchange):
-    """A worker that does all that one of two has to do but the exchange: it takes its own sum for that of both."""
-
-    count = 2
-
-    def __init__(self, tf: Any):
-        self._tf = tf
-        self.wait_s: List[float] = []
-        self.sum_s: List[float] = []
-
-    def sum(self, vector: Any) -> Any:
-        begin = time.perf_counter()
-        # The last two numbers are the fingerprints of both workers' weights, which have to be the same.
-        total = self._tf.concat([vector[:-1], vector[-2:-1]], 0)
-        self.wait_s.append(time.perf_counter() - begin)
-        self.sum_s.append(0.0)
-        return total
-
-
 def work(request: Dict[str, Any]) -> Result:
     """Seconds of every timed step, and of its parts where there is an exchange.
 
@@ -254,7 +254,7 @@ def work(request: Dict[str, Any]) -> Result:
     if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone
     folder, rank, count = Path(request["folder"]), request["rank"], request["count"]
-    _, threads, tf = set_up(request["engine"])
+    host, threads, tf = set_up(request["engine"])
     exchange: all_reduce.Exchange = all_reduce.ALONE
     if request["addresses"]:
         exchange = Timed(tf, all_reduce.join(Cluster(tuple(request["addresses"]), rank)))  # as between hosts
@@ -262,12 +262,9 @@ def work(request: Dict[str, Any]) -> Result:
         exchange = AsOfTwo(tf)
     from cpu3d.training.learner import Learner, parameter_count
 
-    unet, grid = UNetConfig(**request["unet"]), tuple(request["shape"])
-    micro, steps = request["micro_batch"], request["steps"]
-    batch = request["batch"] * exchange.count
-    config = RunConfig(grid=grid, unet=unet, batch=batch, micro_batch=micro, optimizer=request["optimizer"])
+    config, steps = config_of(request, exchange.count), request["steps"]
     learner = Learner(config, exchange)
-    parts = itertools.repeat(made_up(tf, unet, micro, grid))
+    parts = itertools.repeat(made_up(tf, config.unet, request["micro_batch"], config.grid))
 
     def wait_for_all(what: str, meanwhile: Callable[[], Any]) -> None:
         (folder / f"{what}-{rank}").touch()
@@ -299,14 +296,7 @@ def work(request: Dict[str, Any]) -> Result:
     if not request["addresses"]:  # the others' last steps are not to run faster than the first
         wait_for_all("done", lambda: learner.step(parts, 1e-4))
     exchange.close()
-    return {
-        **result,
-        "parameters": parameter_count(learner.model),
-        "process_peak_bytes": peak_rss_bytes(),
-        "engine_name": engine_name(tf),
-        "threads": in_force(threads),
-        "versions": versions(),
-    }
+    return {**result, "parameters": parameter_count(learner.model), **facts_of(tf, threads, host)}
 
 
 # --- The record as tables ---
@@ -336,19 +326,22 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         efficiency, low, high = (f"{row[f'efficiency{end}']:.1%}" for end in ("", "_min", "_max"))
-        if row["efficiency_max"] > row["efficiency_min"]:
-            efficiency += f" ({low} to {high})"
-        rows.append(
-            (
-                _name(row),
-                str(row["workers"] * result["cores_per_worker"]),
-                f"{row['step_s']:.2f} ({row['step_s_min']:.2f} to {row['step_s_max']:.2f})",
-                f"{row['processes'] * result['batch'] / row['step_s']:.3f}",
-                "-" if row["name"] == ALONE else efficiency,
-                f"{row['process_peak_bytes'] / GIB:.2f}",
-            )
-        )
-    return Table(("", "cores", "s a step", "volumes/s", "efficiency", "peak, GiB"), rows, title=_title(result))
+        spread = f" ({low} to {high})" if row["efficiency_max"] > row["efficiency_min"] else ""
+        cells = {
+            "": NAMES[row["name"]].format(row["workers"]),
+            "cores": str(row["workers"] * result["cores_per_worker"]),
+            "s a step": f"{row['step_s']:.2f} ({row['step_s_min']:.2f} to {row['step_s_max']:.2f})",
+            "volumes/s": f"{row['processes'] * result['batch'] / row['step_s']:.3f}",
+            "efficiency": "-" if row["name"] == ALONE else efficiency + spread,
+            "peak, GiB": f"{row['process_peak_bytes'] / GIB:.2f}",
+        }
+        rows.append(tuple(cells.values()))
+    unet = result["unet"]
+    title = (
+        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']} a worker, "
+        f"{unet['dtype']}, policy {unet['policy']}, {result['engine_name']}, {result['host']['cpu']}"
+    )
+    return Table(tuple(cells), rows, title=title)
 
 
 def gap_table(result: Mapping[str, Any]) -> Table:
@@ -375,25 +368,6 @@ def scaling_lines(records: Sequence[Mapping[str, Any]]) -> List[str]:
 
 
 # --- Private helpers ---
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    unet = result["unet"]
-    return (
-        f"{times(result['shape'])} x {unet['channels']}, {unet['filters']} filters, batch {result['batch']} a worker, "
-        f"{unet['dtype']}, policy {unet['policy']}, {result['engine_name']}, {result['host']['cpu']}"
-    )
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    count = row["workers"]
-    return {
-        ALONE: "1 worker",
-        IN_PARTS: "1 worker, its update apart",
-        TOGETHER: f"{count} workers",
-        APART: f"{count} side by side, no exchange",
-        WIDE: f"1 worker on the cores of {count}",
-    }[row["name"]]
 
 
 def _one_round(results: Sequence[Result]) -> Result:

@@ -19,10 +19,9 @@ from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, title_of, valid, with_range
-from cpu3d.host.apply import ENGINES, engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.host.apply import ENGINES, set_up
+from cpu3d.host.memory import resident
 from cpu3d.settings import AUTO, RunConfig, left_open
-from cpu3d.util.records import versions
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
 from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
@@ -69,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     output, turns = from_args(Output, args), from_args(Turns, args)
     request = step_request(args, from_args(StepOptions, args), matmul=["before", "after"])
-    harness.check_peers(turns.peer)
-    ways = {"": lambda _: harness.in_fresh_process(measure, request)}
-    ways.update({command: lambda _, command=command: harness.run_peer(command) for command in turns.peer})
+    # Peers first: a command that is wrong is found out before ours took its time.
+    ways = {command: lambda _, command=command: harness.run_peer(command) for command in turns.peer}
+    ways[""] = lambda _: harness.in_fresh_process(measure, request)
     found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
     result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
@@ -145,11 +144,8 @@ def measure(request: Dict[str, Any]) -> Result:
     host, threads, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
 
-    unet, batch, grid = UNetConfig(**request["unet"]), request["batch"], tuple(request["shape"])
-    config = RunConfig(
-        grid=grid, unet=unet, batch=batch, micro_batch=request["micro_batch"], optimizer=request["optimizer"]
-    )
-    learner = Learner(config)
+    config = config_of(request)
+    unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
     peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
     moments: List[Tuple[str, float, float]] = []
     before, begin = resident(), time.time()
@@ -173,18 +169,16 @@ def measure(request: Dict[str, Any]) -> Result:
     timed = [step()]
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
-    allocator_peak, process_peak, after = allocator_peak_bytes(), peak_rss_bytes(), resident()
-    more: Dict[str, Any] = {}
+    facts = {"allocator_peak_bytes": allocator_peak_bytes(), **harness.facts_of(tf, threads, host)}
     if request.get("watched"):
-        sizes = {"baseline_bytes": before, "resident_bytes": after}
-        more = {**{name: one and one.total_bytes for name, one in sizes.items()}, "moments": moments}
+        sizes = {"baseline_bytes": before, "resident_bytes": resident()}
+        facts.update({name: one and one.total_bytes for name, one in sizes.items()}, moments=moments)
     if "after" in request["matmul"]:
         peaks.append(_matmul_gflops(tf, unet.dtype))
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     return {
         **request,
-        "engine_name": engine_name(tf),
         "step_s": step_s,
         "step_s_min": min(timed),
         "step_s_max": max(timed),
@@ -194,14 +188,16 @@ def measure(request: Dict[str, Any]) -> Result:
         "gflops": gflops,
         "matmul_gflops": max(peaks, default=None),
         "matmul_peak_share": gflops / max(peaks) if peaks else None,
-        "allocator_peak_bytes": allocator_peak,
-        "process_peak_bytes": process_peak,
-        **more,
         "parameters": parameter_count(learner.model),
-        "threads": in_force(threads),
-        "host": host.summary(),
-        "versions": versions(),
+        **facts,
     }
+
+
+def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:
+    """The configuration of a run that trains as `request` asks each of the workers to."""
+    unet, batch = UNetConfig(**request["unet"]), workers * request["batch"]
+    own = {"micro_batch": request["micro_batch"], "optimizer": request["optimizer"]}
+    return RunConfig(grid=tuple(request["shape"]), unet=unet, batch=batch, **own)
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:

@@ -25,6 +25,7 @@ from cpu3d.bench.harness import (
     Output,
     Result,
     deaths,
+    facts_of,
     host_of,
     in_fresh_process,
     in_turn,
@@ -39,19 +40,20 @@ from cpu3d.data.region import Region, Shape3, crop, grid_size, whole
 from cpu3d.data.sampling import OVERLAP, patch_grid
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.host.apply import engine_name, in_force, set_up
+from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
-from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
 from cpu3d.plan import usual_patch
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import weights_file
-from cpu3d.util.records import versions
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, count_of
 
 HELP = "measure one pass against a sliding window with the same network: time, memory, Dice"
+
+Codes = Mapping[str, Sequence[int]]
+"""Region -> the labels that it is made of."""
 
 ONE_PASS = "one pass"
 """The way that all others are measured against."""
@@ -121,15 +123,12 @@ def compare_ways(
         found, failures = in_turn(
             {name: lambda number, name=name: measure(name, number) for name in ways}, rounds, "windows"
         )
-        first, rows = next(iter(ways)), []
+        first, rows, regions = next(iter(ways)), [], {name: config.region_codes[name] for name in config.regions}
         for name, inference in ways.items():
             results, window = found[name], inference.window
             places = results[0]["cases"] if results[0] else {}
-            tiles = [
-                len(patch_grid(whole(tuple(one["size"])), window, inference.overlap))
-                for one in places.values()
-                if window
-            ]
+            grids = [whole(tuple(one["size"])) for one in places.values() if window]
+            tiles = [len(patch_grid(grid, window, inference.overlap)) for grid in grids]
             compared = bool(places) and name != first and bool(found[first][0])
             pair = (answers[first], answers[name])
             rows.append({
@@ -140,8 +139,8 @@ def compare_ways(
                 **summary(results, found[first], "seconds"),
                 "rounds": [one and one["seconds"] for one in results],
                 "error": failures[name].reason if name in failures else None,
-                "dice": _dice(answers[name], store, cases, config) if places else None,
-                "difference": _difference(pair, store, places, config) if compared else None,
+                "dice": _dice(answers[name], store, cases, regions) if places else None,
+                "difference": _difference(pair, store, places, regions) if compared else None,
             })  # fmt: skip
     facts = next(one for results in found.values() for one in results if one)
     return {
@@ -183,12 +182,8 @@ def predict_cases(request: Dict[str, Any]) -> Result:
 
     return {
         "cases": cases,
-        "process_peak_bytes": peak_rss_bytes(),
         "allocator_peak_bytes": allocator_peak_bytes(memory_device(device)),
-        "engine_name": engine_name(tf),
-        "threads": in_force(plan),
-        "host": host.summary(),
-        "versions": versions(),
+        **facts_of(tf, plan, host),
     }
 
 
@@ -254,12 +249,11 @@ def _cases(store: Store, split: str, chosen: Sequence[str]) -> List[str]:
     return wanted
 
 
-def _dice(folder: Path, store: Store, cases: Sequence[str], config: RunConfig) -> Dict[str, float]:
+def _dice(folder: Path, store: Store, cases: Sequence[str], regions: Codes) -> Dict[str, float]:
     """Mean over the cases by region, of the painted labels, as `evaluate` scores them."""
     from cpu3d.inference.evaluate import check_finite  # 20 MiB, not into the memory of a measuring process
     from cpu3d.inference.scores import dice_coefficient
 
-    regions = {name: config.region_codes[name] for name in config.regions}
     scores: Dict[str, List[float]] = {name: [] for name in regions}
     for case_id in cases:
         answers = _answers(folder, case_id)
@@ -270,12 +264,11 @@ def _dice(folder: Path, store: Store, cases: Sequence[str], config: RunConfig) -
     return {name: statistics.fmean(values) for name, values in scores.items()}
 
 
-def _difference(pair: Tuple[Path, Path], store: Store, places: Dict[str, Any], config: RunConfig) -> Result:
+def _difference(pair: Tuple[Path, Path], store: Store, places: Dict[str, Any], regions: Codes) -> Result:
     """How far two ways' answers are apart over the brains of all cases: mean, 99th percentile, maximum, labels.
 
     Takes 4 bytes a brain voxel and region, 20 MB for a BraTS case of three regions.
     """
-    regions = {name: config.region_codes[name] for name in config.regions}
     differences, changed = [], 0
     for case_id, place in places.items():
         region = Region(tuple(place["start"]), tuple(place["size"]))
@@ -284,14 +277,10 @@ def _difference(pair: Tuple[Path, Path], store: Store, places: Dict[str, Any], c
         differences.append(np.abs(other - one))
         labels = [label_from_regions(each[:, None, None], regions) for each in (one, other)]
         changed += np.count_nonzero(labels[0] != labels[1])
-    difference = np.concatenate(differences)
-    return {
-        "mean": float(difference.mean(dtype=np.float64)),
-        "p99": float(np.percentile(difference, 99)),
-        "max": float(difference.max()),
-        "voxels": len(difference),
-        "changed_share": changed / len(difference),
-    }
+    found = np.concatenate(differences)
+    figures = found.mean(dtype=np.float64), np.percentile(found, 99), found.max()
+    share = {"voxels": len(found), "changed_share": changed / len(found)}
+    return {**dict(zip(("mean", "p99", "max"), map(float, figures))), **share}
 
 
 def _answers(folder: Path, case_id: str) -> np.ndarray:

@@ -1,13 +1,12 @@
 """`calibrate`: what it puts together, and once for real on tiny networks."""
 
-import dataclasses
 import json
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
-from cpu3d.bench.calibrate import Event, fit_costs, rows
+from cpu3d.bench.calibrate import Event, fit_costs
 from memory_estimator.calibration import load_constants, shipped_constants
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
@@ -42,47 +41,16 @@ def test_each_engine_and_dtype_is_fitted_by_itself():
     assert found.op_bytes == {"itex": 2}
     assert (found.name, found.threads, found.cpu) == ("a host", 3, read_host().cpu_model)
     assert found.origins["costs"].startswith("measured")
-    assert found.origins["saturating_threads"].startswith("assumed")
+    assert "disturbed" not in found.origins["costs"]
 
 
-def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named():
-    found = calibrate.put_together([("bfloat16", result("itex"))], read_host())
+def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named_and_disturbance_too():
+    found = calibrate.put_together([("bfloat16", result("itex", others=0.5))], read_host())
     shipped = shipped_constants(read_host().isa).for_threads(3)
     assert found.costs["itex"]["bfloat16"]["join"] == shipped.costs["itex"]["bfloat16"]["join"]
     assert "join (itex, bfloat16)" in found.origins["costs"]
     assert "norm (itex" not in found.origins["costs"]
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    """A calibration that measures nothing: call it with what other processes kept busy; the file it writes."""
-    out, budgets = tmp_path / "calibration.json", []
-    host = dataclasses.replace(read_host(), isa=("avx512_bf16",))
-    monkeypatch.setattr(calibrate, "read_host", lambda: host)
-
-    def run(others, engine="stock", everything=False):
-        def measure(work, request):
-            budgets.append(request["budget_s"])
-            return result(request["engine"], others=others)
-
-        monkeypatch.setattr(calibrate, "in_fresh_process", measure)
-        monkeypatch.setattr(calibrate, "installed", lambda engine: True)
-        more = ["--all"] if everything else ["--engine", engine]
-        assert main(["calibrate", *more, "--out", str(out), "--name", f"{others}"]) == 0
-        return load_constants(out)
-
-    run.budgets, run.out = budgets, out
-    return run
-
-
-def test_a_disturbed_calibration_says_so_and_never_replaces_a_quiet_one(fake, capsys):
-    assert "disturbed by other processes on 0.5 CPUs" in fake(0.5).origins["costs"]
-    assert fake(0.7).name == "0.7"
-    assert fake(0.01).name == "0.01"
-    assert fake(0.5).name == "0.01"
-    assert "left as it was" in capsys.readouterr().out
-    assert "disturbed" not in fake(0.02).origins["costs"]
-    assert fake(0.5, everything=True).name == "0.5"  # the quiet one knows less
+    assert "disturbed by other processes on 0.5 CPUs" in found.origins["costs"]
 
 
 def tiny(dtype):
@@ -123,15 +91,9 @@ def network(found, ops=100, between_s=0.0):
 def test_the_costs_that_the_times_were_made_with_are_found_again():
     conv = {"work": 2e-12, "kernel": 3e-10}
     norm = {"cached": 1e-11, "traffic": 4e-11}
-    found = fit_costs(
-        [
-            network(
-                timed("conv", conv, {"work": 1e10, "kernel": 1e4}, {"work": 1e9, "kernel": 1e7})
-                + timed("norm", norm, {"traffic": 1e8}, {"cached": 1e7}),
-                between_s=2e-5,
-            )
-        ]
-    )
+    rows = timed("conv", conv, {"work": 1e10, "kernel": 1e4}, {"work": 1e9, "kernel": 1e7})
+    rows += timed("norm", norm, {"traffic": 1e8}, {"cached": 1e7})
+    found = fit_costs([network(rows, between_s=2e-5)])
     assert found["conv"] == pytest.approx(conv)
     assert found["norm"] == pytest.approx(norm)
     assert found["every_op"]["seconds"] == pytest.approx(2e-5)
@@ -175,7 +137,7 @@ def test_operations_are_matched_by_order_and_type_and_the_rest_is_loss():
         Event("a", "MaxPool3D", 1.0),
         Event("b", "MaxPool3D", 1.0),
     ]
-    found = rows(PROGRAM, events, CACHE)
+    found = calibrate.rows(PROGRAM, events, CACHE)
     assert [row["seconds"] for row in found[: len(CONVS)]] == list(range(len(CONVS)))
     assert [row["group"] for row in found[:2]] == ["first_conv", "conv"]
     seconds = lambda group: [row["seconds"] for row in found if row["group"] == group]
@@ -185,4 +147,4 @@ def test_operations_are_matched_by_order_and_type_and_the_rest_is_loss():
     assert pool["seconds"] == 2.0
     assert pool["features"] == {"cached": sum(op.traffic_bytes for op in PROGRAM.ops if op.kind == "pool")}
     with pytest.raises(RuntimeError, match=rf"must run the {len(CONVS)} convolutions .* got {len(CONVS) - 1}"):
-        rows(PROGRAM, events[1:], CACHE)
+        calibrate.rows(PROGRAM, events[1:], CACHE)

@@ -64,16 +64,15 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     save_config(config, tmp_path)
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
-    run = ["--run", str(tmp_path)]
-    for arguments in (recipe, own, run, [*run, "--engine", "stock-no-onednn", "--dtype", "bfloat16"], []):
+    run = ["--run", str(tmp_path), "--engine", "stock-no-onednn", "--dtype", "bfloat16"]
+    for arguments in (recipe, own, run, run[:2], []):
         assert main(["bench", "memory", *arguments]) == 2
     paper, second, third, fourth, default = asked
-    assert (paper["shape"], paper["batch"], paper["optimizer"]) == ([240, 240, 144], 1, "adam")
+    assert (paper["shape"], paper["steps"], paper["threads"]) == ([240, 240, 144], 3, 2)
     assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
-    assert (paper["steps"], paper["threads"], third["threads"]) == (3, 2, None)
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
-    assert (third["shape"], third["optimizer"], third["engine"]) == ([32, 32, 32], "sgd", "stock")
-    assert (fourth["engine"], fourth["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+    assert (third["engine"], third["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+    assert (fourth["shape"], fourth["optimizer"], fourth["engine"]) == ([32, 32, 32], "sgd", "stock")
     assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], None, "speed")
     assert default["unet"]["dtype"] == second["unet"]["dtype"] == read_host().best_dtype
 
@@ -82,7 +81,6 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(asked, tmp_path):
     ("arguments", "message"),
     [
         (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--trace", "/proc/none/t"], "folder /proc/none must be a folder to write to"),
         (["--policies", "--policy", "lean"], "policy must be left out with --policies"),
         (["--policies", "--peer", "no-such-program --x"], "peer must begin with an installed program"),
@@ -125,12 +123,8 @@ def compare(monkeypatch):
 
         def ours(work, request):
             seconds, units, process = take(request["unet"]["policy"])
-            return {
-                **HOST,
-                "step_s": seconds,
-                "allocator_peak_bytes": units * UNIT,
-                "process_peak_bytes": process * MIB,
-            }
+            peaks = {"allocator_peak_bytes": units * UNIT, "process_peak_bytes": process * MIB}
+            return {**HOST, "step_s": seconds, **peaks}
 
         monkeypatch.setattr(memory.harness, "in_fresh_process", ours)
         monkeypatch.setattr(memory.harness, "run_peer", take)
