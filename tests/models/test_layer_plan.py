@@ -20,11 +20,8 @@ KINDS = {
 }
 
 VARIANTS = [
-    UNetConfig(filters=4, depth=2, up="upsampling", policy="speed"),
-    UNetConfig(filters=4, depth=3, norm="batch", policy="speed"),
     UNetConfig(filters=4, depth=3, norm="none", up="upsampling", policy="speed"),
     UNetConfig(filters=4, depth=5, policy="speed"),
-    UNetConfig(filters=4, depth=4, residual=True, policy="speed"),
     UNetConfig(filters=4, depth=3, residual=True, norm="none", policy="speed"),
     UNetConfig(filters=4, depth=4, deep_supervision=True, dtype="bfloat16", policy="speed"),
     UNetConfig(filters=4, depth=4, network="cicek2016", norm="batch", channels=1, outputs=1, policy="speed"),

@@ -72,8 +72,7 @@ def test_unfolding_is_the_way_back_from_folding(norm, samples):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("activate", [True, False])
+@pytest.mark.parametrize(("samples", "activate"), [(1, True), (2, False)])
 def test_as_a_function_of_its_weights_it_is_the_layer_in_training_and_moves_nothing(norm, samples, activate):
     layer, model, x = built(norm, samples, activate)
     before = layer.get_weights()

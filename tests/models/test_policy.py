@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import NORMS, POLICIES, UNetConfig
+from models.config import POLICIES, UNetConfig
 from models.unet3d import build_unet3d
 
 LEANER = POLICIES[1:]
@@ -15,13 +15,12 @@ LEANER = POLICIES[1:]
 GRID = (16, 8, 8)
 
 NETWORKS = {
-    "instance": (UNetConfig(filters=4, depth=3), 2),
+    "instance, deep supervision": (UNetConfig(filters=4, depth=3, deep_supervision=True), 2),
     "residual, batch norm, upsampling": (
         UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"),
         2,
     ),
-    "deep supervision, no norm": (UNetConfig(filters=4, depth=3, deep_supervision=True, norm="none"), 1),
-    "cicek, residual": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True), 1),
+    "cicek, residual, no norm": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"), 1),
 }
 """Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and of 2; three levels
 have a first block, one between, the deepest and two decoders."""
@@ -104,12 +103,11 @@ def test_gradients_outputs_and_statistics_are_those_of_speed(network, policy):
     pytest.fail(f"gradients must be within 1e-5 of speed's in one draw of {len(DRAWS)}, got {apart}")
 
 
-@pytest.mark.parametrize("policy", LEANER)
-def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds_and_closer_to_speeds(policy):
+def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds_and_closer_to_speeds():
     """Maps made again are the same maps, and sums are rounded in another order."""
-    config = NETWORKS["instance"][0]
-    exact = step(config, "speed", 2)
-    speed, leaner = (step(dataclasses.replace(config, dtype="bfloat16"), each, 2) for each in ("speed", policy))
+    config, batch = NETWORKS["instance, deep supervision"]
+    exact = step(config, "speed", batch)
+    speed, leaner = (step(dataclasses.replace(config, dtype="bfloat16"), each, batch) for each in ("speed", "lean"))
     exact, speed, leaner = (np.concatenate([g.ravel() for g in one.gradients]) for one in (exact, speed, leaner))
     (rounding,) = distances([speed], [exact])
     assert distances([leaner], [exact])[0] < 1.1 * rounding
@@ -119,7 +117,7 @@ def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds_and_clos
 SMALL = [
     UNetConfig(filters=2, depth=3, norm=norm, residual=residual, up=up, deep_supervision=residual, network=network)
     for norm, residual, up, network in [
-        *((norm, False, "transposed", "unet3d") for norm in NORMS),
+        ("none", False, "transposed", "unet3d"),
         ("batch", True, "upsampling", "cicek2016"),
         ("instance", True, "transposed", "unet3d"),
     ]

@@ -64,10 +64,12 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["last.npz"]
 
 
-def test_another_version_is_refused(tmp_path):
+def test_another_version_and_a_missing_one_are_refused(tmp_path):
     save_checkpoint(tmp_path / "last.npz", ARRAYS, {"schema": 99})
     with pytest.raises(InputError, match="must have schema 1, got 99"):
         load_checkpoint(tmp_path / "last.npz")
+    with pytest.raises(InputError, match="must exist, found none"):
+        load_checkpoint(tmp_path / "best.npz")
 
 
 def test_a_header_that_lies_is_damage_and_takes_no_memory(tmp_path):
@@ -87,11 +89,6 @@ def test_arrays_are_those_that_were_checked_whatever_happens_to_the_file(tmp_pat
     (tmp_path / "last.npz").unlink()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(arrays[name], array)
-
-
-def test_a_missing_one_is_refused(tmp_path):
-    with pytest.raises(InputError, match="must exist, found none"):
-        load_checkpoint(tmp_path / "best.npz")
 
 
 def test_no_flipped_bit_loads_as_something_else(tmp_path):
@@ -128,10 +125,9 @@ def save(run, step):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "I/O"), MemoryError()]
+    ("error", "part"), [(OSError(errno.ESTALE, "Stale file handle"), range(2**20)), (MemoryError(), range(10_000))]
 )
-@pytest.mark.parametrize("part", [range(2**20), range(10_000)], ids=["everywhere", "first half"])
-def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypatch, part, error):
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypatch, error, part):
     class File(io.FileIO):
         def readinto(self, buffer):
             if Path(self.name) == path and self.tell() in part:

@@ -5,10 +5,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -110,10 +108,3 @@ def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert not is_here(one), "a zombie"
     assert not is_here(one)
-
-
-def test_the_place_is_the_same_for_a_child():
-    script = "from cpu3d.training.heartbeat import this_place; print(this_place())"
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == heartbeat.this_place()

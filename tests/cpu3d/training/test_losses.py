@@ -58,15 +58,6 @@ def test_logits_of_zero_cost_log_two_and_half_of_dice():
     np.testing.assert_allclose(loss, 1 - by_hand + np.log(2), rtol=1e-6)
 
 
-def test_the_loss_of_a_batch_is_the_mean_of_its_samples():
-    rng = np.random.default_rng(0)
-    target = tf.constant(rng.integers(0, 2, (3, 4, 4, 4, 2)), tf.uint8)
-    logits = tf.constant(rng.normal(size=(3, 4, 4, 4, 2)), tf.float32)
-    together, _ = dice_cross_entropy(target, logits)
-    alone = [dice_cross_entropy(target[i : i + 1], logits[i : i + 1])[0] for i in range(3)]
-    np.testing.assert_allclose(together, np.mean(alone), rtol=1e-6)
-
-
 def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
@@ -80,12 +71,6 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
 def test_hard_counts_are_voxels_of_at_least_one_half():
     counts = hard_dice_counts(volume([1, 1, 0, 0]), volume([3, -1, 0.5, 0]))
     np.testing.assert_array_equal(counts, [[[1, 3, 2]]])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_loss_is_float32_whatever_the_logits_are(dtype):
-    loss, _ = dice_cross_entropy(tf.zeros((1, 2, 2, 2, 1), tf.uint8), tf.zeros((1, 2, 2, 2, 1), dtype))
-    assert loss.dtype == tf.float32
 
 
 def maps(samples, grid, regions=3, seed=0):
@@ -117,11 +102,8 @@ def compiled(target, logits, by_slabs, dtype="float32"):
 @pytest.mark.parametrize(
     ("heads", "samples", "size_x", "dtype"),
     [
-        (1, 1, 16, "float32"),  # slabs all alike
         (1, 2, 20, "float32"),  # some thicker
-        (1, 3, 6, "bfloat16"),  # fewer
-        (2, 2, 12, "float32"),  # some thicker in one head, fewer in the other
-        (2, 1, 12, "bfloat16"),
+        (2, 3, 12, "bfloat16"),  # some thicker in one head, fewer in the other
     ],
 )
 def test_by_slabs_it_is_what_it_is_at_once(heads, samples, size_x, dtype):
@@ -162,9 +144,8 @@ def test_no_slab_begins_before_the_one_before_is_done(waits_for):
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
 
 
-@pytest.mark.parametrize("by_slabs", [False, True])
-def test_a_heads_loss_and_gradient_wait_for_those_of_the_finer_one(by_slabs, waits_for):
-    graph, _ = compiled(*maps(1, (8, 4, 4)), by_slabs)
+def test_a_heads_loss_and_gradient_wait_for_those_of_the_finer_one(waits_for):
+    graph, _ = compiled(*maps(1, (8, 4, 4)), by_slabs=True)
     losses = of_type(graph, "Softplus")
     fine = [op for op in losses if op.outputs[0].shape[-1] == 4 * 3]
     assert 0 < len(fine) < len(losses)

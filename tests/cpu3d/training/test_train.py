@@ -1,4 +1,4 @@
-"""Runs with the real network: they learn, go on to the bit, predict, and refuse what would not do."""
+"""Runs of `train`: they learn, go on to the bit, predict, and refuse what would not do."""
 
 import dataclasses
 import json
@@ -25,50 +25,93 @@ from cpu3d.inference.runs import Inference
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import newest
 from cpu3d.training.fit import Fit
-from cpu3d.training.learner import Learner
 from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
-from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, decided, start, weights
+from tests.cpu3d.runs import (
+    SMALL,
+    NumpyLearner,
+    assert_cut_and_continued_is_uninterrupted,
+    decided,
+    shared_learner,
+    start,
+    weights,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
-PATCH = {"mode": "patch", "patch": [16, 16, 16]}
+PATCH = {"mode": "patch", "patch": [16, 16, 16], "depth": 2}
+LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, **PATCH}
 
 
 def steps_of(folder):
     return [event for event in read_events(folder) if event["event"] == "step"]
 
 
+# --- With the real network ---
+
+
 @pytest.fixture(scope="module")
 def learnt(phantom_store, tmp_path_factory):
     """The folder of a run of 10 steps of two patches."""
     folder = tmp_path_factory.mktemp("learnt")
-    start(phantom_store, folder, steps=10, batch=2, **PATCH).run()
+    start(phantom_store, folder, **LEARNT).run()
     return folder
 
 
-def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, epochs=6, ema=0.9).run()
-    losses = [step["loss"] for step in steps_of(tmp_path)]
-    assert np.mean(losses[-4:]) < 0.92 * np.mean(losses[:4])
-    last, best = weights(tmp_path), weights(tmp_path, "best")
+def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
+    losses = [step["loss"] for step in steps_of(learnt)]
+    assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
+    last, best = weights(learnt), weights(learnt, "best")
     assert set(best) == {name for name in last if name.startswith("model/")}
     assert any(not np.array_equal(best[name], last[name]) for name in best)
 
 
-WAYS = [
-    {"policy": "speed", "ema": 0.9},
-    {"policy": "lean", "batch": 2, "ema": 0.9, "depth": 2},
-    {"batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "depth": 2, **PATCH},
-    {"resolution": 0.5, "validations": 1, "depth": 2},
-]
+def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(phantom_store, learnt):
+    predictor, record = load_predictor(learnt), phantom_store.cases("val")[0]
+    assert predictor.window == (16, 16, 16)
+    answers = predictor.probabilities(phantom_store.image(record.case_id), record)
+    truth = np.asarray(phantom_store.label(record.case_id))
+    scored = [event for event in read_events(learnt) if event["event"] == "validation"][-1]
+    assert scored["cases"] == 1
+    for index, (name, codes) in enumerate(phantom_store.manifest.regions.items()):
+        found, true = answers[..., index] > 0.5, np.isin(truth, codes)
+        # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
+        assert scored["dice"][name] == pytest.approx(2 * (found & true).sum() / (found.sum() + true.sum()), abs=0.05)
+    inside = record.box.slices(record.shape)
+    assert np.all(answers[inside] > 0)
+    answers[inside] = 0
+    assert not answers.any()
+    at_once = load_predictor(learnt, inference=Inference(one_pass=True))
+    assert at_once.window is None
+    assert at_once.probabilities(phantom_store.image(record.case_id), record).shape == (*record.shape, 3)
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=["speed", "lean", "patches", "half the resolution"])
+def test_a_patch_beside_the_brain_breaks_nothing(phantom_store, tmp_path):
+    learner = shared_learner(decided(phantom_store, tmp_path, **{**SMALL, **LEARNT}))
+    image, target = (tf.zeros((1, 16, 16, 16, channels), dtype) for channels, dtype in ((4, "float32"), (3, "uint8")))
+    for _ in range(3):
+        assert np.isfinite(learner.step(iter([(image, target)] * 2), 0.1).loss)
+    assert all(np.isfinite(array).all() for array in learner.weights().values())
+
+
+WAYS = {
+    "lean": {"policy": "lean", "batch": 2, "ema": 0.9, "depth": 2, "residual": True, "up": "upsampling"},
+    "patches": {
+        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1, "optimizer": "sgd",
+        "network": "cicek2016", "channels": ["T2w", "FLAIR"], **PATCH,
+    },
+    "half the resolution": {
+        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full", "norm": "batch",
+        "deep_supervision": True, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predicts(
     phantom_store, tmp_path, monkeypatch, settings
 ):
@@ -79,64 +122,12 @@ def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predict
     assert nibabel.load(tmp_path / "out" / image.name).shape == nibabel.load(image).shape[:3]
 
 
-VARIANTS = [
-    {"batch": 2, "residual": True, "up": "upsampling", "policy": "balanced", "depth": 2},
-    {"norm": "batch", "batch": 4, "micro_batch": 2, "extent": "full", "deep_supervision": True, "dtype": "bfloat16"},
-    {"network": "cicek2016", "channels": ["T2w", "FLAIR"], "optimizer": "sgd", "rotation_deg": 10.0, "scaling": 0.1},
-]
-
-
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_every_kind_of_network_trains_and_predicts(phantom_store, tmp_path, settings):
-    start(phantom_store, tmp_path, epochs=1, **settings).run()
-    record = phantom_store.cases("test")[0]
-    answers = load_predictor(tmp_path).probabilities(np.asarray(phantom_store.image(record.case_id)), record)
-    assert answers.shape == (*record.shape, 3)
-    assert answers.min() >= 0
-    assert answers.max() <= 1
-
-
-# --- Patches ---
-
-
-def test_a_patch_run_learns_and_validates_on_whole_volumes(phantom_store, learnt):
-    steps = steps_of(learnt)
-    assert np.mean([step["loss"] for step in steps[-4:]]) < 0.95 * np.mean([step["loss"] for step in steps[:4]])
-    assert [event["cases"] for event in read_events(learnt) if event["event"] == "validation"] == [1]
-
-
-def test_a_patch_run_predicts_by_its_window_and_within_the_brain_alone(phantom_store, learnt):
-    predictor = load_predictor(learnt)
-    assert predictor.window == (16, 16, 16)
-    record = phantom_store.cases("test")[0]
-    answers = predictor.probabilities(phantom_store.image(record.case_id), record)
-    inside = record.box.slices(record.shape)
-    assert np.all(answers[inside] > 0)
-    answers[inside] = 0
-    assert not answers.any()
-
-
-def test_one_pass_takes_a_patch_run_s_network_over_the_whole_volume(phantom_store, learnt):
-    record = phantom_store.cases("test")[0]
-    predictor = load_predictor(learnt, inference=Inference(one_pass=True))
-    assert predictor.window is None
-    assert predictor.probabilities(phantom_store.image(record.case_id), record).shape == (*record.shape, 3)
-
-
-def test_validation_scores_what_the_window_predicts(phantom_store, learnt):
-    record = phantom_store.cases("val")[0]
-    probabilities = load_predictor(learnt).probabilities(phantom_store.image(record.case_id), record)
-    truth = np.asarray(phantom_store.label(record.case_id))
-    scored = [event for event in read_events(learnt) if event["event"] == "validation"][-1]["dice"]
-    for index, (name, codes) in enumerate(phantom_store.manifest.regions.items()):
-        found, true = probabilities[..., index] > 0.5, np.isin(truth, codes)
-        # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
-        assert scored[name] == pytest.approx(2 * (found & true).sum() / (found.sum() + true.sum()), abs=0.02)
+# --- What a run is given ---
 
 
 def test_a_step_s_patches_are_those_of_the_patch_dataset(phantom_store, tmp_path):
-    fit = start(phantom_store, tmp_path, no_augment=True, seed=3, **PATCH)
-    sampling = patch_sampling(phantom_store, (16, 16, 16), sampling="foreground", multiple=4, seed=3)
+    fit = start(phantom_store, tmp_path, learner=NumpyLearner, no_augment=True, seed=3, **PATCH)
+    sampling = patch_sampling(phantom_store, (16, 16, 16), sampling="foreground", multiple=2, seed=3)
     records = phantom_store.cases("train")
     for position, (image, target) in enumerate(fit.feeds.training(0, 4)):
         sample = patch_at(position, sampling, records)
@@ -147,14 +138,7 @@ def test_a_step_s_patches_are_those_of_the_patch_dataset(phantom_store, tmp_path
         assert image.shape == (1, 16, 16, 16, 4)
 
 
-def test_a_patch_beside_the_brain_breaks_nothing(phantom_store, tmp_path):
-    learner = Learner(decided(phantom_store, tmp_path, **SMALL, **PATCH, optimizer="sgd"))
-    image, target = (tf.zeros((1, 16, 16, 16, channels), dtype) for channels, dtype in ((4, "float32"), (3, "uint8")))
-    for _ in range(3):
-        assert np.isfinite(learner.step(iter([(image, target)]), 0.1).loss)
-    assert all(np.isfinite(array).all() for array in learner.weights().values())
-
-
+@pytest.mark.usefixtures("without_network")
 def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_path, monkeypatch):
     fold, own, trained = "2/2", phantom_store.manifest.split["val"], []
     split = with_fold(phantom_store, fold).manifest.split
@@ -173,6 +157,7 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
 # --- Going on ---
 
 
+@pytest.mark.usefixtures("without_network")
 def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_was_lost(
     phantom_store, tmp_path, capsys
 ):
@@ -180,7 +165,7 @@ def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_w
         train(phantom_store.folder, tmp_path, settings={**small, **settings})
         return len(steps_of(tmp_path)), capsys.readouterr().err
 
-    small = {key: value for key, value in {**SMALL, "depth": 2}.items() if key != "epochs"}
+    small = {key: value for key, value in SMALL.items() if key != "epochs"}
     assert go(steps=2)[0] == 2
     log, last = (tmp_path / "log.jsonl").read_bytes(), newest(tmp_path).path.read_bytes()
     (tmp_path / "log.jsonl").write_bytes(b"".join(log.splitlines(keepends=True)[:-1]))
@@ -212,17 +197,16 @@ def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, number):
+def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path):
     command = [sys.executable, "-m", "cpu3d", "train", "--store", str(phantom_store.folder), "--run", str(tmp_path)]
     options = ["--filters", "4", "--depth", "3", "--epochs", "200", "--dtype", "float32", "--policy", "speed"]
     process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while len(read_events(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.2)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, errors
+    assert process.returncode == 130, errors
     assert "saved after step" in errors
     state = newest(tmp_path).state
     assert read_events(tmp_path)[-1] == {**read_events(tmp_path)[-1], "reason": "interrupted", "step": state["step"]}
@@ -234,41 +218,44 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path, 
 # --- Memory ---
 
 
-def hungry(store, folder, free_bytes, monkeypatch, *, epochs=1, **options):
-    """Train on a host that has this much free."""
+def with_free(monkeypatch, free_bytes):
+    """Have `train` find a host that has this much free."""
     host = dataclasses.replace(read_host(), available_bytes=free_bytes, cgroup_limit_bytes=None)
     monkeypatch.setattr("cpu3d.training.train.read_host", lambda: host)
-    settings = {**SMALL, "epochs": epochs, "batch": 2, "extent": "full"}
-    return train(store.folder, folder, settings=settings, **options)
 
 
 def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(phantom_store, tmp_path, monkeypatch, capsys):
-    host = dataclasses.replace(read_host(), available_bytes=10 * 2**20)
-    monkeypatch.setattr("cpu3d.training.train.read_host", lambda: host)
+    with_free(monkeypatch, 10 * 2**20)
     assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 3
     errors = capsys.readouterr().err
-    assert "plan: allocator peak" in errors
-    assert "got 10 MiB free" in errors
-    assert "--force" in errors
+    for part in ("plan: allocator peak", "got 10 MiB free", "--force"):
+        assert part in errors
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("without_network")
 def test_a_forced_run_logs_what_was_predicted_and_goes_on_only_where_it_fits(
     phantom_store, tmp_path, monkeypatch, capsys
 ):
-    hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, force=True)
+    def go(epochs, **options):
+        settings = {**SMALL, "epochs": epochs, "batch": 2, "extent": "full"}
+        train(phantom_store.folder, tmp_path, settings=settings, **options)
+
+    with_free(monkeypatch, 200 * 2**20)
+    go(1, force=True)
     first, *_, last = read_events(tmp_path)
     predicted = first["predicted"]
     assert 0 < predicted["allocator_peak_bytes"] < predicted["process_peak_bytes"] < predicted["upper_bound_bytes"]
     assert last["reason"] == "finished"
-    hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch)
+    go(1)
     assert "nothing to do after step" in capsys.readouterr().err, "a run that is over needs no memory"
     kept = {path: path.read_bytes() for path in (tmp_path / "config.json", tmp_path / "log.jsonl")}
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
-        hungry(phantom_store, tmp_path, 200 * 2**20, monkeypatch, epochs=2)
+        go(2)
     assert {path: path.read_bytes() for path in kept} == kept
 
 
+@pytest.mark.usefixtures("without_network")
 def test_the_policy_is_picked_by_what_is_free_then_said_stored_and_kept(phantom_store, tmp_path, monkeypatch, capsys):
     taken = {"speed": (4 * 2**30, 1.0), "balanced": (2 * 2**30, 1.1), "lean": (2**30, 1.2)}
 
@@ -277,8 +264,7 @@ def test_the_policy_is_picked_by_what_is_free_then_said_stored_and_kept(phantom_
         return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=upper_bound_bytes, step_s=step_s)
 
     def go(free_gib, **settings):
-        host = dataclasses.replace(read_host(), available_bytes=free_gib * 2**30, cgroup_limit_bytes=None)
-        monkeypatch.setattr("cpu3d.training.train.read_host", lambda: host)
+        with_free(monkeypatch, free_gib * 2**30)
         config = train(phantom_store.folder, tmp_path, settings={**SMALL, "depth": 2, **settings})
         assert load_config(tmp_path) == config
         assert json.loads((tmp_path / "plan.json").read_text())["config"]["unet"]["policy"] == config.unet.policy
@@ -296,14 +282,14 @@ def test_the_policy_is_picked_by_what_is_free_then_said_stored_and_kept(phantom_
     assert "note: this run was under policy balanced before, so it goes on alike but not to the bit" in errors
 
 
+@pytest.mark.usefixtures("without_network")
 def test_a_damaged_calibration_keeps_nobody_from_training_by_force(phantom_store, tmp_path, monkeypatch, capsys):
     own = tmp_path / "calibration.json"
     own.write_text('{"schema": 999}')
     monkeypatch.setattr("cpu3d.plan.find_constants", lambda threads, host: find_constants(threads, host, own))
     arguments = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run"), "--epochs", "1"]
-    arguments += ["--filters", "4", "--depth", "3", "--dtype", "float32"]
     assert main(arguments) == 2
-    assert f"error: calibration {own} must have schema 1, got 999" in capsys.readouterr().err
+    assert f"error: calibration {own} must be JSON of schema 1, got schema 999" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*arguments, "--force"]) == 0
     assert read_events(tmp_path / "run")[0]["predicted"] == {}

@@ -15,7 +15,7 @@ from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
 
-SHAPE = (48, 48, 44)
+SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
 
 
 def feeds(config):
@@ -28,12 +28,12 @@ def feeds(config):
     )
 
 
-def learner(**network):
-    return Learner(RunConfig(grid=SHAPE, unet=UNetConfig(**network), batch=1, micro_batch=1, engine="auto"))
+def learner(grid, **network):
+    return Learner(RunConfig(grid=grid, unet=UNetConfig(**network), batch=1, micro_batch=1, engine="auto"))
 
 
 def test_scores_are_those_of_the_whole_volume():
-    one = learner(channels=1, outputs=4, filters=4, depth=3)
+    one = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
     ((image, target),) = feeds(one.config).validation()
     logits = one.logits(image)
     overlap, predicted, true = np.moveaxis(hard_dice_counts(target, logits).numpy()[0], -1, 0)
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_whole_volume():
 def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
-    one = learner(outputs=13, filters=4, depth=3, policy="lean")
+    one = learner(SHAPE, outputs=13, filters=4, depth=3, policy="lean")
     given, job = feeds(one.config), Job(one.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
     *_, image, target = resident

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.errors import DivergedError, Interrupted, MemoryRunsOutError
+from cpu3d.errors import DivergedError, Interrupted
 from cpu3d.training import watchdog
 from cpu3d.training.heartbeat import PHASES, WAITING_PHASES, read_heartbeats
 from cpu3d.training.watchdog import (
@@ -112,11 +112,6 @@ def judged(samples, **limits):
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
     assert judged(samples, **limits) == action
-
-
-def test_larger_hosts_keep_more_free():
-    floors = [Room(0, total).floor_bytes for total in (GIB, 24 * GIB, 250 * GIB, 1536 * GIB)]
-    assert floors == [64 * MIB, 64 * MIB, GIB // 2, GIB]
 
 
 def test_the_limit_of_addresses_stops_a_run_and_never_ends_it_at_once():
@@ -225,7 +220,7 @@ def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, ca
     assert "got none for 60.5 s, waiting for data" in beat.stalled == beat.reason
 
 
-def test_the_first_step_may_take_longer_and_a_suspended_process_has_not_lived(guard, stage):
+def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no_stall(guard, stage):
     stage.step(guard, 0, 200)
     for seconds in (3600, 3600, 10**6):
         stage.now += seconds
@@ -233,13 +228,11 @@ def test_the_first_step_may_take_longer_and_a_suspended_process_has_not_lived(gu
     assert stage.ended == []
     guard.phase("computing", step=1)
     assert guard.now.longest_step_s < 300, "ten times the longest step is what may pass"
-
-
-def test_signs_of_life_within_a_phase_are_enough(guard, stage):
-    stage.step(guard, 0, 1)
     for _ in range(20):
         guard.phase("validating", step=1)
         stage.live(guard, 50)
+    guard.plan(stall_minutes=0)
+    stage.step(guard, 1, 10_000)
     assert stage.ended == []
 
 
@@ -268,24 +261,15 @@ def test_who_hangs_is_found_before_those_who_wait_for_him(guard, stage):
         stage.step(guard, step, 8)
 
 
-def test_no_stall_is_found_where_none_is_asked_for(guard, stage):
-    guard.plan(stall_minutes=0)
-    stage.step(guard, 0, 10_000)
-    assert stage.ended == []
-
-
 @pytest.mark.parametrize(
     ("error", "exit_code", "reason"),
     [
         (None, 0, "finished"),
         (DivergedError("loss must be finite, got nan"), 4, "loss must be finite, got nan"),
-        (MemoryRunsOutError("memory must"), 5, "memory must"),
         (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
         (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
         (SystemExit(3), 3, "exit code 3"),
-        (SystemExit("no"), 1, "exit code 1"),
-        (SystemExit(), 0, "finished"),
     ],
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
@@ -306,28 +290,19 @@ def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("guard")]
 
 
-def test_the_end_that_was_noted_is_the_one_that_counts(tmp_path):
-    with Guard(tmp_path, say=print) as guard:
-        guard.note_end("early stop")
-    assert read_heartbeats(tmp_path)[0].reason == "early stop"
-
-
 def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-    written, write_heartbeat = [], watchdog.write_heartbeat
-    monkeypatch.setattr(watchdog, "write_heartbeat", lambda *what: written.append(1) or write_heartbeat(*what))
     with Guard(tmp_path, say=print, rank=1, workers=2) as guard:
         for step in range(6):
             guard.phase("computing", step=step)
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            beat = read_heartbeats(tmp_path).get(1)
-            if beat and beat.step == 5:
-                break
+        beat, end = None, time.monotonic() + 60
+        while (beat is None or beat.step < 5) and time.monotonic() < end:
             time.sleep(0.02)
+            beat = read_heartbeats(tmp_path).get(1)
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert beat.free_bytes > 0
-        assert len(written) < 1 + (time.monotonic() - end + 60) / 0.1 + 2
+        guard.note_end("early stop")
+    assert read_heartbeats(tmp_path)[1].reason == "early stop", "the end that was noted is the one that counts"
 
 
 def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path):
@@ -336,15 +311,6 @@ def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_p
         guard.phase("computing")
     assert len(said) == 1
     assert said[0].startswith("warning: no heartbeat can be written, [Errno 2]")
-
-
-def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
-    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append)
-    stage.step(guard, 0, 5)
-    stage.free = 10 * MIB
-    stage.live(guard, 0.5)
-    assert stage.ended == [5]
-    assert read_heartbeats(tmp_path)[0].exit_code == 5
 
 
 def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
