@@ -4,24 +4,29 @@
     exchange = join(cluster)             # right after TensorFlow is imported, before any operation
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
-Each worker computes with plain variables and functions of its own, as it would alone. Engines (`cluster.ENGINES`):
-"memory" is for the workers of one host; "tensorflow" is `tf.distribute.MultiWorkerMirroredStrategy`'s ring over gRPC,
-"horovod" is Horovod's ring over Gloo. In all of them one worker adds up each part of the vector and the others copy it:
-there is one order of addition, so the bits cannot differ between workers.
+Engines (`cluster.ENGINES`): "memory" is for the workers of one host; "tensorflow" is the ring over gRPC of
+`tf.distribute.MultiWorkerMirroredStrategy`, "horovod" is Horovod's over Gloo. In all of them one worker adds up each
+part of the vector and the others copy it: there is one order of addition, so the bits cannot differ between workers.
 """
 
 import contextlib
+import itertools
 import json
+import mmap
 import os
 import re
-from typing import Any, Callable
+import socket
+import struct
+from typing import Any, Callable, Mapping, Optional
 
 import numpy as np
 
 from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.distributed.shared_memory import GONE, SILENCE_S, SILENT, lost_worker, shared_memory_sum
 from cpu3d.errors import InputError, WorkerLostError
+
+SILENCE_S = 20.0
+"""A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
 MEETING_S = 300.0
 """How long a worker waits for the others at the start: the hosts of a queue do not start together."""
@@ -140,8 +145,7 @@ class _Joined(Exchange):
     def sum(self, vector: Any) -> Any:
         errors = self._tf.errors
         try:
-            total = self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
-            return self._tf.convert_to_tensor(total)
+            return self._tf.convert_to_tensor(self._sum(self._tf.convert_to_tensor(vector, self._tf.float32)))
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
             raise  # vectors of different lengths, or no memory: nobody is lost
         except errors.OpError as error:
@@ -227,13 +231,113 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     return sum_over_workers
 
 
-# --- What an engine says when a worker is lost, some twenty lines from C++, in one sentence ---
+# --- The sum between workers of one host, in memory that they share ---
+
+# TensorFlow's collectives need a server in every worker which listens on all interfaces and runs any graph for whoever
+# reaches it. This sum has no server and no port. Each worker copies a piece of its vector to its part of the memory,
+# adds up its share of all parts in the order of ranks, and copies the whole sum. Where one waits for the others, each
+# tells the chief that it is ready, and the chief tells all.
+
+MEMORY_BYTES = 32 * 2**20
+"""Of all parts."""
+
+WORD = struct.Struct("<q")
+"""The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
+
+
+def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> Callable[[np.ndarray], np.ndarray]:
+    """The function that sums a float32 array (n,) over all workers.
+
+    `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
+    raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
+    """
+    memory = np.frombuffer(_shared(cluster, peers), np.float32)
+    length = memory.size // (2 * cluster.workers)
+    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
+    halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
+
+    def sum_over_workers(vector: np.ndarray) -> np.ndarray:
+        total = np.empty_like(vector)
+        for start in range(0, vector.size, length):
+            piece = vector[start : start + length]
+            parts = next(halves)[:, : piece.size]
+            parts[cluster.rank] = piece
+            _wait_for_all(cluster, peers, vector.size)
+            first, last = (piece.size * rank // cluster.workers for rank in (cluster.rank, cluster.rank + 1))
+            for part in parts[1:, first:last]:
+                parts[0, first:last] += part
+            _wait_for_all(cluster, peers, vector.size)
+            total[start : start + length] = parts[0]
+        return total
+
+    return sum_over_workers
+
+
+def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
+    """The chief makes the memory, a file without a name, and hands it to the others."""
+    try:
+        if cluster.is_chief:
+            handle = os.memfd_create("cpu3d")
+            os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+        else:
+            peers[0].settimeout(SILENCE_S)
+            handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
+    except (OSError, IndexError):
+        raise lost_worker(cluster, 0, GONE) from None
+    for peer in peers.values() if cluster.is_chief else ():
+        with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
+            socket.send_fds(peer, [b"memory"], [handle])
+    try:
+        return mmap.mmap(handle, MEMORY_BYTES)
+    finally:
+        os.close(handle)
+
+
+def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
+    """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
+
+    def tell(word: int) -> None:
+        for peer in peers.values():
+            with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
+                peer.send(WORD.pack(word))
+
+    if not cluster.is_chief:
+        tell(size)
+    for rank, peer in peers.items():
+        peer.settimeout(None)
+        try:
+            word = WORD.unpack(peer.recv(WORD.size))[0]
+        except (OSError, struct.error):
+            if cluster.is_chief:
+                tell(-1 - rank)
+            raise lost_worker(cluster, rank, GONE) from None
+        if word < 0:
+            raise lost_worker(cluster, -1 - word, "no answer to worker 0")
+        if cluster.is_chief and word != size:
+            raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
+    if cluster.is_chief:
+        tell(size)
+
+
+# --- A worker that is lost, in one sentence ---
+
+GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
+"""How it is lost, in words."""
+
+
+def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
+    """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
+    name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
+    rule, todo = f"must answer worker {cluster.rank}", "the logs may tell why"
+    if rank == cluster.rank:
+        name, rule, todo = f"{name}, this one,", "must reach the others", "mend its network"
+    return WorkerLostError(f"{name} {rule}, got {reason}; {todo}, the same command continues from the last checkpoint")
 
 
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
-    """The error for the user, from an engine's message: which worker is gone, as far as is known, and how."""
-    said = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
-    reason = said[:160] or "an error without words"
+    """The same from an engine's message, some twenty lines from C++: which worker is gone, as far as known, and how."""
+    told = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
+    reason = told[:160] or "an error without words"
     if re.search(r"heartbeat|deadline.exceeded", message, re.IGNORECASE):
         reason = SILENT
     elif re.search(r"connect|connection|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):

@@ -46,17 +46,18 @@ class Cluster:
     """One of ENGINES."""
 
     def __post_init__(self):
-        bad = [address for address in self.addresses if not _is_address(address)]
-        rule = "be host:port or [IPv6]:port"
-        problems = [f"worker address must {rule}, got {one!r}; mend TF_CONFIG or --hosts" for one in bad]
-        twice = [address for address, count in Counter(self.addresses).items() if count > 1]
-        problems += [f"workers must each have an address, got {address} twice; change its port" for address in twice]
+        form = re.compile(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", re.ASCII)
+        for address in self.addresses:
+            found = form.fullmatch(address)
+            if not found or not 0 < int(found[1]) < 65536:
+                rule = "worker address must be host:port or [IPv6]:port"
+                raise InputError(f"{rule}, got {address!r}; mend TF_CONFIG or --hosts")
+        for address in (one for one, count in Counter(self.addresses).items() if count > 1):
+            raise InputError(f"workers must each have an address, got {address} twice; change its port")
         if self.engine not in ENGINES:
-            problems.append(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
+            raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; choose one of them")
         if self.rank not in range(self.workers):
-            problems.append(f"rank must be below {self.workers}, got {self.rank}; number the workers from 0")
-        if problems:
-            raise InputError(*problems)
+            raise InputError(f"rank must be below {self.workers}, got {self.rank}; number the workers from 0")
 
     @property
     def workers(self) -> int:
@@ -129,7 +130,7 @@ def from_tf_config(text: str) -> Cluster:
 
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
-    problem, todo = "", "mend it, or unset it to train alone"
+    todo = "mend it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
@@ -138,17 +139,14 @@ def from_tf_config(text: str) -> Cluster:
         raise InputError(f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}") from None
     if not tasks:
         return ALONE
-    chiefs, workers = tasks.get(CHIEF, ()), tasks.get(WORKER, ())
-    kind, index = task.get("type"), str(task.get("index"))
-    own = chiefs if kind == CHIEF else workers
+    chiefs, kind, index = tasks.get(CHIEF, ()), task.get("type"), str(task.get("index"))
     if set(tasks) - {CHIEF, WORKER} or kind not in (CHIEF, WORKER) or len(chiefs) > 1:
         got = f"tasks {', '.join(sorted(tasks))} and this one a {kind}"
-        problem = f"name workers and at most one chief, as all train alike, got {got}"
-    elif not index.isdigit() or int(index) >= len(own):
-        problem = f"have a task index below its {len(own)} {kind} addresses, got {index}"
-    if problem:
-        raise InputError(f"TF_CONFIG must {problem}; {todo}")
-    return Cluster(chiefs + workers, int(index) + (len(chiefs) if kind == WORKER else 0))
+        raise InputError(f"TF_CONFIG must name workers and at most one chief, as all train alike, got {got}; {todo}")
+    count = len(tasks.get(kind, ()))
+    if not index.isdigit() or int(index) >= count:
+        raise InputError(f"TF_CONFIG must have a task index below its {count} {kind} addresses, got {index}; {todo}")
+    return Cluster(chiefs + tasks.get(WORKER, ()), int(index) + (len(chiefs) if kind == WORKER else 0))
 
 
 def from_horovod(environ: Mapping[str, str]) -> Cluster:
@@ -175,9 +173,8 @@ def from_hosts(hosts: Sequence[str], workers: Sequence[int], ports: Sequence[int
     `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError for one named twice.
     """
     names = [host.strip().strip("[]").lower() for host in hosts]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise InputError(*(f"hosts must differ, got {name} twice; use --workers for two on one host" for name in twice))
+    for name in (one for one, count in Counter(names).items() if count > 1):
+        raise InputError(f"hosts must differ, got {name} twice; use --workers for two on one host")
     places = [(name, port) for name, count in zip(names, workers) for port in ports[:count]]
     return Cluster(tuple(join_address(name, port) for name, port in places), rank)
 
@@ -203,13 +200,12 @@ def read_hosts(text: str) -> Tuple[str, ...]:
     """
     path = Path(text)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else text.split(",")
-    hosts = [line.partition("#")[0].strip() for line in lines]
-    hosts = [host for host in hosts if host]
+    hosts = tuple(filter(None, (line.partition("#")[0].strip() for line in lines)))
     wrong = [host for host in hosts if set(host) & set(" \t/=@")]
     if wrong or not hosts:
-        got = ", ".join(repr(host) for host in wrong) or repr(text)
+        got = ", ".join(map(repr, wrong or [text]))
         raise InputError(f"--hosts must be names like a,b, or a file with one a line, got {got}; mend it")
-    return tuple(hosts)
+    return hosts
 
 
 def own_index(hosts: Sequence[str]) -> int:
@@ -217,14 +213,14 @@ def own_index(hosts: Sequence[str]) -> int:
 
     Raises InputError where none or several are, or where one is a name that each host has for itself.
     """
-    selfish = [host for host in hosts if host.lower() == "localhost" or _is_loopback(host.strip("[]"))]
-    if len(hosts) > 1 and selfish:
-        raise InputError(f"--hosts must be what the others reach them by, got {selfish[0]}; name it otherwise")
-    name, mine, here = socket.gethostname().lower(), own_addresses(), []
+    loopback, name, here = re.compile(r"localhost|127\..*|\[?::1\]?", re.IGNORECASE), socket.gethostname().lower(), []
     for index, host in enumerate(hosts):
-        own = any(one in mine or _is_loopback(one) for one in addresses(host))
-        lacks_domain = ("." in host) != ("." in name)
-        if own or host.lower() == name or (lacks_domain and host.lower().split(".")[0] == name.split(".")[0]):
+        if len(hosts) > 1 and loopback.fullmatch(host):
+            raise InputError(f"--hosts must be what the others reach them by, got {host}; name it otherwise")
+        own = any(one in own_addresses() or loopback.fullmatch(one) for one in addresses(host))
+        # One of them may be without its domain.
+        short, own_short = host.lower().partition(".")[0], name.partition(".")[0]
+        if own or host.lower() in (name, own_short) or (short == own_short and name == own_short):
             here.append(index)
     if len(here) != 1:
         got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
@@ -256,12 +252,3 @@ def free_ports(count: int) -> Tuple[int, ...]:
                 held.enter_context(socket.socket()).bind(("", port))
                 taken.append(port)
     return tuple(taken)
-
-
-def _is_address(text: str) -> bool:
-    found = re.fullmatch(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", text, re.ASCII)
-    return bool(found) and 0 < int(found[1]) < 65536
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -99,25 +99,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start what is asked for and wait for its end, or say what would be started."""
     options = from_args(Options, args, InputError)
-    for name in ("on_host", "json"):
-        if getattr(options, name) and not options.dry_run:
-            given = getattr(options, name)
-            raise InputError(f"--{name.replace('_', '-')} must come with --dry-run, got {given} without; leave it out")
+    for name, given in (("--on-host", options.on_host), ("--json", options.json)):
+        if given and not options.dry_run:
+            raise InputError(f"{name} must come with --dry-run, got {given} without; leave it out")
     if options.on_host == "list":
-        Console().print(hosts_table().rich())
+        Console().print(hosts_table())
         return 0
-    training = _training(options.train)
+    if options.train[:1] != ("train",):
+        got = options.train[0] if options.train else "nothing"
+        raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
+    from cpu3d.training import train
+
+    # Train's own reading of its options: one refusal before anything starts, and not one a worker.
+    parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
+    train.add_arguments(parser)
+    training = parser.parse_args(options.train[1:])
     topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
     commands = plan.commands(options.train, Path(training.run))
-    if options.dry_run:
-        if options.json:
-            print(json.dumps(_training_plan(training, plan, topology().host), indent=2))
-        else:
-            _show(plan, topology(), commands)
-        return 0
-    thread_plans(topology(), 1 if plan.apart else len(plan.cluster.local_ranks))  # else each worker would refuse
-    _launch(plan, commands, Path(training.run))
+    if options.json:
+        print(json.dumps(_training_plan(training, plan, topology().host), indent=2))
+    elif options.dry_run:
+        _show(plan, topology(), commands)
+    else:
+        thread_plans(topology(), 1 if plan.apart else len(plan.cluster.local_ranks))  # else each worker would refuse
+        _launch(plan, commands, Path(training.run))
     return 0
 
 
@@ -130,8 +136,8 @@ class Plan:
 
     cluster: Cluster
     """As the first of those sees it."""
-    here: int
-    """How many start here, from that one on."""
+    ranks: range
+    """Of the workers that start here."""
     found: str
     """Where the hosts are from, in words."""
     engine: str = TENSORFLOW
@@ -139,15 +145,10 @@ class Plan:
     """Whether something else has given each worker CPUs of its own."""
 
     @property
-    def ranks(self) -> range:
-        """Of the workers that start here."""
-        return range(self.cluster.rank, self.cluster.rank + self.here)
-
-    @property
     def words(self) -> str:
         """Such as "4 workers on 2 hosts (Slurm), 2 here"."""
         hosts = counted(len(set(self.cluster.hosts)), "host")
-        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.found}), {self.here} here"
+        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.found}), {len(self.ranks)} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
@@ -179,45 +180,31 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callab
 
     if not options.hosts and environ.get("TF_CONFIG", "").strip():
         check("TF_CONFIG")
-        return Plan(from_tf_config(environ["TF_CONFIG"]), 1, "TF_CONFIG", apart=bound_apart(environ))
+        cluster = from_tf_config(environ["TF_CONFIG"])
+        return Plan(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG", apart=bound_apart(environ))
     if not options.hosts and in_slurm(environ):
         task = read_slurm(environ)
         check("Slurm with several tasks a host" if task.is_worker else "a task of srun", task.is_worker)
         here = 1 if task.is_worker else options.workers or one_a_socket()
         counts = task.tasks if task.is_worker else (here,) * len(task.hosts)
-        ports = _from((options.port,) if options.port else task.ports, max(counts))
-        cluster = from_hosts(task.hosts, counts, ports, task.rank if task.is_worker else task.host_index * here)
-        return Plan(cluster, here, "Slurm", apart=task.is_worker and bound_apart(environ))
+        first = task.rank if task.is_worker else task.host_index * here
+        ports = (options.port,) if options.port else task.ports
+        ports = (*ports, *range(ports[-1] + 1, ports[-1] + max(counts)))  # after the last of them the next ones
+        cluster, apart = from_hosts(task.hosts, counts, ports, first), task.is_worker and bound_apart(environ)
+        return Plan(cluster, range(first, first + here), "Slurm", apart=apart)
     hosts = read_hosts(options.hosts) if options.hosts else (LOOPBACK,)
     workers, index = options.workers or one_a_socket(), options.host_index
     if index is None:
         index = own_index(hosts) if len(hosts) > 1 and not options.on_host else 0
     if index >= len(hosts):
         raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
-    given = len(hosts) > 1 or options.port or options.on_host
-    ports = _from((options.port or PORT,), workers) if given else free_ports(workers)
+    first, all_know = options.port or PORT, len(hosts) > 1 or options.port or options.on_host
+    ports = range(first, first + workers) if all_know else free_ports(workers)
     cluster = from_hosts(hosts, (workers,) * len(hosts), ports, index * workers)
+    ranks = range(index * workers, (index + 1) * workers)
     if options.engine == HOROVOD:  # starts them on all hosts from one
-        cluster, workers = cluster.of_rank(0), cluster.workers
-    found = "--hosts" if options.hosts else options.on_host or "this one"
-    return Plan(cluster, workers, found, options.engine)
-
-
-def _from(ports: Sequence[int], count: int) -> Tuple[int, ...]:
-    """`ports`, and after the last of them the next ones, `count` in all."""
-    return (*ports[:count], *range(ports[-1] + 1, ports[-1] + 1 + count - len(ports)))
-
-
-def _training(options: Sequence[str]) -> argparse.Namespace:
-    """Train's own reading of its options: one refusal before anything starts, and not one a worker."""
-    if not options or options[0] != "train":
-        got = options[0] if options else "nothing"
-        raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
-    from cpu3d.training import train
-
-    parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
-    train.add_arguments(parser)
-    return parser.parse_args(list(options[1:]))
+        cluster, ranks = cluster.of_rank(0), range(cluster.workers)
+    return Plan(cluster, ranks, "--hosts" if options.hosts else options.on_host or "this one", options.engine)
 
 
 def _training_plan(training: argparse.Namespace, plan: Plan, host: Host) -> Dict[str, Any]:
@@ -225,10 +212,9 @@ def _training_plan(training: argparse.Namespace, plan: Plan, host: Host) -> Dict
     store = open_store(Path(training.store))
     store.check_split()
     share = share_of(host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
+    more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": getattr(training, "force", False)}
     settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
-    force, workers = getattr(training, "force", False), plan.cluster.workers
-    run, gpus = Path(training.run), HostGpus()
-    return plan_training(store, run, share, settings, recipe, gpus=gpus, workers=workers, force=force).to_json()
+    return plan_training(store, Path(training.run), share, settings, recipe, **more).to_json()
 
 
 # --- What is shown and started ---
@@ -243,16 +229,14 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     rows = []
     for rank, address in enumerate(cluster.addresses):
         seen = cluster.of_rank(rank)
-        place = None if plan.apart else places[len(seen.local_ranks)][seen.local_index]
-        sockets = cpu_ranges({socket_of[cpu] for cpu in place.cpus}) if place and place.cpus else "any"
+        cpus = () if plan.apart else places[len(seen.local_ranks)][seen.local_index].cpus
+        sockets = cpu_ranges({socket_of[cpu] for cpu in cpus}) or "any"
         rows.append((address, str(rank), str(seen.local_index), sockets, "yes" if rank in plan.ranks else "no"))
     say(f"{plan.words}; a dry run, nothing is started", console)
     header = ("address", "rank", "worker of its host", "socket", "starts here")
-    console.print(Table(header, rows, title="Workers").rich())
-    for of_one_host in places.values():
-        console.print(describe_plans(topology, of_one_host).rich())
-    if len(counts) > 1:
-        say("All hosts are taken to be like this one.", console)
+    note = "All hosts are taken to be like this one." if len(counts) > 1 else ""
+    console.print(Table(header, rows, title="Workers", caption=note))
+    console.print(*(describe_plans(topology, of_one_host) for of_one_host in places.values()))
     for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
         say(f"note: {setting} is set here, and wins", console)
     for rank, command in commands.items():
@@ -262,63 +246,43 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
 
 
 def _launch(plan: Plan, commands: Mapping[int, Tuple[str, ...]], run: Path) -> None:
-    if plan.engine == HOROVOD and importlib.util.find_spec("horovod") is None:
+    """Start the workers of this host; stderr gets the chief's lines as they come, and a terminal a bar of its steps."""
+    horovod, is_chief = plan.engine == HOROVOD, plan.cluster.is_chief
+    if horovod and importlib.util.find_spec("horovod") is None:
         raise InputError("horovod must be installed for --engine horovod, found none; run ./run.sh setup --horovod")
     wait_for_earlier(run, say)
     logs = writable_folder(run / "logs", "folder of logs")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    jobs: List[Job] = []
+    jobs = []
     for rank, command in commands.items():
-        horovod = plan.engine == HOROVOD
         name, log = ("horovodrun", "horovod.log") if horovod else (f"worker {rank}", f"worker-{rank}.log")
         jobs.append(Job(name, command, plan.environ_of(rank, environ), logs / log))
     say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
-    began_s, before = time.monotonic(), last_step(run)
-    with Follower(jobs[0].log if plan.cluster.is_chief else None, run) as follower:
-        supervise(jobs, run, show=follower.show, say=follower.say)
-    after = last_step(run)
-    steps = f"{after - before} steps, to step {after}" if plan.cluster.is_chief else "the chief has counted the steps"
-    say(f"launch: {plan.words}: ended well, {steps}, {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
+    began_s, before, console = time.monotonic(), last_step(run), Console(stderr=True)
+    read = jobs[0].log.stat().st_size if jobs[0].log.exists() else 0
 
-
-class Follower:
-    """A context manager on stderr: the lines of a log as they come, and on a terminal a bar of the run's steps."""
-
-    def __init__(self, log: Optional[Path], run: Path):
-        """The lines are those that `log` gets from now on, but for the first, a header; None is nobody's."""
-        self._log, self._run, self._console = log, run, Console(stderr=True)
-        self._read = log.stat().st_size if log and log.exists() else 0
-        self._headers = 1
-        """Still to come."""
-        self._progress = Progress(*columns(), console=self._console, disable=not (log and self._console.is_terminal))
-        self._task = self._progress.add_task("train", total=None)
-
-    def __enter__(self) -> "Follower":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
-
-    def show(self) -> None:
-        """Print the lines that are new, and move the bar."""
-        if not self._log or not self._log.exists():
+    def show() -> None:
+        nonlocal read
+        if not is_chief or not jobs[0].log.exists():
             return
-        with self._log.open("rb") as file:
-            file.seek(self._read)
+        with jobs[0].log.open("rb") as file:
+            file.seek(read)
             lines = [line for line in file if line.endswith(b"\n")]
-        self._read += sum(map(len, lines))
-        for line in lines[self._headers :]:
-            self.say(line.decode("utf-8", errors="replace").rstrip("\n"))
-        self._headers -= min(self._headers, len(lines))
-        beat = None if self._progress.disable else read_heartbeats(self._run).get(0)
+        read += sum(map(len, lines))
+        for line in lines:
+            if not line.startswith(b"--- "):  # a header
+                say(line.decode("utf-8", errors="replace").rstrip("\n"), console)
+        beat = None if progress.disable else read_heartbeats(run).get(0)
         if isinstance(beat, Heartbeat) and beat.steps:
-            self._progress.update(self._task, completed=beat.step, total=beat.steps)
+            progress.update(bar, completed=beat.step, total=beat.steps)
 
-    def say(self, line: str) -> None:
-        """Print a line of our own, above the bar."""
-        say(line, self._console)
+    with Progress(*columns(), console=console, disable=not (is_chief and console.is_terminal)) as progress:
+        bar = progress.add_task("train", total=None)
+        supervise(jobs, run, show=show, say=functools.partial(say, console=console))
+    after = last_step(run)
+    steps = f"{after - before} steps, to step {after}" if is_chief else "the chief has counted the steps"
+    say(f"launch: {plan.words}: ended well, {steps}, {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
 
 
 def say(line: str, console: Optional[Console] = None) -> None:

@@ -30,6 +30,8 @@ HELLO_BYTES, PLAN_BYTES = 4096, 2**24
 PIECE_BYTES = 2**15
 """Sent at a time: a socket of the host takes no larger message."""
 
+Check = Callable[..., None]
+
 
 def meet(
     cluster: Cluster, limit_s: float, say: Callable[[str], None] = lambda line: None, plan: Any = None
@@ -42,12 +44,24 @@ def meet(
     Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
     WorkerLostError on all that have come when others do not within `limit_s`.
     """
-    wait = _Wait(cluster, limit_s, say)
+    until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
+
+    def check(missing: Sequence[int], is_over: bool = False) -> None:
+        """Say once, after a while, for whom we wait. Raises WorkerLostError when the time is over."""
+        nonlocal say_at_s
+        workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
+        if is_over or time.monotonic() >= until_s:
+            todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
+            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got no sign; {todo}")
+        if time.monotonic() >= say_at_s:
+            say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
+            say_at_s = float("inf")
+
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
         if cluster.is_chief:
-            return _gather(listeners, cluster, wait, plan), plan
-        connection, plan = _report(cluster, wait)
+            return _gather(listeners, cluster, check, plan), plan
+        connection, plan = _report(cluster, check, until_s)
         return {0: connection}, plan
 
 
@@ -55,17 +69,7 @@ def connect(cluster: Cluster) -> socket.socket:
     """A connection to the chief. Raises OSError where nobody listens."""
     if cluster.engine != MEMORY:
         return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connection.settimeout(HELLO_S)
-        connection.connect(_name(cluster, 0))
-        stack.pop_all()
-        return connection
-
-
-def peer_of(connection: socket.socket) -> Tuple[int, int]:
-    """The kernel's word of who is at the other end of a connection on this host: (process, user)."""
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]
+    return _of_host(cluster, 0, "connect")
 
 
 def digest(cluster: Cluster) -> str:
@@ -76,40 +80,18 @@ def digest(cluster: Cluster) -> str:
 # --- Private helpers ---
 
 
-class _Wait:
-    """The time that is left to wait for others."""
-
-    def __init__(self, cluster: Cluster, limit_s: float, say: Callable[[str], None]):
-        self._cluster, self._limit_s, self._say = cluster, limit_s, say
-        self.until_s, self._say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
-
-    def check(self, missing: Sequence[int]) -> None:
-        """Say once, after a while, for whom. Raises WorkerLostError when the time is over."""
-        workers = ", ".join(f"worker {rank} ({self._cluster.addresses[rank]})" for rank in missing)
-        if time.monotonic() >= self.until_s:
-            todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
-            raise WorkerLostError(f"{workers} must come within {self._limit_s:g} s, got no sign; {todo}")
-        if time.monotonic() >= self._say_at_s:
-            self._say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
-            self._say_at_s = float("inf")
-
-
 def _listeners(cluster: Cluster) -> List[socket.socket]:
     """Sockets that listen for the others: at no network for shared memory.
 
-    Else at each address that the worker's host name stands for, so that no other network reaches it, and at all of the
-    host where that is none which the others could reach: a name may stand for 127.0.1.1 on its own host, or for an
-    address that is translated on the way.
+    Else at each address of the worker's host name that others can reach, so that no other network reaches it, and at
+    all of the host where there is none: a name may stand for 127.0.1.1 on its own host, or for a translated address.
     """
     host, port = host_and_port(cluster.addresses[cluster.rank])
     try:
         if cluster.engine == MEMORY:
-            with contextlib.ExitStack() as stack:
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                listener.bind(_name(cluster, cluster.rank))
-                listener.listen(1024)
-                stack.pop_all()
-                return [listener]
+            listener = _of_host(cluster, cluster.rank, "bind")
+            listener.listen(1024)
+            return [listener]
         reachable = {one for one in own_addresses() if not one.startswith(("127.", "::1", "fe80:"))}
         own = [host] if host.startswith("127.") else addresses(host) & reachable
         if own:
@@ -124,17 +106,26 @@ def _listeners(cluster: Cluster) -> List[socket.socket]:
         ) from None
 
 
-def _name(cluster: Cluster, rank: int) -> bytes:
-    """Of a worker's socket on its host: an abstract one, which is in no folder and gone with its process."""
-    return f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
+def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
+    """A socket that has done `method` with a worker's name: an abstract one, in no folder and gone with its process."""
+    name = f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        one.settimeout(HELLO_S)
+        getattr(one, method)(name)
+        stack.pop_all()
+        return one
 
 
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
-    """Whether another user of this host is at its other end."""
-    return cluster.engine == MEMORY and peer_of(connection)[1] != os.geteuid()
+    """Whether, by the kernel's word, another user of this host is at the other end."""
+    if cluster.engine != MEMORY:
+        return False
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user != os.geteuid()
 
 
-def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, plan: Any) -> Dict[int, socket.socket]:
+def _gather(listeners: Sequence[socket.socket], cluster: Cluster, check: Check, plan: Any) -> Dict[int, socket.socket]:
     """The chief's part. Each caller is heard in a thread of its own, so that a silent one holds up nobody."""
     here: Dict[int, socket.socket] = {}
     turn, missing = threading.Lock(), range(1, cluster.workers)
@@ -162,7 +153,7 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, p
                 missing = [rank for rank in range(1, cluster.workers) if rank not in here]
             if not missing:
                 break
-            wait.check(missing)
+            check(missing)
             for listener in select.select(listeners, [], [], POLL_S)[0]:
                 listener.settimeout(POLL_S)
                 with contextlib.suppress(OSError):  # who has gone again by now
@@ -181,7 +172,7 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, wait: _Wait, p
         raise
 
 
-def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
+def _report(cluster: Cluster, check: Check, until_s: float) -> Tuple[socket.socket, Any]:
     """The other workers' part: the connection to the chief once all have come, and its plan."""
     while True:
         answer: Dict[str, Any] = {}
@@ -189,15 +180,13 @@ def _report(cluster: Cluster, wait: _Wait) -> Tuple[socket.socket, Any]:
             connection = stack.enter_context(connect(cluster))
             if not _is_stranger(cluster, connection):
                 _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
-                answer = _receive(connection, wait.until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
+                answer = _receive(connection, until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
             if "go" in answer:
                 stack.pop_all()
                 return connection, answer.get("plan")
         if "wrong" in answer:
             raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
-        if "missing" in answer:
-            wait.until_s = 0.0
-        wait.check(answer.get("missing", [0]))
+        check(answer.get("missing", [0]), "missing" in answer)
         time.sleep(TRY_AGAIN_S)
 
 

@@ -5,6 +5,7 @@ those of srun(1), section OUTPUT ENVIRONMENT VARIABLES.
 """
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from typing import List, Mapping, Tuple
@@ -56,16 +57,17 @@ def read_slurm(environ: Mapping[str, str]) -> SlurmTask:
     """The task that this process is. Raises InputError, naming the variables, where they do not agree."""
     hosts = expand_hosts(_first(environ, "", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     of_each = _first(environ, f"1(x{len(hosts)})", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks, rank = expand_counts(of_each), _whole("SLURM_PROCID", environ.get("SLURM_PROCID", ""))
+    job = _first(environ, "0", "SLURM_JOB_ID", "SLURM_JOBID")
+    for name, text in (("SLURM_PROCID", environ.get("SLURM_PROCID", "")), ("SLURM_JOB_ID", job)):
+        if not re.fullmatch(r"[0-9]+", text):
+            raise InputError(f"{name} must be a whole number, got {text!r}; start by srun")
+    tasks, rank = expand_counts(of_each), int(environ["SLURM_PROCID"])
     count = _first(environ, str(sum(tasks)), "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if len(tasks) != len(hosts) or str(sum(tasks)) != count or rank >= sum(tasks):
-        got = f"SLURM_PROCID {rank} and {of_each} of {count} tasks on {len(hosts)} hosts"
-        raise InputError(
-            f"Slurm's step must have tasks on each of its hosts, got {got}; start by srun, or name --hosts"
-        )
+        got = f"SLURM_PROCID {rank} and {of_each} of {count} tasks on {len(hosts)} hosts; start by srun"
+        raise InputError(f"Slurm's step must have tasks on each of its hosts, got {got}, or name --hosts")
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "")  # of `srun --resv-ports`
-    job = _whole("SLURM_JOB_ID", _first(environ, "0", "SLURM_JOB_ID", "SLURM_JOBID"))
-    first = FIRST_PORT + job % JOBS * PORTS_A_JOB
+    first = FIRST_PORT + int(job) % JOBS * PORTS_A_JOB
     ports = map(int, _numbers(reserved, reserved)) if reserved else range(first, first + PORTS_A_JOB)
     task = SlurmTask(hosts, tasks, rank, tuple(ports))
     own = {"SLURM_NODEID": task.host_index, "SLURM_LOCALID": rank - sum(tasks[: task.host_index])}
@@ -81,30 +83,24 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
 
     Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
     """
-    part = r"(?:[^\[\],\s]|\[[\d,-]+\])+"
-    if not re.fullmatch(rf"{part}(?:,{part})*", text.strip()):
-        raise _bad_hosts(text)
     hosts: List[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
-        names = [""]
-        for words, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", name):
-            numbers = _numbers(ranges, text) if ranges else [words]
-            if len(names) * len(numbers) > MOST_HOSTS:
-                raise _bad_hosts(text)
-            names = [one + number for one in names for number in numbers]
-        hosts += names
+        if not re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+", name):
+            raise _bad_hosts(text)
+        parts = re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", name)
+        choices = [_numbers(ranges, text) if ranges else [words] for words, ranges in parts]
+        if math.prod(map(len, choices)) > MOST_HOSTS:
+            raise _bad_hosts(text)
+        hosts += map("".join, itertools.product(*choices))
     return tuple(hosts)
 
 
 def expand_counts(text: str) -> Tuple[int, ...]:
     """Slurm's short form of one number a host: "2(x3),1" is 2, 2, 2, 1."""
-    counts: List[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not found or int(found[2] or 1) > MOST_HOSTS:
-            raise InputError(f"SLURM_STEP_TASKS_PER_NODE must be like 2(x3),1, got {text!r}; start by srun")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return tuple(counts)
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d{1,5})\))?", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise InputError(f"SLURM_STEP_TASKS_PER_NODE must be like 2(x3),1, got {text!r}; start by srun")
+    return tuple(int(one[1]) for one in found for _ in range(int(one[2] or 1)))
 
 
 # --- Private helpers ---
@@ -124,12 +120,6 @@ def _numbers(ranges: str, text: str) -> List[str]:
 def _first(environ: Mapping[str, str], otherwise: str, *names: str) -> str:
     """The first of these variables that is set and not empty."""
     return next(filter(None, map(environ.get, names)), otherwise)
-
-
-def _whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise InputError(f"{name} must be a whole number, got {text!r}; start by srun")
-    return int(text)
 
 
 def _bad_hosts(text: str) -> InputError:

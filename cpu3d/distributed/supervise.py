@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
 from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
@@ -47,9 +47,6 @@ WORDS = {
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """How a worker ends that was told to."""
 
-AT_ONCE = (InputError.exit_code, DoesNotFitError.exit_code)
-"""How a worker ends that mostly has not begun: then the others wait for it in vain."""
-
 
 @dataclass(frozen=True)
 class Patience:
@@ -57,8 +54,7 @@ class Patience:
 
     poll_s: float = 0.2
     settle_s: float = 8.0
-    """From the first that failed until the others are asked to end: they hear of it as their exchange fails, and the
-    chief saves. One that computes finishes its step in any case, whatever it is asked."""
+    """From the first failure until the others are asked to end: they hear of it by their exchange; the chief saves."""
     grace_s: float = 3600.0
     """From the request to end to SIGKILL: steps, validations and checkpoints may take long."""
     suspended_s: float = 60.0
@@ -102,25 +98,47 @@ def supervise(
     are passed on, and when all have ended so raised as Interrupted. Raises WorkerFailedError, of the first that failed,
     when none is left but such as nothing ends. When we are killed the workers get SIGTERM.
     """
-    running: List[_Running] = []
+    workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
-    with forward_signals(children, as_signal=_passed_on) as signals, _Observer(run, show, patience) as observer:
+
+    def watch(hanging: Mapping[int, str]) -> None:
+        """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
+        said = False
+        while True:
+            left, now = [worker for worker in workers if not worker.has_ended()], time.monotonic()
+            if not left:
+                return
+            failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
+            if failed and not said:
+                said = True
+                say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
+            for worker in left:
+                # It may be a process below, where the worker is Horovod's launcher.
+                hangs = next((hanging[pid] for pid in family(worker.child.pid) if pid in hanging), "")
+                if any(now - other.ended_s >= patience.settle_s for other in failed):
+                    worker.ask_to_end()
+                if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
+                    worker.kill(hangs)
+            time.sleep(patience.poll_s)
+
+    with forward_signals(children, as_signal=_passed_on) as signals, _observed(run, show, patience) as hanging:
         try:
             for job in jobs:
-                running.append(_Running(job))
-                children.append(running[-1].child)
+                workers.append(_Worker(job))
+                children.append(workers[-1].child)
                 if signals:  # while it was being started
-                    running[-1].child.send_signal(_passed_on(signals[0]))
-            _watch(running, signals, observer, say, patience)
+                    workers[-1].child.send_signal(_passed_on(signals[0]))
+            watch(hanging)
         except BaseException:
-            for worker in running:
+            for worker in workers:
                 worker.ask_to_end()
-            _watch(running, signals, observer, say, patience)
+            watch(hanging)
             raise
-    failed = _culprit(running, signals)
+    failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
-        raise _failure(failed, running)
-    if signals and any(worker.code for worker in running):  # else it came when all was done
+        # Before those that lost a worker, who then is on another host, and these before those that we have ended.
+        raise _failure(min(failed, key=lambda one: (one.followed, one.ended_s)), workers)
+    if signals and any(worker.code for worker in workers):  # else it came when all was done
         raise Interrupted("all workers have ended; the same command continues", _passed_on(signals[0]))
 
 
@@ -131,7 +149,7 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
     """
     begin_s, said = time.monotonic(), False
     while True:
-        left = [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]
+        left = _beats_here(run)
         if not left:
             return
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
@@ -146,17 +164,16 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 # --- Private helpers ---
 
 
-class _Running:
+class _Worker:
     """A worker that was started, and what is known of it until it has ended."""
 
-    asked_s: Optional[float] = None
-    """When it was asked to end, because others had failed."""
     hangs = ""
     """How one knows that it does."""
-    ended_s: Optional[float] = None
 
     def __init__(self, job: Job):
         self.job = job
+        self.asked_s: Optional[float] = None  # when it was asked to end, because others had failed
+        self.ended_s = 0.0
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with job.log.open("ab") as file:
             file.write(f"--- {now} {job.name}: {shlex.join(job.command)}\n".encode())
@@ -165,9 +182,9 @@ class _Running:
 
     def has_ended(self) -> bool:
         """Look whether it has."""
-        if self.ended_s is None and self.child.poll() is not None:
+        if not self.ended_s and self.child.poll() is not None:
             self.ended_s = time.monotonic()
-        return self.ended_s is not None
+        return self.ended_s > 0
 
     @property
     def code(self) -> int:
@@ -194,6 +211,14 @@ class _Running:
         return bool(self.hangs) or (self.code != 0 and not (signals and self.code in STOPPED))
 
     @property
+    def followed(self) -> int:
+        """0 where it failed by itself, 1 where it lost another worker, 2 where we have ended it."""
+        if self.hangs:
+            return 0
+        asked = self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL)
+        return 1 if self.code == LOST else 2 * asked
+
+    @property
     def ending(self) -> str:
         """In words, such as "exit code 4 (it diverged)"."""
         if self.hangs or not self.code:
@@ -201,108 +226,60 @@ class _Running:
         return how_ended(self.code) + (f" ({WORDS[self.code]})" if self.code in WORDS else "")
 
 
-class _Observer(threading.Thread):
-    """Reads heartbeats, and shows what is new, until it is left."""
+@contextlib.contextmanager
+def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterator[Dict[int, str]]:
+    """Read heartbeats and call `show` in a thread. Yields process -> how one knows that it hangs, which grows."""
+    seen: Dict[int, Tuple[float, float]] = {}  # process -> last beat, and when that came: the time of day may jump
+    hanging: Dict[int, str] = {}
+    done = threading.Event()
 
-    def __init__(self, run: Path, show: Callable[[], None], patience: Patience):
-        super().__init__(daemon=True)
-        self._run, self._show, self._patience = run, show, patience
-        self._done = threading.Event()
-        self._seen: Dict[int, Tuple[float, float]] = {}
-        """Process of this place -> its last beat, and when that was seen first: the time of day may jump."""
-        self._hanging: Dict[int, str] = {}
-        """Process -> how one knows that it hangs: it lives and beats no more."""
-
-    def __enter__(self) -> "_Observer":
-        self.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._done.set()
-        self.join(LAST_LOOK_S)
-
-    def run(self) -> None:
-        done = False
-        while not done:
-            done = self._done.wait(self._patience.poll_s)
+    def look() -> None:
+        is_last = False
+        while not is_last:
+            is_last = done.wait(patience.poll_s)
             with contextlib.suppress(OSError):
-                self._show()
-                for beat in read_heartbeats(self._run).values():
-                    if isinstance(beat, Heartbeat) and is_here(beat):
-                        self._note(beat)
+                show()
+                for beat in _beats_here(run):
+                    if seen.get(beat.pid, (None, 0.0))[0] != beat.beat:
+                        seen[beat.pid] = beat.beat, time.monotonic()
+                    silent_s, suspended = time.monotonic() - seen[beat.pid][1], is_suspended(beat.pid)
+                    if silent_s <= (patience.suspended_s if suspended else patience.silent_s):
+                        continue
+                    if suspended or beat.exit_code is None:  # one that has ended waits for the chief
+                        with tempfile.TemporaryFile(dir=run) as file:  # raises on a full disk, where beats are lost
+                            file.write(bytes(2**16))
+                        why = "as a signal has stopped it" if suspended else "though it lives"
+                        hanging[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
 
-    def hangs(self, worker: _Running) -> str:
-        """How one knows that a worker hangs, or one below it, where it is Horovod's launcher; "" where none does."""
-        return next((self._hanging[pid] for pid in family(worker.child.pid) if pid in self._hanging), "")
-
-    def _note(self, beat: Heartbeat) -> None:
-        last, seen_s = self._seen.get(beat.pid, (None, 0.0))
-        if last != beat.beat:
-            seen_s = time.monotonic()
-        self._seen[beat.pid] = beat.beat, seen_s
-        silent_s, suspended = time.monotonic() - seen_s, is_suspended(beat.pid)
-        limit_s = self._patience.suspended_s if suspended else self._patience.silent_s
-        if silent_s > limit_s and (suspended or beat.exit_code is None):  # one that has ended waits for the chief
-            with tempfile.TemporaryFile(dir=self._run) as file:  # raises on a full disk, where beats are lost
-                file.write(bytes(2**16))
-            why = "as a signal has stopped it" if suspended else "though it lives"
-            self._hanging[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
-
-
-def _watch(
-    running: Sequence[_Running],
-    signals: Sequence[int],
-    observer: _Observer,
-    say: Callable[[str], None],
-    patience: Patience,
-) -> None:
-    """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
-    said = False
-    while True:
-        left, now = [worker for worker in running if not worker.has_ended()], time.monotonic()
-        if not left:
-            return
-        failed = [worker for worker in running if worker.ended_s is not None and worker.failed(signals)]
-        if failed and not said:
-            said = True
-            say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
-        waits = [now - worker.ended_s < patience.settle_s and worker.code not in AT_ONCE for worker in failed]
-        for worker in left:
-            if failed and not all(waits):
-                worker.ask_to_end()
-            hangs = observer.hangs(worker)
-            if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
-                worker.kill(hangs)
-        time.sleep(patience.poll_s)
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield hanging
+    finally:
+        done.set()
+        thread.join(LAST_LOOK_S)
 
 
-def _culprit(running: Sequence[_Running], signals: Sequence[int]) -> Optional[_Running]:
-    """The first that failed by itself; else the first that lost another worker, which then is on another host."""
-    failed = sorted((one for one in running if one.failed(signals)), key=lambda one: one.ended_s or 0.0)
-    of_stopping = (*STOPPED, -signal.SIGKILL)
-    own = [
-        one
-        for one in failed
-        if one.hangs or not (one.code == LOST or (one.asked_s is not None and one.code in of_stopping))
-    ]
-    return next(iter([*own, *(one for one in failed if one.code == LOST), *failed]), None)
-
-
-def _failure(failed: _Running, running: Sequence[_Running]) -> WorkerFailedError:
+def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     job, words = failed.job, ["(no word: its file system does not answer)"]
     reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(LAST_LOOK_S)
-    others = [f"{other.job.name} {other.ending}" for other in running if other is not failed]
-    rest = f"\n  the others: {'; '.join(others)}" if others else ""
-    if failed.code == LOST and not failed.hangs:
+    others = "; ".join(f"{other.job.name} {other.ending}" for other in workers if other is not failed)
+    rest = f"\n  the others: {others}" if others else ""
+    if failed.followed == 1:
         rest += "\n  no worker here failed in another way: where there are other hosts, look into their logs"
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
     return WorkerFailedError(
         f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
-        f"{(failed.ended_s or 0) - failed.began_s:.0f} s; all of it is in {job.log}, which ends:\n  {words[0]}{rest}",
+        f"{failed.ended_s - failed.began_s:.0f} s; all of it is in {job.log}, which ends:\n  {words[0]}{rest}",
         code,
     )
+
+
+def _beats_here(run: Path) -> List[Heartbeat]:
+    """Of the run's workers that live at this place."""
+    return [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]
 
 
 def _passed_on(number: int) -> int:

@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d.distributed import shared_memory
+from cpu3d.distributed import all_reduce
 from cpu3d.distributed.all_reduce import (
     ALONE,
     array_from_chief,
     join,
     lost_by_message,
+    shared_memory_sum,
     text_from_chief,
 )
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import MEMORY, Cluster
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.distributed.shared_memory import shared_memory_sum
 from cpu3d.errors import InputError, WorkerLostError
 from tests.cpu3d.distributed.threads import together
 
@@ -86,7 +86,7 @@ def workers(monkeypatch):
 
     The memory is small, so that vectors take several turns. A worker whose work has ended is gone.
     """
-    monkeypatch.setattr(shared_memory, "MEMORY_BYTES", 4096)
+    monkeypatch.setattr(all_reduce, "MEMORY_BYTES", 4096)
 
     def at_once(count, work):
         def one(rank):
