@@ -32,8 +32,8 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, case_region, grid_size
 from cpu3d.data.sampling import ALL, PatchSample, PatchSampling, Share, patch_at, sample_at
 from cpu3d.data.store import Store, check_names, open_store
-from cpu3d.data.words import by
 from cpu3d.errors import InputError
+from cpu3d.util.records import by
 from memory_estimator.host import read_host
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from cpu3d.data.records import SPLITS, split_problems
 from cpu3d.data.store import Store, heads
-from cpu3d.data.words import count
 from cpu3d.errors import InputError
+from cpu3d.util.records import count
 from memory_estimator.files import read_regular
 
 Split = Dict[str, Tuple[str, ...]]

@@ -28,12 +28,12 @@ from cpu3d.data.stores.phantom_case import (
     blind_patch,
     phantom_case,
 )
-from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
+from cpu3d.util.records import by
 from memory_estimator.schema import add_options, from_args, option
 
 SMALLEST = 24

@@ -16,10 +16,10 @@ from cpu3d.data.region import EXTENTS, grid_size
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.data.stores.case import facts_of
-from cpu3d.data.words import by, count
 from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
+from cpu3d.util.records import by, count
 from memory_estimator.files import read_json
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
