@@ -36,7 +36,7 @@ from cpu3d.data.records import (
     to_json,
 )
 from cpu3d.data.region import paste, whole
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.files import NotRegularError, open_regular, read_json
 
@@ -135,8 +135,7 @@ class Store:
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
         problems = dict.fromkeys(problem for record in records for problem in self._reader.problems(record))
-        if problems:
-            raise InputError(*problems)
+        refuse(problems)
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
         """A view of the store with another split of its cases; what `check_split` checks is the one that was made."""
@@ -153,8 +152,7 @@ class Store:
         if not problems and split_hash(manifest.split, entries) != manifest.split_hash:
             rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
             problems = [f"{rule}, got another; restore its manifest.json, or run `prepare` again"]
-        if problems:
-            raise InputError(*problems)
+        refuse(problems)
 
     def _whole(self, record: CaseRecord, part: str) -> np.ndarray:
         array = on_grid(self._reader.array(record, part), record)
