@@ -154,7 +154,7 @@ def patch_dataset(
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
-    A patch is exactly what `crop` would cut out of its whole volume, 0 outside of it; rotation and scaling turn it about
+    A patch is exactly what `crop` would cut out of its volume, 0 outside of it; rotation and scaling turn it about
     its own centre. An epoch is one patch of each case, or with "grid" all the patches that cover the common grid of the
     extent, rounded up to `multiple`, one case after another. `PatchSampling` says what `sampling`, `foreground` and
     `overlap` mean, and `patch_at` which patch comes at a position. All else is as for `volume_dataset`.
