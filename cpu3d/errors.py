@@ -1,6 +1,7 @@
 """The exceptions that mean "your input, your host or your data, not our bug", and what a process ends with for each."""
 
 import signal
+from typing import Iterable
 
 
 class InputError(Exception):
@@ -56,3 +57,10 @@ class Interrupted(KeyboardInterrupt):
     def exit_code(self) -> int:
         """130 after SIGINT, 143 after SIGTERM."""
         return 128 + self.signal_number
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one InputError with all the problems, where there are any."""
+    problems = tuple(problems)
+    if problems:
+        raise InputError(*problems)

@@ -19,7 +19,6 @@ from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
-from cpu3d.data.words import by
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
@@ -36,6 +35,7 @@ from cpu3d.settings import (
     with_settings,
 )
 from cpu3d.util.atomic import write_json
+from cpu3d.util.records import by
 from memory_estimator import planner as gpu
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Accuracy, Estimate, estimate

@@ -18,14 +18,13 @@ from cpu3d.compare.plan import Course, Json, Kept
 from cpu3d.compare.run import Evaluation, Trial, rate_beyond
 from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
-from cpu3d.data.words import by, count
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.page import flat, gib, render_page
 from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, duration, listed, newest, plus_minus, versions
+from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, versions
 from memory_estimator.figure import PALETTE
 from memory_estimator.host import read_host
 from memory_estimator.table import Bold, Table

@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS
 from cpu3d.data.region import Region, Shape3
-from cpu3d.errors import InputError
+from cpu3d.errors import refuse
 from memory_estimator.files import typed
 
 SCHEMA = 2
@@ -170,8 +170,7 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
         except (ValueError, TypeError) as error:
             problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
     problems += split_problems(split, cases)
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),

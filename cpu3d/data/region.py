@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Tuple
 
 import numpy as np
 
-from cpu3d.errors import InputError
+from cpu3d.errors import refuse
 
 if TYPE_CHECKING:
     from cpu3d.data.records import CaseRecord
@@ -114,8 +114,7 @@ def grid_size(store: "Store", *, extent: str, multiple: int) -> Shape3:
         problems.append(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; pick one")
     if not isinstance(multiple, numbers.Integral) or multiple < 1:
         problems.append(f"multiple must be an integer of at least 1, got {multiple!r}; give another")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     manifest = store.manifest
     return round_up(manifest.largest_box if extent == "brain" else manifest.largest_shape, multiple)
 

@@ -24,7 +24,7 @@ from typing import Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, whole
-from cpu3d.errors import InputError
+from cpu3d.errors import refuse
 
 MASK = 2**64 - 1
 
@@ -126,8 +126,7 @@ class PatchSampling:
             problems.append(f"foreground must be in [0, 1], got {self.foreground}; it is a share of the patches")
         if not 0 <= self.overlap < 1:
             problems.append(f"overlap must be in [0, 1), got {self.overlap}; it is a share of a patch")
-        if problems:
-            raise InputError(*problems)
+        refuse(problems)
 
     @cached_property
     def per_case(self) -> int:
@@ -223,8 +222,7 @@ class Share:
             more = self.batch + self.workers - self.batch % self.workers
             rule = f"batch must be a multiple of the {self.workers} workers"
             problems.append(f"{rule}, got {self.batch}; give {more}, or another number of workers")
-        if problems:
-            raise InputError(*problems)
+        refuse(problems)
 
     @property
     def part(self) -> int:

@@ -16,6 +16,7 @@ in the endless stream of epochs: `start=k` gives exactly what an uninterrupted r
 threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
+import math
 import numbers
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,8 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, case_region, grid_size
 from cpu3d.data.sampling import ALL, PatchSample, PatchSampling, Share, patch_at, sample_at
 from cpu3d.data.store import Store, check_names, open_store
-from cpu3d.data.words import by
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
+from cpu3d.util.records import by
 from memory_estimator.host import read_host
 
 __all__ = [
@@ -89,20 +90,19 @@ class Stream:
 
     def check(self, store: Store) -> Tuple[Tuple[int, ...], Finish]:
         """(places of the channels, finish). Raises InputError with all that is out of range or unknown to the store."""
-        least = {"start": 0, "batch": 1, "threads": 1}
+        least = {"start": 0, "batch": 1, "threads": 1, "seed": -math.inf}
         least.update({name: 0 for name in ("stop", "page_budget_bytes") if getattr(self, name) is not None})
+        rule = {low: f" of at least {low}" for low in (0, 1)}
         problems = [
-            f"{name} must be an integer of at least {low}, got {getattr(self, name)!r}; give another"
+            f"{name} must be an integer{rule.get(low, '')}, got {getattr(self, name)!r}; give another"
             for name, low in least.items()
             if not _is_integer(getattr(self, name), low)
         ]
-        if not _is_integer(self.seed):
-            problems.append(f"seed must be an integer, got {self.seed!r}; give another")
         problems = problems or self.share.problems(start=self.start, stop=self.stop, batch=self.batch)
         picked, finish, _ = _all(
             lambda: _pick("channels", self.channels, store.manifest.channels),
             lambda: finish_of(store, regions=self.regions, augment=self.augment, dtype=self.dtype),
-            lambda: _raise(problems),
+            lambda: refuse(problems),
         )
         return picked, finish
 
@@ -121,13 +121,10 @@ def volume_dataset(
     image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's non-zero voxels, 0
     where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region. `stream` are the fields of `Stream`.
 
-    `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no non-zero or
-    labelled voxel of any case of the store; "full" keeps the whole grid. Both are padded with zeros to a multiple of
-    `multiple`; `grid` asks for a size (X, Y, Z) of your own, which must hold that much.
-
-    In memory, besides mapped pages: the batch in use, one batch ahead, and a volume per thread in preparation.
-    Raises InputError for all arguments out of range and unknown names at once, for a grid that would lose voxels, an
-    empty split, cases without labels, and files that are damaged.
+    `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no voxel; "full"
+    keeps the whole grid. Both are padded with zeros to a multiple of `multiple`; `grid` asks for a size (X, Y, Z) of
+    your own, which must hold that much. Raises InputError for all arguments out of range and unknown names at once, for
+    an empty split, cases without labels, and files that are damaged.
     """
     asked = Stream(**stream)
     records, size, checked = _all(
@@ -140,7 +137,7 @@ def volume_dataset(
         record = records[sample_at(position, cases=len(records), seed=asked.seed, shuffle=shuffle).index]
         return record, case_region(record, size, extent)
 
-    return _dataset(store, asked, *checked, place_at, size, epoch=len(records), patches=False)
+    return _dataset(store, asked, checked, place_at, size, epoch=len(records), patches=False)
 
 
 def patch_dataset(
@@ -157,14 +154,10 @@ def patch_dataset(
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
-    A patch is exactly what `crop` would cut out of its whole volume: the statistics it is normalised by are those of
-    the volume, and what reaches outside is 0. Rotation and scaling turn a patch about its own centre, and what comes
-    into its corners then is 0 as well.
-
-    An epoch is one patch of each case, whether `sampling` is "random", "foreground" or "centre"; `PatchSampling` says
-    what `sampling`, `foreground` and `overlap` mean. With "grid" it is all the patches that cover the common grid of
-    the extent, rounded up to `multiple`, one case after another. `patch_at(position, patch_sampling(store, ...),
-    records)` says which patch of which case comes at a position. All else is as for `volume_dataset`.
+    A patch is exactly what `crop` would cut out of its volume, 0 outside of it; rotation and scaling turn it about
+    its own centre. An epoch is one patch of each case, or with "grid" all the patches that cover the common grid of the
+    extent, rounded up to `multiple`, one case after another. `PatchSampling` says what `sampling`, `foreground` and
+    `overlap` mean, and `patch_at` which patch comes at a position. All else is as for `volume_dataset`.
     """
     asked = Stream(**stream)
     how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": asked.seed}
@@ -178,7 +171,7 @@ def patch_dataset(
         sample = patch_at(position, drawn, records)
         return records[sample.index], sample.region
 
-    return _dataset(store, asked, *checked, place_at, drawn.shape, epoch=len(records) * drawn.per_case, patches=True)
+    return _dataset(store, asked, checked, place_at, drawn.shape, epoch=len(records) * drawn.per_case, patches=True)
 
 
 def patch_sampling(
@@ -221,8 +214,7 @@ def stored_volumes(
     """The split's cases as they are stored: `(bits, is_half, label)`, in the manifest's order.
 
     bits: (X, Y, Z, C) int16; where `is_half` is true they are float16 bits (`tf.bitcast` them). label: (X, Y, Z) uint8.
-    Of a cropped store they are the box that is stored. Of .npy files that are mapped the tensors are the mapped pages
-    themselves, without any copy: nothing is read before it is used, and nothing may be written.
+    Of a cropped store they are the box that is stored. Mapped .npy files come without a copy: nothing may be written.
     """
     records = labelled(store, split)
     reader = _reading(store, Stream(split=split, read_mode=read_mode), patches=False).reader
@@ -243,8 +235,7 @@ def stored_volumes(
 def _dataset(
     store: Store,
     stream: Stream,
-    picked: Tuple[int, ...],
-    finish: Finish,
+    checked: Tuple[Tuple[int, ...], Finish],
     place_at: Callable[[int], Tuple[CaseRecord, Region]],
     size: Shape3,
     *,
@@ -252,56 +243,41 @@ def _dataset(
     patches: bool,
 ) -> tf.data.Dataset:
     """The samples at `start` to `stop`, each `size` voxels of the place that `place_at` says."""
-    share = stream.share
+    (picked, finish), share = checked, stream.share
     stop = share.whole_steps(epoch) if stream.stop is None else stream.stop
     own = share.indices(stream.start, max(stop, stream.start))
-    reading = _reading(store, stream, patches=patches)
     drawn = {"augment": stream.augment, "seed": stream.seed, "threads": stream.threads}
-    load = Loader(reading, place_at, samples=own, share=share, **drawn)
-    box_of = python_op(load, BOX)
+    load = Loader(_reading(store, stream, patches=patches), place_at, samples=own, share=share, **drawn)
+    box_of, channels = python_op(load, BOX), len(picked)
+    shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
     def sample(index):
         box = {**box_of(index), "channels": picked}
         if not stream.finished:
-            return _sized(padded(box), size, len(picked))
+            return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in padded(box).items()}
         image, target = finish.from_box(box)
-        return tf.ensure_shape(image, (*size, len(picked))), tf.ensure_shape(target, (*size, len(finish.codes)))
+        return tf.ensure_shape(image, (*size, channels)), tf.ensure_shape(target, (*size, len(finish.codes)))
 
     dataset = tf.data.Dataset.range(own.start, own.stop)
     dataset = dataset.map(sample, num_parallel_calls=int(stream.threads) if stream.threads > 1 else None)
-    if stream.batch == 1:  # batching copies; a batch of one needs only another axis
-        # An element that is a dictionary comes as the only argument, a pair as two.
-        dataset = dataset.map(
-            lambda *parts: tf.nest.map_structure(lambda part: part[None], parts[0] if len(parts) == 1 else parts)
-        )
-    else:
+    if stream.batch > 1:
         dataset = dataset.batch(stream.batch, drop_remainder=True)
+    elif stream.finished:  # batching copies; a batch of one needs only another axis
+        dataset = dataset.map(lambda image, target: (image[None], target[None]))
+    else:
+        dataset = dataset.map(lambda raw: {name: part[None] for name, part in raw.items()})
     return dataset.prefetch(1).with_options(_bounded(stream.threads))
-
-
-def _sized(raw: Dict[str, tf.Tensor], size: Shape3, channels: int) -> Dict[str, tf.Tensor]:
-    """A raw sample whose shapes are known, as batching and `Finish` need them."""
-    shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
-    return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in raw.items()}
 
 
 def _reading(store: Store, stream: Stream, *, patches: bool) -> Reading:
     found, split = stream.read_mode, stream.split
     if not isinstance(found, Reading):
-        return open_reading(
-            store,
-            (split,),
-            free_bytes=read_host().free_bytes,
-            read_mode=found,
-            page_budget_bytes=stream.page_budget_bytes,
-            patches=patches,
-            share=stream.share,
-        )
+        budget, free = stream.page_budget_bytes, read_host().free_bytes
+        how = {"read_mode": found, "page_budget_bytes": budget, "patches": patches, "share": stream.share}
+        return open_reading(store, (split,), free_bytes=free, **how)
     if Path(found.reader.folder) != store.folder or split not in found.split_bytes:
-        raise InputError(
-            f"read_mode must be a Reading opened for split {split} of {store.folder}, got one for"
-            f" {', '.join(found.split_bytes)} of {found.reader.folder}; name all splits to open_reading"
-        )
+        rule = f"read_mode must be a Reading opened for split {split} of {store.folder}"
+        raise InputError(f"{rule}, got one for {', '.join(found.split_bytes)} of {found.reader.folder}")
     return found
 
 
@@ -312,11 +288,8 @@ def _volume_size(store: Store, grid: Optional[Sequence[int]], *, extent: str, mu
         return fitting
     least, size = grid_size(store, extent=extent, multiple=1), tuple(grid)
     if len(size) != 3 or not all(_is_integer(n, m) for n, m in zip(size, least)):
-        what = "brain's box" if extent == "brain" else "grid"
-        raise InputError(
-            f"grid must be three integers of at least {by(least)}, the largest {what} of the store, got {by(size)};"
-            f" give {by(fitting)}, or take patches (patch_dataset)"
-        )
+        rule = f"grid must be three integers of at least {by(least)}, the largest extent in the store"
+        raise InputError(f"{rule}, got {by(size)}; give {by(fitting)}, or take patches (patch_dataset)")
     return size
 
 
@@ -337,24 +310,18 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
 def _all(*checks: Callable[[], Any]) -> List[Any]:
     """What the checks return. Raises one InputError with the problems of all of them."""
     results: List[Any] = []
-    problems: List[str] = []
+    problems: Dict[str, None] = {}
     for check in checks:
         try:
             results.append(check())
         except InputError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    _raise(problems)
+            problems.update(dict.fromkeys(error.problems))
+    refuse(problems)
     return results
 
 
-def _raise(problems: Sequence[str]) -> None:
-    if problems:
-        raise InputError(*problems)
-
-
-def _is_integer(value: Any, at_least: Optional[int] = None) -> bool:
-    is_one = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_one and (at_least is None or value >= at_least)
+def _is_integer(value: Any, at_least: float) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
 
 
 def _bounded(threads: int) -> tf.data.Options:

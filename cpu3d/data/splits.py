@@ -14,8 +14,8 @@ from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from cpu3d.data.records import SPLITS, split_problems
 from cpu3d.data.store import Store, heads
-from cpu3d.data.words import count
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
+from cpu3d.util.records import count
 from memory_estimator.files import read_regular
 
 Split = Dict[str, Tuple[str, ...]]
@@ -53,8 +53,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
             problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
     lacking = [] if problems else sorted(set(case_ids) - set(patients))
     problems += [f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking]
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return patients
 
 
@@ -149,8 +148,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
     problems = split_problems(split, entries)
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return store.with_split(split)
 
 

@@ -36,7 +36,7 @@ from cpu3d.data.records import (
     to_json,
 )
 from cpu3d.data.region import paste, whole
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.files import NotRegularError, open_regular, read_json
 
@@ -134,9 +134,7 @@ class Store:
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
-        problems = dict.fromkeys(problem for record in records for problem in self._reader.problems(record))
-        if problems:
-            raise InputError(*problems)
+        refuse(dict.fromkeys(problem for record in records for problem in self._reader.problems(record)))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
         """A view of the store with another split of its cases; what `check_split` checks is the one that was made."""
@@ -145,16 +143,13 @@ class Store:
         return view
 
     def check_split(self) -> None:
-        """Read every record. Raises InputError where a patient or an image is in two splits, or the split is not the
-        one made."""
+        """Read every record. Raises InputError where a patient or image is in two splits, or the split is another."""
         manifest = self._made
         entries = list(heads(manifest.cases))
-        problems = split_problems(manifest.split, entries)
-        if not problems and split_hash(manifest.split, entries) != manifest.split_hash:
+        refuse(split_problems(manifest.split, entries))
+        if split_hash(manifest.split, entries) != manifest.split_hash:
             rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
-            problems = [f"{rule}, got another; restore its manifest.json, or run `prepare` again"]
-        if problems:
-            raise InputError(*problems)
+            raise InputError(f"{rule}, got another; restore its manifest.json, or run `prepare` again")
 
     def _whole(self, record: CaseRecord, part: str) -> np.ndarray:
         array = on_grid(self._reader.array(record, part), record)
@@ -192,17 +187,13 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
         raise InputError(f"store {folder} must hold a finished manifest.json, found none; run `prepare` (again)")
     try:
         content = read_json(path)
-        schema = content["schema"]
-        if schema != SCHEMA:
-            advice = "run `prepare` again with this version"
-            raise InputError(f"store {folder} must have schema {SCHEMA}, got {schema}; {advice}")
-        if content != sealed(content):
+        if content["schema"] != SCHEMA:
+            rule = f"store {folder} must have schema {SCHEMA}, got {content['schema']}"
+            raise InputError(f"{rule}; run `prepare` again with this version")
+        # A records file of another name could lie outside of the store.
+        if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
             rule = f"store manifest {path} must be as it was written"
             raise InputError(f"{rule}, got an edited one; restore it or run `prepare` again")
-        file = content["records"]["file"]
-        if not _RECORDS.fullmatch(file):
-            rule = f"records file of store {folder} must be named cases-*.jsonl"
-            raise InputError(f"{rule}, got {file!r}; restore {path}")
     except (ValueError, KeyError, TypeError) as error:
         rule = f"store manifest {path} must be JSON with a schema, and complete"
         raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
@@ -251,18 +242,16 @@ _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
-    path = folder / "manifest.json"
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
-        twice = sorted({case_id for case_id, following in zip(ids, ids[1:]) if case_id == following})
-        if twice:
-            rule = f"of store {folder} must be in one split, got two; restore {path}"
-            raise InputError(*(f"case {case_id} {rule}" for case_id in twice))
+        twice = dict.fromkeys(case_id for case_id, following in zip(ids, ids[1:]) if case_id == following)
+        refuse(f"case {case_id} of store {folder} must be in one split, got two; restore it" for case_id in twice)
         records = content["records"]
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"store manifest {path} must be complete, got {error!r}; run `prepare` again") from None
+        rule = f"store manifest {folder / 'manifest.json'} must be complete"
+        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
 
 
 class _Lines:
@@ -273,10 +262,9 @@ class _Lines:
         rule = f"store file {path} must be {size_bytes} bytes long"
         try:
             self.handle = open_regular(path)
-        except FileNotFoundError:
-            raise InputError(f"{rule}, got none; run `prepare` again") from None
-        except NotRegularError as error:
-            raise InputError(f"{rule}, got {error.strerror}; run `prepare` again") from None
+        except (FileNotFoundError, NotRegularError) as error:
+            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
+            raise InputError(f"{rule}, got {found}; run `prepare` again") from None
         weakref.finalize(self, os.close, self.handle)
         found = os.fstat(self.handle).st_size
         if found != size_bytes:

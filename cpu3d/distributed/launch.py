@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cpu3d.data.store import open_store
-from cpu3d.data.words import count as counted
 from cpu3d.distributed.cluster import (
     HOROVOD,
     LOOPBACK,
@@ -61,6 +60,7 @@ from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
+from cpu3d.util.records import count as counted
 from memory_estimator.host import Host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table

@@ -3,10 +3,10 @@
 import os
 from typing import List, Sequence
 
-from cpu3d.data.words import count
 from cpu3d.host.memory import memory_policy
 from cpu3d.host.thread_plan import THREADS, ThreadPlan
 from cpu3d.host.topology import Topology, cpu_ranges
+from cpu3d.util.records import count
 from memory_estimator.host import Host
 from memory_estimator.table import Table
 from memory_estimator.units import format_bytes

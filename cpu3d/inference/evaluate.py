@@ -34,7 +34,6 @@ from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
-from cpu3d.data.words import count
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.runs import (
@@ -51,7 +50,7 @@ from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in, score_case
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
-from cpu3d.util.records import plus_minus
+from cpu3d.util.records import count, plus_minus
 from memory_estimator.files import read_json, typed
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table

@@ -37,7 +37,6 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
-from cpu3d.data.words import count
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.runs import (
@@ -52,6 +51,7 @@ from cpu3d.inference.runs import (
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
+from cpu3d.util.records import count
 from memory_estimator.files import read_json
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table

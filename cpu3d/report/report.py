@@ -15,7 +15,6 @@ import numpy as np
 
 from cpu3d.data.labels import region_mask
 from cpu3d.data.nifti import read_volume, to_ras
-from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
@@ -24,7 +23,7 @@ from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Line
 from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write, writable_folder
-from cpu3d.util.records import duration, seconds
+from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Bold, Table
 from memory_estimator.units import GIB

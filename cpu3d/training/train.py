@@ -20,7 +20,6 @@ from typing import Any, Dict, Iterator, List, Optional
 from rich.console import Console
 
 from cpu3d.data.store import open_store
-from cpu3d.data.words import count
 from cpu3d.distributed.all_reduce import join
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
 from cpu3d.errors import InputError
@@ -35,6 +34,7 @@ from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
+from cpu3d.util.records import count
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.units import format_seconds

@@ -5,7 +5,7 @@ import json
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, Union
 
 from cpu3d.errors import InputError
 from memory_estimator.files import parse_json
@@ -89,3 +89,14 @@ def seconds(value: Optional[float]) -> str:
 def duration(seconds: Any) -> str:
     """ "1:02:03", and "-" for nothing or what is not known."""
     return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"
+
+
+def count(items: Union[int, Sized], what: str) -> str:
+    """Such as "3 cases" or "1 case", of a number or of what can be counted."""
+    number = items if isinstance(items, int) else len(items)
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def by(shape: Sequence[int], sign: str = "x") -> str:
+    """Such as "240x240x155", or with " x " between, or " " as on a command line."""
+    return sign.join(map(str, shape))

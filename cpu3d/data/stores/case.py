@@ -11,7 +11,7 @@ from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
 from cpu3d.data.region import bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 
 AFFINE_TOLERANCE = 1e-3
 """Largest difference, in mm, between the affines of files that lie on one grid."""
@@ -58,8 +58,7 @@ def load_case(
     label = None
     if labels is not None and files.label is not None:
         label = _read_label(files, labels, label_map or {}, geometry, problems)
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     if scores or any(volume.dtype != np.int16 for volume in volumes):
         image, max_abs_error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
@@ -114,8 +113,7 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
         rounded[rounded == 0] = FLOAT16_SMALLEST
         error = max(error, float(np.abs(rounded - scores).max()))
         image[..., index][inside] = rounded
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return image, error
 
 

@@ -24,8 +24,8 @@ from cpu3d.data.stores.conversion import FORMAT_CHOICES
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
 from cpu3d.data.stores.upkeep import append, change_format
 from cpu3d.data.stores.verify import lines_of, store_info, verify
-from cpu3d.data.words import count
 from cpu3d.errors import InputError
+from cpu3d.util.records import count
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table

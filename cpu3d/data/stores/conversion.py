@@ -22,11 +22,11 @@ from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_fr
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problem, labels_in_use
-from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
+from cpu3d.util.records import count
 from memory_estimator.files import parse_json, read_json, typed
 
 FORMAT_CHOICES = {

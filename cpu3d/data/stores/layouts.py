@@ -4,12 +4,10 @@
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
-A layout of a folder a case is an entry of `FOLDER_LAYOUTS`. Label codes differ between releases: they are taken from
-dataset.json or from the layout, never guessed from voxels. Code 4 of brats2023 is the resection cavity (BraTS 2024
-post-treatment): a region RC, apart from WT, TC and ET.
+A layout of a folder a case is an entry of `FOLDER_LAYOUTS`. Label codes differ between releases: they come from
+dataset.json or the layout, never from voxels. Code 4 of brats2023, the resection cavity, is a region RC.
 """
 
-import dataclasses
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.splits import TABLE, read_patients
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from memory_estimator.files import read_json
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
@@ -42,22 +40,17 @@ class FolderLayout:
         return tuple(channel for channel in self.suffixes.values() if channel != "seg")
 
 
+_GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
 FOLDER_LAYOUTS = {
     "brats2017": FolderLayout(
         "_",
         {"flair": "FLAIR", "t1": "T1w", "t1ce": "T1gd", "t2": "T2w", "seg": "seg"},
-        {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema", 4: "enhancing tumour"},
+        {**_GLIOMA, 4: "enhancing tumour"},
     ),
     "brats2023": FolderLayout(
         "-",
         {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"},
-        {
-            0: "background",
-            1: "necrotic and non-enhancing tumour core",
-            2: "oedema",
-            3: "enhancing tumour",
-            4: "resection cavity",
-        },
+        {**_GLIOMA, 3: "enhancing tumour", 4: "resection cavity"},
         optional=(4,),
         patients={"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"},
     ),
@@ -126,16 +119,13 @@ class Dataset:
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
 
-    `patients` is a table of the cases' patients, instead of their names.
-
-    Cases that lack a modality or a label are named in `problems`, all of them. Raises InputError for what concerns the
-    whole: no such folder, no cases, two layouts in one, a case id twice, a dataset.json that is damaged or names files
-    outside its folder. Symbolic links are followed wherever they lead.
+    `patients` is a table of the cases' patients, instead of their names. Links are followed wherever they lead. Cases
+    that lack a file are in `problems`. Raises InputError for what concerns the whole: no folder, no cases, two layouts,
+    a case id twice, a dataset.json that is damaged or names files outside its folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "none"
-        raise InputError(f"data set {folder} must be a folder, found {found}; check it")
+        raise InputError(f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}")
     dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_folders(folder)
     if patients is None:
         return dataset
@@ -159,13 +149,13 @@ def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
 
 def describe_labels(dataset: Dataset) -> List[str]:
     """The label mapping that was chosen, one line a code, such as "3 enhancing tumour -> WT, TC, ET"."""
-    lines = []
     always = labels_in_use(dataset.layout, dataset.labels, ())
-    for code, name in sorted(dataset.labels.items()):
-        within = [region for region, codes in dataset.regions.items() if code in codes]
-        where = "" if code in always else ", where a label holds it"
-        lines.append(f"{code} {name} -> {', '.join(within) or 'no region'}{where}")
-    return lines
+
+    def line(code: int, name: str) -> str:
+        within = ", ".join(region for region, codes in dataset.regions.items() if code in codes)
+        return f"{code} {name} -> {within or 'no region'}{'' if code in always else ', where a label holds it'}"
+
+    return [line(code, name) for code, name in sorted(dataset.labels.items())]
 
 
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
@@ -179,17 +169,18 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
 
     Beside those a resection cavity, which is no tumour, is a region RC.
     """
+
+    def named(pattern: str) -> Tuple[int, ...]:
+        return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
+
     codes = tuple(code for code in sorted(labels) if code != 0)
-    cavity = tuple(code for code in codes if "cavity" in labels[code].lower())
-    if len(cavity) == 1:
-        rest = regions_of({code: name for code, name in labels.items() if code not in cavity})
-        if "WT" in rest:
-            return {**rest, "RC": cavity}
-    oedema = tuple(code for code in codes if "edema" in labels[code].lower())
-    enhancing = tuple(code for code in codes if re.search(r"(?<!non-)(?<!non)(?<!non )\benhanc", labels[code].lower()))
-    if len(oedema) == 1 and len(enhancing) == 1 and len(codes) == 3:
-        return {"WT": codes, "TC": tuple(code for code in codes if code not in oedema), "ET": enhancing}
-    return {labels[code]: (code,) for code in codes}
+    oedema, cavity = named("edema"), named("cavity")
+    enhancing = named(r"(?<!non-)(?<!non)(?<!non )\benhanc")
+    tumour = tuple(code for code in codes if code not in cavity) if len(cavity) == 1 else codes
+    if not (len(oedema) == 1 and len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
+        return {labels[code]: (code,) for code in codes}
+    regions = {"WT": tumour, "TC": tuple(code for code in tumour if code not in oedema), "ET": enhancing}
+    return {**regions, "RC": cavity} if tumour != codes else regions
 
 
 def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
@@ -198,12 +189,11 @@ def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
     for pair in pairs:
         match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
         old, new = map(int, match.groups()) if match else (0, 0)
-        if not match or max(old, new) > 255 or old == 0:
+        if max(old, new) > 255 or old == 0:
             problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; mend it")
         elif label_map.setdefault(old, new) != new:
             problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return label_map
 
 
@@ -211,25 +201,21 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
     """The data set with the codes, names and regions that its labels have once `label_map` is applied to them.
 
     All codes change at once, so 1=2 with 2=1 swaps them. A code that has a name keeps it under a new code that has
-    none: the labels of BraTS 2021 with 4=3 are those of BraTS 2023. A code onto which nothing falls any more is gone.
-    Raises InputError where a new code would have no name.
+    none; a code onto which nothing falls any more is gone. Raises InputError where a new code would have no name.
     """
     before = dataset.labels
-    kept = {code for code in before if code not in label_map}
-    labels = {code: name for code, name in before.items() if code in kept or code in label_map.values()}
+    labels = {code: name for code, name in before.items() if code not in label_map or code in label_map.values()}
     problems = []
     for old, new in sorted(label_map.items()):
-        name = labels.get(new, before.get(old))
-        if name is None:
+        labels[new] = labels.get(new, before.get(old))
+        if labels[new] is None:
             known = ", ".join(f"{code} {name}" for code, name in sorted(before.items()))
             problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; mend it")
-        labels[new] = name
-    if not problems and len(labels) < 2:
-        problems = ["--label-map must leave a label beside the background, got none; map fewer codes"]
-    if problems:
-        raise InputError(*problems)
+    if len(labels) < 2:
+        problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
+    refuse(problems)
     labels = dict(sorted(labels.items()))
-    return dataclasses.replace(dataset, labels=labels, regions=regions_of(labels))
+    return replace(dataset, labels=labels, regions=regions_of(labels))
 
 
 # --- Files to predict ---
@@ -238,17 +224,16 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
 def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
     """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
 
-    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`; others must be
-    given in it. A segmentation among them is left out, so `label` is None; so are files of known modalities that are
-    not among `channels`. Raises InputError when a file does not exist and when a channel is missing or double.
+    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
+    modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
+    a file does not exist and when a channel is missing or double.
     """
     paths = [Path(path) for path in paths]
-    problems = [f"image {path} must exist, found none; check the path" for path in paths if not path.exists()]
-    if not problems and len(paths) > 1:
-        folders = [path for path in paths if path.is_dir()]
-        problems = [f"image {path} must be a file when several are given, got a folder" for path in folders]
-    if problems or not paths:
-        raise InputError(*problems or ["--image must name a case folder or files, got nothing"])
+    refuse(f"image {path} must exist, found none; check the path" for path in paths if not path.exists())
+    if len(paths) > 1:
+        refuse(f"image {one} must be a file when several are given, got a folder" for one in paths if one.is_dir())
+    if not paths:
+        raise InputError("--image must name a case folder or files, got nothing")
     case_id, where = _stem(paths[0]), paths[0].parent
     if paths[0].is_dir():
         case_id, paths = _name(paths[0]), _in_channel_order(_volumes(paths[0]), channels, paths[0])
@@ -261,7 +246,13 @@ def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> Ca
             rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
             raise InputError(f"{rule}, got {len(paths)} files; name them all")
         else:
-            _refuse_other_order(paths, channels)
+            own = [_canonical(name) for name in channels]
+            refuse(
+                f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
+                f" in the order of {', '.join(channels)}"
+                for path, name, modality in zip(paths, channels, own)
+                if _modality(path) in {*own} - {None, modality}
+            )
     return CaseFiles(case_id, case_id, tuple(paths), None)
 
 
@@ -279,14 +270,10 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
         for path in paths:
             groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
         return list(groups.values())
-    if len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0:
-        rule = "3D files must be of one case where not all are named after their modality"
-        advice = "predict one case after another, or name the files"
-        raise InputError(f"{rule}, got {len(paths)} for {', '.join(channels)}; {advice}")
-    if len(channels) == 1 and named:
-        unnamed = ", ".join(path.name for path in paths if path not in named)
-        rule = "3D files must all be named after their modality or none of them"
-        raise InputError(f"{rule}, got {unnamed} beside {named[0].name}; predict them apart")
+    several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
+    if several or (len(channels) == 1 and named):
+        rule = "3D files must be of one case, or all or none of them named after their modality"
+        raise InputError(f"{rule}, got {', '.join(path.name for path in paths)}; predict them apart")
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
@@ -323,63 +310,57 @@ _SUFFIX = re.compile(
 def _read_folders(folder: Path) -> Dataset:
     found = _case_folders(folder)
     layouts = sorted({layout for _, layout in found if layout})
-    if not layouts:
+    if len(layouts) != 1:
         raise InputError(
-            f"data set {folder} must hold a dataset.json (Decathlon) or case folders with <id>_flair.nii.gz (BraTS"
-            f" 2017-2021) or <id>-t2f.nii.gz (BraTS 2023 on), found neither; give the folder that holds the cases"
+            f"data set {folder} must hold a dataset.json (Decathlon) or case folders of one layout, with"
+            f" <id>_flair.nii.gz (BraTS 2017-2021) or <id>-t2f.nii.gz (BraTS 2023 on), found"
+            f" {' and '.join(layouts) or 'neither'}; give the folder that holds the cases of one"
         )
-    if len(layouts) > 1:
-        raise InputError(f"data set {folder} must have one layout, got {' and '.join(layouts)}; prepare them apart")
-    layout = layouts[0]
+    layout = FOLDER_LAYOUTS[layouts[0]]
     _refuse_other_codes(folder, [_name(case) for case, _ in found])
     cases, problems = [], []
     for case, _ in found:
         chosen, case_id = {}, _name(case)
-        for suffix, channel in FOLDER_LAYOUTS[layout].suffixes.items():
-            paths = [path for path in _volumes(case) if _part_of(path, layout) == channel]
+        for suffix, channel in layout.suffixes.items():
+            paths = [path for path in _volumes(case) if _part_of(path, layouts[0]) == channel]
             if len(paths) == 1:
                 chosen[channel] = paths[0]
                 continue
-            what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{FOLDER_LAYOUTS[layout].separator}{suffix}"
+            what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{layout.separator}{suffix}.nii.gz"
             names = ", ".join(path.name for path in paths) or "none"
-            reason = f"{what}.nii.gz must be there once, found {names}; mend the case or leave it out"
-            problems.append(Problem(case_id, reason))
-        images = tuple(chosen[name] for name in FOLDER_LAYOUTS[layout].channels if name in chosen)
+            problems.append(
+                Problem(case_id, f"{what} must be there once, found {names}; mend the case or leave it out")
+            )
+        images = tuple(chosen[name] for name in layout.channels if name in chosen)
         cases.append(CaseFiles(case_id, case_id, images, chosen.get("seg")))
-    channels = FOLDER_LAYOUTS[layout].channels
-    return _dataset(folder, _name(folder), layout, channels, LABEL_CODES[layout], cases, problems)
+    return _dataset(folder, _name(folder), layouts[0], layout.channels, layout.labels, cases, problems)
 
 
 def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     """BraTS-PED has the layout of BraTS 2023, but codes of its own: read as a glioma's they would train nonsense."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
-    other = [case_id for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
-    if other:
-        raise InputError(
-            *(f"case {case_id} of {folder} {rule}" for case_id in other),
-            "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out",
-        )
+    other = [f"case {one} of {folder} {rule}" for one in ids if one.upper().startswith("BRATS-PED-")]
+    advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
+    refuse([*other, advice] if other else ())
 
 
 def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
     """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
-    own = _layout_of(folder)
-    if own:
-        return [(folder, own)]
+
+    def went_wrong(case: Path) -> bool:  # a folder that is empty, or that holds volumes but none with a known name
+        return not any(case.iterdir()) or bool(_volumes(case))
+
+    if _layout_of(folder):
+        return [(folder, _layout_of(folder))]
     found = []
     for child in _subfolders(folder):
         layout = _layout_of(child)
         below = [] if layout else [(grandchild, _layout_of(grandchild)) for grandchild in _subfolders(child)]
         if any(kind for _, kind in below):
-            found += [(path, kind) for path, kind in below if kind or _looks_like_a_case(path)]
-        elif layout or _looks_like_a_case(child):
+            found += [(path, kind) for path, kind in below if kind or went_wrong(path)]
+        elif layout or went_wrong(child):
             found.append((child, layout))
     return found
-
-
-def _looks_like_a_case(folder: Path) -> bool:
-    """A folder that is empty, or that holds volumes but none with a known name: a case that went wrong."""
-    return not any(folder.iterdir()) or bool(_volumes(folder))
 
 
 def _layout_of(folder: Path) -> Optional[str]:
@@ -408,8 +389,7 @@ def _read_decathlon(folder: Path) -> Dataset:
         by_code = all(re.fullmatch(r"\d+", str(key)) for key in content["labels"])  # {"0": "background"} or the reverse
         codes = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in content["labels"].items()]
         pairs = [(entry["image"], entry.get("label")) for entry in content["training"]]
-        if not all(isinstance(image, str) and isinstance(label, (str, type(None))) for image, label in pairs):
-            raise TypeError("an image or label that is no path")
+        named_files = [PurePosixPath(one) for pair in pairs for one in pair if one is not None]
         name = str(content.get("name") or _name(folder))
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
@@ -426,13 +406,10 @@ def _read_decathlon(folder: Path) -> Dataset:
         problems.append(f"{rule}, got {content['labels']}; mend it")
     if not pairs:
         problems.append(f'{path} must list cases under "training", got none; give a folder with labelled cases')
-    for one in (name for pair in pairs for name in pair if name is not None):
-        # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
-        if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts:
-            rule = f"path {one!r} in {path} must stay inside its folder"
-            problems.append(f"{rule}; make it relative and move or link the file in")
-    if problems:
-        raise InputError(*problems)
+    # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
+    outside = [str(one) for one in named_files if one.is_absolute() or ".." in one.parts]
+    problems += [f"path {one!r} in {path} must stay inside its folder; make it relative" for one in outside]
+    refuse(problems)
     cases, bad = [], []
     for image, label in pairs:
         case_id = _stem(Path(image))
@@ -440,9 +417,9 @@ def _read_decathlon(folder: Path) -> Dataset:
         if files.label is None:
             reason = f"case {case_id} must have a label in {path}, got none; add it or leave the case out"
             bad.append(Problem(case_id, reason))
-        for what, file in zip(("image", "label"), files.paths):
+        for file in files.paths:
             if not file.is_file():
-                bad.append(Problem(case_id, f"{what} {file} must exist, found none; fetch it again"))
+                bad.append(Problem(case_id, f"file {file} of case {case_id} must exist, found none; fetch it again"))
         cases.append(files)
     ordered = tuple(channels[index] for index in range(len(channels)))
     return _dataset(folder, name, "decathlon", ordered, labels, cases, bad)
@@ -504,28 +481,13 @@ def _canonical(name: str) -> Optional[str]:
     return next((channel for channel, names in _ALIASES.items() if name.lower() in names and channel != "seg"), None)
 
 
-def _refuse_other_order(paths: Sequence[Path], channels: Sequence[str]) -> None:
-    """Files are taken in the order they are given in: raise where one is named after the channel of another."""
-    own = [_canonical(name) for name in channels]
-    problems = [
-        f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files in the"
-        f" order of {', '.join(channels)}"
-        for path, name, modality in zip(paths, channels, own)
-        if _modality(path) in {*own} - {None, modality}
-    ]
-    if problems:
-        raise InputError(*problems)
-
-
 def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
     """The file of each channel, by their names; others are left out."""
     found = {name: [path for path in paths if _modality(path) == (_canonical(name) or name)] for name in channels}
-    problems = [
+    refuse(
         f"channel {name} of {where} must have one file named after it, found"
         f" {', '.join(path.name for path in those) or 'none'}; add or name files"
         for name, those in found.items()
         if len(those) != 1
-    ]
-    if problems:
-        raise InputError(*problems)
+    )
     return tuple(those[0] for those in found.values())

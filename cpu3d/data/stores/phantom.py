@@ -28,12 +28,12 @@ from cpu3d.data.stores.phantom_case import (
     blind_patch,
     phantom_case,
 )
-from cpu3d.data.words import by
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
+from cpu3d.util.records import by
 from memory_estimator.schema import add_options, from_args, option
 
 SMALLEST = 24
@@ -112,8 +112,7 @@ def _check(cases: int, shape: Sequence[int], seed: int) -> None:
         problems.append(f"--shape must be three numbers from {SMALLEST} to 32767, got {tuple(shape)}; try 64 64 48")
     if seed < 0:
         problems.append(f"--seed must not be negative, got {seed}; choose another")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
 
 
 def _write_cases(jobs: Sequence[_Job], workers: int) -> None:

@@ -47,12 +47,11 @@ from cpu3d.data.stores.layouts import (
     with_label_map,
 )
 from cpu3d.data.stores.verify import lines_of, store_info
-from cpu3d.data.words import count
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.records import versions
+from cpu3d.util.records import count, versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
 

@@ -30,12 +30,11 @@ from cpu3d.data.stores.layouts import (
     with_label_map,
 )
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
-from cpu3d.data.words import count
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.records import versions
+from cpu3d.util.records import count, versions
 
 # --- New cases ---
 
@@ -100,8 +99,7 @@ def append(
             if table.get(case.case_id, own) not in (case.patient_id, own):
                 rule = f"case {case.case_id} must be of the patient that store {store_dir} has, {own}"
                 problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
-        if problems:
-            raise InputError(*problems)
+        refuse(problems)
         out = conversion.left_out(store_dir)
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
         jobs = [

@@ -1,6 +1,7 @@
 """What a store holds, from its records alone (`store_info`), and whether it is that, voxel by voxel (`verify`)."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from cpu3d.data.region import EXTENTS, grid_size
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.data.stores.case import facts_of
-from cpu3d.data.words import by, count
 from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
+from cpu3d.util.records import by, count
 from memory_estimator.files import read_json
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
@@ -110,6 +111,7 @@ def lines_of(info: Mapping[str, Any]) -> List[str]:
     error = f"rounded by up to {info['max_abs_error_std']:.1g} std" if info["max_abs_error_std"] else "exact"
     split = ", ".join(f"{n} {name}" for name, n in info["split"].items())
     absent = [f"{code} {name}" for code, name in info["labels"].items() if code not in info["label_voxels"]]
+    zeroed = count(info["zeroed_voxels"], "NaN or infinite voxel")
     lines = {
         "cases": f"{info['cases']} of {count(info['patients'], 'patient')}{shared}, {info['unlabelled']} unlabelled",
         "patients": "; ".join(describe_patients(info["patient_rules"], info["cases"])),
@@ -121,9 +123,7 @@ def lines_of(info: Mapping[str, Any]) -> List[str]:
         "largest": f"grid {by(info['largest_shape'])}, brain's box {by(info['largest_box'])}",
         "network": f"sees {by(info['grid']['brain'])} of a case in extent brain, {by(info['grid']['full'])} in full",
         "absent": f"{', '.join(absent)}: in no case's label" if absent else "",
-        "zeroed": f"{count(info['zeroed_voxels'], 'NaN or infinite voxel')} made background"
-        if info["zeroed_voxels"]
-        else "",
+        "zeroed": f"{zeroed} made background" if info["zeroed_voxels"] else "",
         **{work: f"read with {plan['reason']}" for work, plan in info["read"].items()},
     }
     head = f"Store {info['store']}: {info['name']}, layout {info['layout']}"
@@ -148,14 +148,6 @@ class Findings:
     """Of all files, each once."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """The arrays of one case to be looked at."""
-
-    folder: Path
-    record: CaseRecord
-
-
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Findings:
     """Compare a store with its records, case by case in processes, and return all that is wrong.
 
@@ -165,17 +157,16 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Fin
     no manifest, an edited one, another version.
     """
     workers, store = worker_count(workers), open_store(store_dir)
-    cases, content = store.manifest.cases, read_manifest(store.folder)["records"]
+    manifest, content = store.manifest, read_manifest(store.folder)["records"]
     problems: List[str] = []
     if file_sha256(store.folder / content["file"]) != content["sha256"]:
         path = store.folder / content["file"]
         problems.append(f"store file {path} must be as it was written, got other content; run `prepare` again")
     arrays: Dict[str, CaseRecord] = {}
-    shapes, boxes, unlabelled = set(), set(), []
-    good = 0
-    for place in range(len(cases)):
+    shapes, boxes, unlabelled, good = set(), set(), [], 0
+    for place in range(len(manifest.cases)):
         try:
-            record = cases[place]
+            record = manifest.cases[place]
         except InputError as error:
             problems += error.problems
             continue
@@ -184,35 +175,31 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Fin
         boxes.add(record.box.size)
         unlabelled += [] if record.has_label else [record.case_id]
         problems += _entry_problems(store, record, arrays.setdefault(record.stem, record))
-    if good == len(cases) > 0:  # what follows from damaged records is not known
+    if good == len(manifest.cases) > 0:  # what follows from damaged records is not known
         follows = {"largest_shape": largest(shapes), "largest_box": largest(boxes), "unlabelled": tuple(unlabelled)}
         for name, value in follows.items():
-            if getattr(store.manifest, name) != value:
+            if getattr(manifest, name) != value:
                 rule = f"{name} in the manifest of store {store.folder} must follow from its records"
-                problems.append(f"{rule}, got {_short(getattr(store.manifest, name))}; restore it")
+                problems.append(f"{rule}, got {_short(getattr(manifest, name))}; restore it")
     try:
         store.check_split()
     except InputError as error:
         problems += error.problems
-    for region, codes in store.manifest.regions.items():
-        unknown = sorted(set(codes) - set(store.manifest.labels))
+    for region, codes in manifest.regions.items():
+        unknown = ", ".join(map(str, sorted(set(codes) - set(manifest.labels))))
         if unknown:
             rule = f"region {region} in the manifest of store {store.folder} must be of the store's labels"
-            problems.append(f"{rule}, got {', '.join(map(str, unknown))}; restore it")
-    jobs = [Job(store.folder, record) for record in arrays.values()]
-    with bar("verify", total=len(jobs)) as advance:
-        for job, found in run_jobs(_array_problems, jobs, workers):
+            problems.append(f"{rule}, got {unknown}; restore it")
+    with bar("verify", total=len(arrays)) as advance:
+        look = functools.partial(_array_problems, store.folder)
+        for record, found in run_jobs(look, list(arrays.values()), workers):
             if found is KILLED:
-                found = (f"case {job.record.case_id} must fit into memory, but its process was killed; free some",)
+                found = (f"case {record.case_id} must fit into memory, but its process was killed; free some",)
             problems += found
             advance()
-    return Findings(
-        problems=tuple(dict.fromkeys(problems)),
-        strays=tuple(_strays(store, arrays)),
-        cases=len(cases),
-        arrays=len(arrays),
-        bytes_read=sum(record.image_bytes + record.label_bytes for record in arrays.values()),
-    )
+    size_bytes = sum(record.image_bytes + record.label_bytes for record in arrays.values())
+    strays = tuple(_strays(store, arrays))
+    return Findings(tuple(dict.fromkeys(problems)), strays, len(manifest.cases), len(arrays), size_bytes)
 
 
 # --- Private helpers ---
@@ -233,10 +220,10 @@ def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List
     return problems
 
 
-def _array_problems(job: Job) -> Tuple[str, ...]:
+def _array_problems(folder: Path, record: CaseRecord) -> Tuple[str, ...]:
     """All that is wrong with one case's arrays, its own record's file among it."""
-    record, problems, reader = job.record, _own_record_problems(job), Reader(job.folder, "pread")
-    lengths = reader.problems(record)
+    reader = Reader(folder, "pread")
+    problems, lengths = _own_record_problems(folder, record), reader.problems(record)
     if lengths:
         return (*problems, *lengths)
     voxels: Dict[str, np.ndarray] = {}
@@ -244,37 +231,35 @@ def _array_problems(job: Job) -> Tuple[str, ...]:
         ("x", record.image_sha256, record.image_voxels_sha256),
         ("y", record.label_sha256, record.label_voxels_sha256),
     )[: 1 + record.has_label]:
-        path = array_path(job.folder, record, part)
+        path = array_path(folder, record, part)
         try:
             if file_sha256(path) != file_sha:
                 problems.append(f"store file {path} must be as it was written, got other content; {ADVICE}")
                 continue
             voxels[part] = on_grid(reader.array(record, part), record)
+            if voxels_sha256(voxels[part]) != voxels_sha:
+                problems.append(f"voxels in {path} must be those of case {record.case_id}, got others; {ADVICE}")
         except InputError as error:
             problems += error.problems
-            continue
         except (OSError, ValueError, OverflowError, MemoryError) as error:  # the latter of impossible sizes
             problems.append(f"store file {path} must be readable: {error}")
-            continue
-        if voxels_sha256(voxels[part]) != voxels_sha:
-            problems.append(f"voxels in {path} must be those of case {record.case_id}, got others; {ADVICE}")
     if not problems:
         problems += _fact_problems(record, voxels["x"], voxels.get("y"))
     return tuple(problems)
 
 
-def _own_record_problems(job: Job) -> List[str]:
+def _own_record_problems(folder: Path, record: CaseRecord) -> List[str]:
     """A case's own file of its record: what an unfinished store would go on from."""
-    path = record_path(job.folder, job.record.case_id)
+    path = record_path(folder, record.case_id)
     try:
-        own = case_from_json(read_json(path))
+        if case_from_json(read_json(path)) == record:
+            return []
+        found = "another"
     except FileNotFoundError:
         return []
-    except OSError as error:
-        return [f"store file {path} must be readable: {error}"]
-    except ValueError as error:
-        return [f"store file {path} must hold the case's record, got {error}; delete it"]
-    return [] if own == job.record else [f"store file {path} must say what the store says, got another; delete it"]
+    except (OSError, ValueError) as error:
+        found = str(error)
+    return [f"store file {path} must hold the case's record as the store does, got {found}; delete it"]
 
 
 def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray]) -> List[str]:
@@ -283,13 +268,12 @@ def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.nda
         return [f"image of case {record.case_id} must have voxels in every channel, got an empty one; {ADVICE}"]
     problems = []
     for name, value in facts_of(image, label).items():
-        recorded = getattr(record, name)
-        same = value == recorded
+        found, same = getattr(record, name), value == getattr(record, name)
         if name in ("channel_mean", "channel_std"):
-            same = len(value) == len(recorded) and np.allclose(value, recorded, rtol=CLOSE, atol=CLOSE)
+            same = len(value) == len(found) and np.allclose(value, found, rtol=CLOSE, atol=CLOSE)
         if not same:
             rule = f"{name} in the record of case {record.case_id} must follow from its voxels, {_short(value)}"
-            problems.append(f"{rule}, got {_short(recorded)}; {ADVICE}")
+            problems.append(f"{rule}, got {_short(found)}; {ADVICE}")
     return problems
 
 

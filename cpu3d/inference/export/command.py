@@ -38,7 +38,6 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3, crop, paste
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.words import by
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
@@ -50,7 +49,7 @@ from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.child import ROOT
 from cpu3d.util.lock import locked
-from cpu3d.util.records import versions
+from cpu3d.util.records import by, versions
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 

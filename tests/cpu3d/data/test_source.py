@@ -34,8 +34,8 @@ from cpu3d.data.source import (
 from cpu3d.data.store import write_store
 from cpu3d.data.stores.case import facts_of, float16_image
 from cpu3d.data.stores.conversion import write_arrays
-from cpu3d.data.words import by
 from cpu3d.errors import InputError
+from cpu3d.util.records import by
 
 FREE_BYTES = 8 << 30
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
