@@ -80,14 +80,14 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
         learner.step(share_of(exchange, batch(), 2), 0.01)
         return [variable.numpy() for variable in learner.model.non_trainable_variables]
 
-    def alone(exchange, own):
-        learner = Learner(dataclasses.replace(config, batch=2))
+    learner, alone = Learner(dataclasses.replace(config, batch=2)), []
+    initial = {name: np.array(array) for name, array in learner.arrays().items()}
+    for own in (0, 2):
+        learner.restore(initial)
         learner.step(iter([tuple(tf.constant(part[own : own + 2]) for part in batch())]), 0.01)
-        return [variable.numpy() for variable in learner.model.non_trainable_variables]
-
-    first, second = (together(1, lambda exchange, own=own: alone(exchange, own))[0] for own in (0, 2))
+        alone.append([variable.numpy() for variable in learner.model.non_trainable_variables])
     for found in together(2, moved):
-        for a, b, c in zip(first, second, found):
+        for a, b, c in zip(*alone, found):
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
 
 
