@@ -218,30 +218,22 @@ def test_the_python_variable_wins(sandbox):
     assert sandbox.installed() == "requirements-latest.txt 3.12"
 
 
-def test_without_arguments_it_sets_up_and_runs_the_demo(sandbox):
-    sandbox.python("python3.11", "3.11")
-    code, said = sandbox.run()
-    assert code == 0, said
-    assert [line.split(" [")[0] for line in sandbox.calls()] == [
-        f"pip {sandbox.root}/requirements.txt",
-        "python3.11 -m cpu3d demo",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [
+        ([], "-m cpu3d demo"),
         (["prepare", "--dataset", "a b", "--store", "s"], "-m cpu3d prepare --dataset a b --store s"),
-        (["estimate", "--shape", "8"], "-m memory_estimator --shape 8"),
         (["test", "--all", "-x"], "-m pytest -n auto --maxprocesses 4 -m  -x"),
     ],
 )
-def test_words_go_where_they_belong(sandbox, arguments, call):
+def test_words_go_where_they_belong_after_a_set_up(sandbox, arguments, call):
     sandbox.python("python3.11", "3.11")
-    sandbox.run("setup")
-    sandbox.calls()
-    assert sandbox.run(*arguments)[0] == 0
-    assert [line.split(" [")[0] for line in sandbox.calls()] == [f"python3.11 {call}"]
+    code, said = sandbox.run(*arguments)
+    assert code == 0, said
+    assert [line.split(" [")[0] for line in sandbox.calls()] == [
+        f"pip {sandbox.root}/requirements.txt",
+        f"python3.11 {call}",
+    ]
 
 
 def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sandbox, tmp_path):

@@ -30,29 +30,46 @@ def share_of(exchange, pair, micro=1):
         yield tuple(tf.constant(part[begin : begin + micro]) for part in pair)
 
 
-def train(exchange, *, config=CONFIG, change=None, note=lambda exchange: 0.0, steps=3):
-    learner, outcomes = Learner(config, exchange), []
-    if change:
-        change(exchange, learner)
-    for step in range(steps):
-        parts = share_of(exchange, batch(step), config.micro)
-        outcomes.append(learner.step(parts, 0.01, lambda: note(exchange)))
-    return outcomes, learner.arrays()
+def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
+    config = dataclasses.replace(CONFIG, optimizer="adam", ema=0.9)
 
+    def train(exchange):
+        learner = Learner(config, exchange)
+        note = lambda: 15.0 * exchange.rank
+        outcomes = [learner.step(share_of(exchange, batch(step)), 0.01, note) for step in range(3)]
+        held = {name: np.array(array) for name, array in learner.arrays().items()}
+        image, target = batch()
+        image[3, 5, 5, 5, 0] = np.nan
+        bad = learner.step(share_of(exchange, (image, target)), 0.01)
+        after = {name: np.array(array) for name, array in learner.arrays().items()}
+        if exchange.rank == 1:
+            weight = learner.model.trainable_variables[0]
+            weight.assign_add(tf.fill(weight.shape, 1e-3))
+        try:
+            differ = learner.step(share_of(exchange, batch()), 0.01)
+        except WorkersDifferError as error:
+            differ = error
+        return outcomes, held, bad, after, differ
 
-@pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam")])
-def test_workers_end_with_the_weights_losses_and_scores_of_one(workers, optimizer):
-    config = dataclasses.replace(CONFIG, optimizer=optimizer, ema=0.9)
-    ((expected, arrays),) = together(1, lambda exchange: train(exchange, config=config))
-    found = together(workers, lambda exchange: train(exchange, config=config))
-    for outcomes, of_worker in found:
+    ((expected, arrays, *_),) = together(1, train)
+    found = together(2, train)
+    for outcomes, held, bad, after, differ in found:
         for a, b in zip(expected, outcomes):
             np.testing.assert_allclose(b.losses, a.losses, rtol=1e-5)
             np.testing.assert_allclose(b.dice, a.dice, rtol=1e-4)
-        for name, array in of_worker.items():
+            assert b.notes.tolist() == [0.0, 15.0], "what one notes all are told"
+        for name, array in held.items():
             np.testing.assert_array_equal(array, found[0][1][name], err_msg=name)  # the same on all, to the bit
             distance = np.linalg.norm(array - arrays[name])
             assert distance <= 1e-5 * np.linalg.norm(arrays[name]), name
+        # A loss that is not finite is known to all by its place, and nobody updates.
+        assert np.flatnonzero(~np.isfinite(bad.losses)).tolist() == [3]
+        assert not np.isfinite(bad.loss)
+        for name, array in after.items():
+            if name != "optimizer/001":  # the learning rate
+                np.testing.assert_array_equal(array, held[name], err_msg=name)
+        assert isinstance(differ, WorkersDifferError)
+        assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(differ)
 
 
 def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all():
@@ -63,48 +80,15 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
         learner.step(share_of(exchange, batch(), 2), 0.01)
         return [variable.numpy() for variable in learner.model.non_trainable_variables]
 
-    def alone(exchange, own):
-        learner = Learner(dataclasses.replace(config, batch=2))
+    learner, alone = Learner(dataclasses.replace(config, batch=2)), []
+    initial = {name: np.array(array) for name, array in learner.arrays().items()}
+    for own in (0, 2):
+        learner.restore(initial)
         learner.step(iter([tuple(tf.constant(part[own : own + 2]) for part in batch())]), 0.01)
-        return [variable.numpy() for variable in learner.model.non_trainable_variables]
-
-    first, second = (together(1, lambda exchange, own=own: alone(exchange, own))[0] for own in (0, 2))
+        alone.append([variable.numpy() for variable in learner.model.non_trainable_variables])
     for found in together(2, moved):
-        for a, b, c in zip(first, second, found):
+        for a, b, c in zip(*alone, found):
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
-
-
-def test_a_loss_that_is_not_finite_is_known_to_all_by_its_place_and_nobody_updates():
-    def with_a_bad_volume(exchange):
-        learner = Learner(CONFIG, exchange)
-        before = learner.arrays()
-        image, target = batch()
-        image[3, 5, 5, 5, 0] = np.nan
-        outcome = learner.step(share_of(exchange, (image, target)), 0.01)
-        return outcome, before, learner.arrays()
-
-    for outcome, before, after in together(2, with_a_bad_volume):
-        assert np.flatnonzero(~np.isfinite(outcome.losses)).tolist() == [3]
-        assert not np.isfinite(outcome.loss)
-        for name, array in after.items():
-            if name != "optimizer/001":  # the learning rate
-                np.testing.assert_array_equal(array, before[name], err_msg=name)
-
-
-def test_what_one_notes_all_are_told_at_the_same_step():
-    said = together(2, lambda exchange: train(exchange, note=lambda one: 15.0 * one.rank, steps=1))
-    for outcomes, _ in said:
-        assert outcomes[0].notes.tolist() == [0.0, 15.0]
-
-
-def test_a_worker_whose_weights_are_others_than_the_chief_s_is_named():
-    def tip(exchange, learner):
-        if exchange.rank == 1:
-            learner.model.trainable_variables[0].assign_add(tf.fill(learner.model.trainable_variables[0].shape, 1e-3))
-
-    for answer in together(2, lambda exchange: train(exchange, change=tip)):
-        assert isinstance(answer, WorkersDifferError)
-        assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(answer)
 
 
 def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():

@@ -18,7 +18,7 @@ from cpu3d.util.child import family
 
 ROOT = Path(__file__).resolve().parents[3]
 
-OPTIONS = ("--filters", 4, "--depth", 3, "--dtype", "float32", "--policy", "speed", "--learning-rate", 0.002)
+OPTIONS = ("--filters", 4, "--depth", 2, "--dtype", "float32", "--policy", "speed", "--learning-rate", 0.002)
 
 ONE_CORE = (
     "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path.insert(0, sys.argv.pop(1)); "
@@ -59,7 +59,7 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
 
 @needs_two_cores
 def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phantom_store, tmp_path):
-    words = ("--steps", 10, "--batch", 2)
+    words = ("--steps", 4, "--batch", 2)
     two = launched("--workers", 2, *train(phantom_store, tmp_path / "two", *words))
     listening = listening_while(two, tmp_path / "two")
     said, _ = two.communicate(timeout=300)
@@ -78,7 +78,7 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phan
         assert (a["event"], a["step"], a.get("case_id")) == (b["event"], b["step"], b.get("case_id"))
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
         assert b["dice"] == pytest.approx(a["dice"], rel=1e-6)
-    assert len(of_two) == len(of_one) == 15
+    assert len(of_two) == len(of_one) == 6
     assert len(read_events(tmp_path / "two")) == len(read_events(tmp_path / "one")), "the chief alone writes"
     assert json.loads((tmp_path / "two" / "config.json").read_text())["batch"] == 2
 

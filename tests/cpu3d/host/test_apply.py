@@ -89,6 +89,7 @@ def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_fr
         assert found["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
 
 
+@pytest.mark.slow  # a process that imports TensorFlow
 def test_a_stock_engine_loads_no_itex_and_the_user_s_own_settings_win():
     own = {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "2", "TF_ENABLE_ONEDNN_OPTS": "1"}
     found = run_engine("stock-no-onednn", **own, TF_USE_LEGACY_KERAS="1")

@@ -12,7 +12,7 @@ from cpu3d.host.describe import describe
 from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import default_workers, thread_plan, thread_plans
-from cpu3d.host.topology import EXAMPLE_HOSTS, Node, from_json, read_topology, restricted, topology_of
+from cpu3d.host.topology import Node, from_json, read_topology, restricted, topology_of
 from memory_estimator.host import Host
 
 GIB = 2**30
@@ -137,12 +137,6 @@ def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(name, warned):
     assert all(check.found for check in checks.values())
 
 
-def test_what_no_setting_can_change_is_a_note():
-    check = checks_of(topology_of("paper-4x20"))["bfloat16 instructions"]
-    assert (check.state, check.advice) == ("note", "")
-    assert "AVX-512" in check.found
-
-
 def test_memory_and_threads_are_those_of_each_worker():
     host = topology_of("small-1x2")
     host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
@@ -172,11 +166,6 @@ def test_memory_that_is_not_on_every_node_is_warned_of(second, state, found):
 def test_a_lopsided_mask_is_warned_of():
     check = checks_of(restricted(topology_of("xeon-2x28"), cpus=(0, 28, 29, 30)))["CPU mask"]
     assert (check.state, check.found) == ("warn", "4 of the machine's 112 CPUs, 1 and 3 of them on a socket")
-
-
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_every_example_can_be_looked_over(name, capsys):
-    assert run("--on-host", name) == 0
 
 
 # --- The lines about a process that is set up; its places, which the kernel tells, are tested with `apply` ---

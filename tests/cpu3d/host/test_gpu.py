@@ -1,6 +1,5 @@
 """Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is given."""
 
-import dataclasses
 import stat
 import sys
 
@@ -52,11 +51,9 @@ def test_every_line_is_a_card_and_unknown_figures_are_none():
     [
         (None, "VA"),
         ("1", "A"),
-        (" 1 , 0 ", "AV"),
         ("GPU-bbbb", "A"),
         ("GPU-", ""),  # of both
         ("", ""),
-        ("NoDevFiles", ""),
         ("1,7,0", "A"),
         ("MIG-1234", ""),
     ],
@@ -109,11 +106,8 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp
     assert asked.read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    "script", ["print('NVIDIA-SMI has failed'); sys.exit(9)", "sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff]))"]
-)
-def test_a_driver_that_fails_is_none(driver, script):
-    driver(script)
+def test_a_driver_that_fails_is_none(driver):
+    driver("sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff])); sys.exit(9)")
     assert tuple(HostGpus()) == ()
 
 
@@ -145,8 +139,6 @@ def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
         (None, "patch", (V100, A100), False, "cpu", True),
         (None, "patch", (V100, A100), True, "gpu:1", False),
         (None, "patch", (V100, Gpu(1, "split", None, None, (8, 0))), True, "gpu:0", False),
-        (None, "patch", (V100, dataclasses.replace(V100, index=1)), True, "gpu:0", False),
-        ("cpu", "patch", (V100,), False, "cpu", False),
         ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
         ("gpu:0", "whole", (V100,), True, "gpu:0", False),
     ],
@@ -172,7 +164,6 @@ def test_cuda_is_known_by_its_package(monkeypatch):
         ("gpu:0", (), "device must be a GPU of this host, got gpu:0 with none found; use --device cpu"),
         ("gpu:2", (V100,), "gpu:2 with gpu:0 .Tesla V100-SXM2-16GB. found; use --device gpu:0"),
         ("cuda", (V100,), "device must be cpu, or a card such as gpu:0, got 'cuda'"),
-        ("gpu:", (V100,), "device must be cpu, or a card such as gpu:0, got 'gpu:'"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
@@ -223,12 +214,6 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
     other = "gpu:0" if device == "cpu" else "cpu"
     with pytest.raises(RuntimeError, match=f"device {other} must be chosen before TensorFlow computes"):
         use_device(tf, other)
-
-
-def test_a_process_that_computes_on_the_one_card_there_is_goes_on():
-    tf = FakeTensorFlow("a")
-    tf.computes = True  # without growth: it has taken all of the memory, which is as well
-    use_device(tf, "gpu:0")
 
 
 @pytest.mark.parametrize(

@@ -78,15 +78,6 @@ def test_a_host_is_read_as_it_was_written(name, tmp_path):
     assert read_topology(tmp_path) == topology
 
 
-def test_the_places_of_cpus_are_those_of_linux():
-    """Socket 0 of two with 28 cores has CPUs 0-27 and, as their second threads, 56-83."""
-    topology = topology_of("xeon-2x28")
-    assert topology.cpus[0] == Cpu(0, 0, 0, 0)
-    assert topology.cpus[84] == Cpu(84, 28, 1, 1)
-    assert topology.cores[28] == (Cpu(28, 28, 1, 1), Cpu(84, 28, 1, 1))
-    assert {cpu.node for cpu in topology_of("amx-2x60-snc4").cpus if cpu.socket == 1} == {4, 5, 6, 7}
-
-
 def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
     write_tree(tmp_path, topology_of("xeon-2x28"))
     (tmp_path / "proc/self/status").write_text("Cpus_allowed_list: 27-29,84\nMems_allowed_list: 1\n")
@@ -139,9 +130,8 @@ def test_outside_linux_there_is_one_socket_and_this_host_adds_up(tmp_path):
     assert sum(node.memory_bytes for node in here.nodes) <= 1.05 * here.host.memory_bytes
 
 
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_json_brings_a_host_back(name, tmp_path):
-    topology = topology_of(name)
+def test_json_brings_a_host_back(tmp_path):
+    topology = topology_of("amx-2x60-snc4")
     path = tmp_path / "host.json"
     path.write_text(json.dumps({"topology": to_json(topology), "plans": []}))
     assert topology_of(str(path)) == topology
@@ -155,12 +145,10 @@ SMALL = to_json(topology_of("small-1x2"))
     [
         ([], "must be what `doctor --json` writes"),
         ({**SMALL, "schema": 2}, "must have schema 1, got 2; write it with this version's doctor"),
-        ({"schema": 1}, "cpus, host"),
         ({**SMALL, "host": {**SMALL["host"], "cores": 3}}, "must have CPUs.*counts that are theirs.*'cores': 2"),
         ({**SMALL, "host": {**SMALL["host"], "cpu_quota": True}}, "host.host.cpu_quota must be .*float.*, got True"),
         ({**SMALL, "cpus": [[0, 0, 0]]}, r"host.cpus\[0\] must be .*, got \[0, 0, 0\]"),
         ({**SMALL, "cpus": []}, "must have CPUs and NUMA nodes"),
-        ({**SMALL, "nodes": []}, "must have CPUs and NUMA nodes"),
         ({**SMALL, "swap_bytes": 1.5}, "host.swap_bytes must be int, got 1.5"),
     ],
 )

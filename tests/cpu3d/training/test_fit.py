@@ -41,20 +41,21 @@ def validations_of(folder):
 
 
 def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, epochs=4).run()
+    start(phantom_store, tmp_path, epochs=3, keep=2).run()
     events = read_events(tmp_path)
-    assert len(steps_of(tmp_path)) == 16
-    assert len(validations_of(tmp_path)) == 4
+    assert len(steps_of(tmp_path)) == 12
+    assert len(validations_of(tmp_path)) == 3
     assert (events[-1]["event"], events[-1]["reason"]) == ("end", "finished")
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "best.npz",
-        *(f"step-{step:08d}.npz" for step in (8, 12, 16)),
+        *(f"step-{step:08d}.npz" for step in (8, 12)),
     ]
     assert any((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("done", "settings"), [(0, {}), (3, {"batch": 2, "validations": 2}), (5, {"batch": 2, "micro_batch": 1})]
+    ("done", "settings"),
+    [(0, {"validations": 1}), (3, {"batch": 2, "validations": 2}), (5, {"batch": 2, "micro_batch": 1})],
 )
 def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
     phantom_store, tmp_path, monkeypatch, done, settings
@@ -114,7 +115,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
 
 @pytest.mark.parametrize(
     ("minutes", "settings", "steps"),
-    [(1e6, {}, 12), (1e-6, {}, 4), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)],
+    [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)],
 )
 def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation(
     phantom_store, tmp_path, monkeypatch, minutes, settings, steps
