@@ -169,8 +169,7 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
             check_record(case)
         except (ValueError, TypeError) as error:
             problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
-    problems += split_problems(split, cases)
-    refuse(problems)
+    refuse([*problems, *split_problems(split, cases)])
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),
@@ -228,10 +227,7 @@ def straddling(split: Mapping[str, Sequence[str]], groups: Mapping[str, str]) ->
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps through the code's voxels.
-
-    The middle one of every step, in C order: along X first, so they lie spread over the whole structure.
-    """
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z): the middle ones of even steps in C order."""
     flat, centres = label.reshape(-1), {}
     inside = np.flatnonzero(flat)
     codes = flat[inside]

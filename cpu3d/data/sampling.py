@@ -116,17 +116,15 @@ class PatchSampling:
     """Whether cases come in another order every epoch. The patches of a grid stay together and in order."""
 
     def __post_init__(self):
-        problems = []
-        for name, allowed in (("sampling", SAMPLINGS), ("extent", EXTENTS)):
-            if getattr(self, name) not in allowed:
-                problems.append(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
-        if len(self.shape) != 3 or not all(isinstance(n, numbers.Integral) and n >= 1 for n in self.shape):
-            problems.append(f"patch_shape must be three positive integers, got {self.shape}; give voxels X, Y, Z")
-        if not 0 <= self.foreground <= 1:
-            problems.append(f"foreground must be in [0, 1], got {self.foreground}; it is a share of the patches")
-        if not 0 <= self.overlap < 1:
-            problems.append(f"overlap must be in [0, 1), got {self.overlap}; it is a share of a patch")
-        refuse(problems)
+        size = len(self.shape) == 3 and all(isinstance(n, numbers.Integral) and n >= 1 for n in self.shape)
+        rules = (
+            ("sampling", f"one of {', '.join(SAMPLINGS)}", self.sampling, self.sampling in SAMPLINGS),
+            ("extent", f"one of {', '.join(EXTENTS)}", self.extent, self.extent in EXTENTS),
+            ("patch_shape", "three positive integers, voxels X, Y, Z", self.shape, size),
+            ("foreground", "in [0, 1], a share of the patches", self.foreground, 0 <= self.foreground <= 1),
+            ("overlap", "in [0, 1), a share of a patch", self.overlap, 0 <= self.overlap < 1),
+        )
+        refuse(f"{name} must be {rule}, got {value!r}; give another" for name, rule, value, holds in rules if not holds)
 
     @cached_property
     def per_case(self) -> int:
@@ -147,20 +145,19 @@ class PatchSample(Sample):
 def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> PatchSample:
     """The patch at `position` of an endless stream over `records`: an epoch takes `per_case` patches of each.
 
-    With "foreground", any number of successive positions has its share of foreground patches, to the nearest one. A
-    case in which none of the regions occurs gives a random patch instead. Raises ValueError for a negative position or
-    no records.
+    With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
+    case without the regions gives a random patch. Raises ValueError for a negative position or no records.
     """
     per_case = sampling.per_case
     visit, place = divmod(position, per_case)
     drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
-    record = records[drawn.index]
-    if sampling.sampling == "grid":
+    record, how = records[drawn.index], sampling.sampling
+    if how == "grid":
         around = case_region(record, sampling.grid, sampling.extent)
         region = patch_grid(around, sampling.shape, sampling.overlap)[place]
-    elif sampling.sampling == "centre":
+    elif how == "centre":
         region = case_region(record, tuple(sampling.shape), sampling.extent)
-    elif sampling.sampling == "foreground" and wants_foreground(position, sampling.foreground):
+    elif how == "foreground" and wants_foreground(position, sampling.foreground):
         region = _foreground_region(position, sampling, record)
     else:
         region = _random_region(position, sampling, record)
@@ -190,8 +187,7 @@ def grid_starts(size: Shape3, patch: Shape3, overlap: float) -> Tuple[Tuple[int,
 
 def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, ...]:
     """The patches that cover `region`, X slowest, as the "grid" sampling takes them."""
-    starts = grid_starts(region.size, patch, overlap)
-    offsets = itertools.product(*starts)
+    offsets = itertools.product(*grid_starts(region.size, patch, overlap))
     return tuple(Region(tuple(a + b for a, b in zip(region.start, offset)), tuple(patch)) for offset in offsets)
 
 

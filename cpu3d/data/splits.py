@@ -37,10 +37,9 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         lines = read_regular(path).decode("utf-8-sig").splitlines()
         delimiter = next((mark for mark in "\t;" if any(mark in line for line in lines)), ",")
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
-    except OSError as error:
-        raise InputError(f"{name} must be a file that can be read, got {error.strerror}") from None
-    except (ValueError, csv.Error) as error:
-        raise InputError(f"{name} must be a table in UTF-8, got {error}; mend it") from None
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{name} must be a table in UTF-8 that can be read, got {reason}; mend it") from None
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
@@ -51,9 +50,9 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         elif patients.setdefault(*row) != row[1]:
             two = f"{patients[row[0]]} and {row[1]}"
             problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
-    lacking = [] if problems else sorted(set(case_ids) - set(patients))
-    problems += [f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking]
     refuse(problems)
+    lacking = sorted(set(case_ids) - set(patients))
+    refuse(f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking)
     return patients
 
 
@@ -81,10 +80,8 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
     order = _dealing_order(patients.values(), seed)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
-        raise InputError(
-            f"--split {' '.join(f'{fraction:g}' for fraction in fractions)} must have at least {sum(sizes)} patients,"
-            f" got {len(order)}; add cases, say who is whose with --patients, or train on all with --split 1 0 0"
-        )
+        rule = f"--split {' '.join(f'{share:g}' for share in fractions)} must have at least {sum(sizes)} patients"
+        raise InputError(f"{rule}, got {len(order)}; add cases, name --patients, or train on all with --split 1 0 0")
     while sum(sizes) < len(order):
         wanted = [(share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)]
         sizes[wanted.index(max(wanted))] += 1
@@ -131,10 +128,9 @@ def parse_fold(fold: str) -> Tuple[int, int]:
 def with_fold(store: Store, fold: str) -> Store:
     """The store as a run of `fold` sees it: "val" is that part of its training and validation cases, "train" the rest.
 
-    Only the view's `split` differs. The K views have one test split, the store's, and their validation cases are
-    between them all other cases, each once. The split hash is the store's own, for that tells which cases are the test
-    cases; a view of a view is one of the store. "" is the store itself. Reads every record once. Raises InputError for
-    what is no fold, for more parts than there are patients to deal out, and where identical images come apart.
+    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
+    views are between them all other cases, each once. "" is the store itself. Raises InputError for what is no fold,
+    for more parts than there are patients to deal out, and where identical images come apart.
     """
     return with_folds(store, [fold]) if fold else store
 

@@ -257,10 +257,8 @@ class ArrayFile:
             while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
                 count = os.preadv(self.handle, [into[done:]], offset + done)
                 if count == 0:
-                    raise InputError(
-                        f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
-                        f" {offset + done} while it was read; restore it, or delete it and run `prepare` again"
-                    )
+                    rule = f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
+                    raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
                 done += count
         return done
 

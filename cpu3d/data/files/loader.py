@@ -19,7 +19,7 @@ from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.data.region import Region, crop
 from cpu3d.data.sampling import ALL, Share
 from cpu3d.data.store import Store, distinct
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 
 BOX = {
     "bits": ("int16", (None, None, None, None)),
@@ -62,10 +62,9 @@ def open_reading(
     """Look at every array of these splits once, at no voxel, and choose how to read them.
 
     `free_bytes` is the memory that a run may use here; `read_mode` is one of READ_MODES; `page_budget_bytes` says how
-    many pages to leave in memory, None leaves it to the plan; `patches` says that parts will be read and not whole
-    volumes. The workers of a run look at a `share` of the arrays each, together at all of them, and count all bytes.
-    Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are damaged, and for
-    "ram" when they do not fit.
+    many pages to leave in memory, None leaves it to the plan; `patches` says that parts will be read, not volumes. The
+    workers of a run look at a `share` of the arrays each. Raises InputError for an unknown or empty split, for cases
+    without labels, for all arrays that are damaged, and for "ram" when they do not fit.
     """
     sizes: Dict[str, List[Tuple[str, int]]] = {split: [] for split in splits}
 
@@ -99,8 +98,7 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
     if not records:
         raise InputError(f"split {split!r} of {store.folder} must hold cases, got none; prepare with another --split")
     bare = sorted(set(store.manifest.unlabelled) & set(store.manifest.split[split]))
-    if bare:
-        raise InputError(*(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare))
+    refuse(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare)
     return records
 
 
@@ -143,10 +141,7 @@ class Loader:
         position = self._share.position(int(sample))
         record, region = self._place_at(position)
         params = sample_params(self._augment, seed=self._seed, position=position, channels=record.channels)
-        box: Dict[str, np.ndarray] = {
-            **self._arrays(record, region),
-            **params.arrays(*normalisation(record), record.spacing_mm),
-        }
+        box = {**self._arrays(record, region), **params.arrays(*normalisation(record), record.spacing_mm)}
         return tuple(box[name] for name in BOX)
 
     def _arrays(self, record: CaseRecord, region: Region) -> Dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ file ends the process. Stores are written so that a new file takes the old one's
 
 import contextlib
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +57,14 @@ def choose_read_mode(
     """The way to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
 
     None: pread from a network, because a map turns its failures into the end of the process; ram for patches whose
-    files fit a quarter of the free memory, because one read from front to back takes less than many small ones; else
-    mmap. A budget is half of what is free: the other half is for whatever else the run will need.
-
-    Raises InputError for an unknown mode, and for "ram" when the files do not fit the free memory.
+    files fit a quarter of the free memory; else mmap. A budget is half of what is free. Raises InputError for an
+    unknown mode, and for "ram" when the files do not fit the free memory.
     """
     if asked not in (None, *READ_MODES):
         raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; leave it out")
     if asked == "ram" and needed_bytes > free_bytes:
-        raise InputError(
-            f"read mode ram must hold {_gib(needed_bytes)} of files in memory, got {_gib(free_bytes)} free;"
-            " leave it out, or make a smaller store (--crop, --format b2nd)"
-        )
+        rule = f"read mode ram must hold {_gib(needed_bytes)} of files in memory, got {_gib(free_bytes)} free"
+        raise InputError(f"{rule}; leave it out, or make a smaller store (--crop, --format b2nd)")
     mode, why = (asked, "as asked") if asked is not None else _automatic(file_system, needed_bytes, free_bytes, patches)
     budget = needed_bytes if mode == "ram" else free_bytes // 2
     kept = "all" if budget >= needed_bytes else f"{_gib(budget)} at most"
@@ -85,7 +82,8 @@ def file_system(path: Union[str, Path], mounts: Union[str, Path] = "/proc/self/m
     for line in lines:
         # "36 35 98:0 /root /mount/point rw,noatime shared:1 - ext4 /dev/sda rw": any number of fields before the dash.
         fields, _, rest = line.partition(" - ")
-        point = _unescaped(fields.split(" ")[4])
+        # Blanks, tabs, line ends and backslashes of a path are written as octal numbers.
+        point = re.sub(r"\\(040|011|012|134)", lambda match: chr(int(match[1], 8)), fields.split(" ")[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= length:  # a later mount on the same point hides the earlier
             found, length = rest.split(" ")[0], len(point)
@@ -116,8 +114,8 @@ class Reader:
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
-        if mode not in ("mmap", "pread", "ram"):
-            raise ValueError(f"mode must be mmap, pread or ram, got {mode!r}")
+        if mode not in READ_MODES:
+            raise ValueError(f"mode must be one of {', '.join(READ_MODES)}, got {mode!r}")
         self.folder, self.mode = Path(folder), mode
         self._seen: Dict[str, Tuple[int, int, int]] = {}
         self._held: Dict[str, np.ndarray] = {}
@@ -147,12 +145,10 @@ class Reader:
     def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
         """A box of the stored array as a copy, C order, aligned; of the file little more than its bytes are read.
 
-        `slices`: three of a start and a stop, within the stored array; an empty one gives an empty array. Modes "mmap"
-        and "pread" both read a .npy file's box: a map that is made for one patch costs more page faults than it saves
-        copies, and one that stays holds the file in memory.
-        Of a file in format "b2nd" the box's chunks are read, and at a reader's first use of it all of the file once
-        more, to compare its hash: of a packed CT of 33 MB, 18 ms. Raises ValueError for slices that reach beyond the
-        array, else as `array`.
+        `slices`: three of a start and a stop, within the stored array; an empty one gives an empty array. A .npy file's
+        box is read, not mapped, but in mode "ram": a map made for one patch costs more page faults than it saves
+        copies. Of a .b2nd file the box's chunks are read, and at a reader's first use all of it once more, to compare
+        its hash. Raises ValueError for slices that reach beyond the array, else as `array`.
         """
         with self._open(record, part) as file:
             slices = _within(file.shape, slices)
@@ -214,23 +210,20 @@ class Reader:
             raise InputError(f"store file {path} must be a file, got {error.strerror}; run `prepare` again") from None
         try:
             file = array_file(record, part, path, handle)
-            self._check(file)
+            status = os.fstat(handle)
+            if status.st_size != file.size_bytes:
+                rule = f"store file {path} must be {file.size_bytes} bytes long, got {status.st_size}"
+                raise InputError(f"{rule}; delete it and run `prepare` again")
+            # Everybody who opens a file later compares with what the first saw; checking it twice does no harm.
+            now = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if str(path) not in self._seen:
+                file.check_header()
+            if self._seen.setdefault(str(path), now) != now:
+                rule = f"store file {path} must stay as it was while it is read"
+                raise InputError(f"{rule}, got a changed one; start this run again")
             yield file
         finally:
             os.close(handle)
-
-    def _check(self, file: ArrayFile) -> None:
-        status = os.fstat(file.handle)
-        rule = f"store file {file.path} must be {file.size_bytes} bytes long"
-        if status.st_size != file.size_bytes:
-            raise InputError(f"{rule}, got {status.st_size}; delete it and run `prepare` again")
-        # Everybody who opens a file later compares with what the first of them saw; checking it twice does no harm.
-        now = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if str(file.path) not in self._seen:
-            file.check_header()
-        if self._seen.setdefault(str(file.path), now) != now:
-            rule = f"store file {file.path} must stay as it was while it is read"
-            raise InputError(f"{rule}, got a changed one; start this run again")
 
     def _hold(self, file: ArrayFile) -> np.ndarray:
         """A file's bytes as a map that stays. It is not locked: where a step needs the memory, its pages have to go."""
@@ -284,13 +277,6 @@ def _automatic(file_system: str, needed_bytes: int, free_bytes: int, patches: bo
     if patches and needed_bytes <= free_bytes // 4 and file_system not in MEMORY:
         return "ram", "patches of files that fit a quarter of the free memory"
     return "mmap", f"{kind} is {'memory already' if file_system in MEMORY else 'local'}"
-
-
-def _unescaped(field: str) -> str:
-    """A path of mountinfo, which writes blanks, tabs, line ends and backslashes as octal numbers."""
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(code, character)
-    return field
 
 
 def _gib(size_bytes: int) -> str:

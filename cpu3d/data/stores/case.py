@@ -46,12 +46,11 @@ def load_case(
 
     The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
     `scores`, it is `float16_image`, with its largest rounding error in the record. `zero_nan` makes NaN and infinite
-    voxels 0, which is background, and counts them. `labels` are the codes that may occur once those in `label_map` are
-    changed; None leaves the label unread. Sources are recorded relative to `dataset_folder`.
+    voxels background, and counts them. `labels` are the codes that may occur once those in `label_map` are changed;
+    None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
 
-    Holds about two volumes: the channels as read, then the image. Raises InputError with every problem of the case:
-    files that cannot be read or lie on different grids, NaN or infinite voxels, empty or constant channels, unknown
-    label codes.
+    Raises InputError with every problem of the case: files that cannot be read or lie on different grids, NaN or
+    infinite voxels, empty or constant channels, unknown label codes.
     """
     problems: List[str] = []
     volumes, geometry, zeroed_voxels = _read_channels(files, channels, zero_nan, problems)
@@ -91,9 +90,8 @@ def load_case(
 def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
     """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
 
-    A score that rounds to 0 becomes the smallest number above it, so that 0 stays what it was: background. Returned
-    with the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
-    channels whose scores are beyond what float16 or the sums towards them can hold.
+    A score that rounds to 0 becomes the smallest number above it: 0 is background. Returned with the largest rounding
+    error, in standard deviations. Raises InputError, with their `names`, for channels whose scores float16 cannot hold.
     """
     image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
     problems, error = [], 0.0
@@ -106,8 +104,7 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
             largest = float(np.abs(scores).max())
         if not (0 < std < np.inf and largest <= FLOAT16_MAX):
             rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            got = f"{largest:g} with a standard deviation of {std:g}"
-            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
+            problems.append(f"{rule}, got {largest:g} with deviation {std:g}; rescale it or leave the case out")
             continue
         rounded = scores.astype(np.float16)
         rounded[rounded == 0] = FLOAT16_SMALLEST
@@ -188,15 +185,16 @@ def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, pr
 
 def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
     """How the grid of `path` differs from that of `first`; nothing where it is the same."""
-    rule = f"{path} must lie on the grid of {first.name}"
-    if found.shape != expected.shape:
-        return [f"{rule}: shape {expected.shape}, got {found.shape}; resample it or leave the case out"]
-    if found.axes != expected.axes:
-        return [f"{rule}: axes {expected.axes}, got {found.axes}; mend its header or leave the case out"]
     apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())
-    if apart > AFFINE_TOLERANCE:
-        return [f"{rule}: affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}; resample or leave it out"]
-    return []
+    if found.shape != expected.shape:
+        difference = f"shape {expected.shape}, got {found.shape}"
+    elif found.axes != expected.axes:
+        difference = f"axes {expected.axes}, got {found.axes}"
+    elif apart > AFFINE_TOLERANCE:
+        difference = f"affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}"
+    else:
+        return []
+    return [f"{path} must lie on the grid of {first.name}: {difference}; resample it, mend its header or leave it out"]
 
 
 def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
@@ -205,12 +203,11 @@ def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
     if bad:
         advice = "mend it, leave it out, or make them background with --zero-nan"
         return [f"{name} must be finite, got {bad} NaN or infinite voxels; {advice}"]
-    inside = volume[volume != 0]
+    inside, advice = volume[volume != 0], "fetch it again or leave the case out"
     if inside.size == 0:
-        return [f"{name} must not be empty, got zeros only; fetch it again or leave the case out"]
+        return [f"{name} must not be empty, got zeros only; {advice}"]
     if inside.min() == inside.max():
-        rule = f"{name} must vary over its non-zero voxels"
-        return [f"{rule}, got {inside[0]:g} everywhere; fetch it again or leave the case out"]
+        return [f"{name} must vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}"]
     return []
 
 
@@ -248,9 +245,8 @@ def _read_label(
     unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        rule = f"label {path} must hold only the codes {known}"
-        advice = "mend it, or say what they are with --label-map"
-        problems.append(f"{rule}; got {', '.join(unknown[:8])}; {advice}")
+        rule = f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}"
+        problems.append(f"{rule}; mend it, or say what they are with --label-map")
         return None
     if expected is not None:
         problems += _grid_problems(path, geometry, files.images[0], expected)

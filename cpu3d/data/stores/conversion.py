@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_fr
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problem, labels_in_use
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -65,15 +65,22 @@ class Job:
     """A case to convert, with all that a process needs to know for it."""
 
     files: CaseFiles
-    channels: Tuple[str, ...]
-    labels: Dict[int, str]
-    dataset_folder: Path
+    dataset: Dataset
+    """Without its cases."""
     store: Path
     settings: Settings = USUAL
 
     @property
     def case_id(self) -> str:
         return self.files.case_id
+
+
+def jobs_of(
+    cases: Sequence[CaseFiles], dataset: Dataset, store: Path, settings: Settings, finished: Container[str]
+) -> List[Job]:
+    """Those of the cases that are not finished."""
+    bare = dataclasses.replace(dataset, cases=(), problems=(), patient_rules={})
+    return [Job(files, bare, store, settings) for files in cases if files.case_id not in finished]
 
 
 Outcome = Union[CaseRecord, Tuple[str, ...]]
@@ -84,13 +91,13 @@ Outcome = Union[CaseRecord, Tuple[str, ...]]
 
 def convert(job: Job) -> Outcome:
     """Write one case's arrays and then its record. Raises OSError when the store cannot be written."""
-    case_id, settings = job.case_id, job.settings
+    settings, rule = job.settings, f"case {job.case_id} must"
     try:
         case = load_case(
             job.files,
-            channels=job.channels,
-            labels=job.labels,
-            dataset_folder=job.dataset_folder,
+            channels=job.dataset.channels,
+            labels=job.dataset.labels,
+            dataset_folder=job.dataset.folder,
             scores=settings.scores,
             zero_nan=settings.zero_nan,
             label_map=settings.label_map,
@@ -98,13 +105,12 @@ def convert(job: Job) -> Outcome:
     except InputError as error:
         return error.problems
     except MemoryError:
-        return (f"case {case_id} must fit into memory, got too little; run again with fewer --workers",)
+        return (f"{rule} fit into memory, got too little; run again with fewer --workers",)
     except Exception as error:  # whatever is wrong with one case, the others are still converted
-        return (f"case {case_id} must be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
-    record = write_arrays(
-        job.store, case.record, case.image, case.label, format_=settings.format, cropped=settings.crop
-    )
-    write_json(record_path(job.store, case_id), to_json(record))
+        return (f"{rule} be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
+    how = {"format_": settings.format, "cropped": settings.crop}
+    record = write_arrays(job.store, case.record, case.image, case.label, **how)
+    write_json(record_path(job.store, job.case_id), to_json(record))
     return record
 
 
@@ -154,7 +160,7 @@ def convert_all(
     In `workers` processes; `what` is shown on the bar. Raises OSError, as on a full disk, and KeyboardInterrupt with
     how many cases are kept; the same command continues then.
     """
-    records, problems, kept = dict(finished), [], "finished case"
+    records, problems = dict(finished), []
     results = run_jobs(function, jobs, workers)
     try:
         with contextlib.closing(results), bar(what, total=len(jobs) + len(finished)) as advance:
@@ -167,16 +173,22 @@ def convert_all(
                 else:
                     problems += [Problem(job.case_id, reason) for reason in outcome]
                 advance()
-    except OSError as error:
-        reason = f"writing stopped, {error.strerror}; {count(records, kept)} kept"
-        advice = "make room or mend access and run the same command again"
-        raise OSError(error.errno, f"{reason}, {advice}", str(store_dir)) from error
-    except KeyboardInterrupt:
-        reason = f"{count(records, kept)} kept in {store_dir}"
-        raise KeyboardInterrupt(f"{reason}; run the same command again to continue") from None
+    except (OSError, KeyboardInterrupt) as error:
+        kept = f"{count(records, 'finished case')} kept in {store_dir}; run the same command again to continue"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(kept) from None
+        raise OSError(error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)) from error
     finally:
         sweep(store_dir)
     return records, problems
+
+
+def refuse_bad_cases(folder: Path, problems: Sequence[Problem], kept: str) -> None:
+    """Raise InputError with all the problems of a data set's cases, where there are any, and what was kept."""
+    bad = count({problem.case_id for problem in problems}, "bad case")
+    advice = "mend the bad and run again, or leave them out with --skip-bad"
+    rule = f"data set {folder} must be without bad cases, got {bad}; {kept}: {advice}"
+    refuse([*(problem.reason for problem in problems), rule] if problems else ())
 
 
 def claim(folder: Path, name: str, content: Dict[str, Any], what: str, **defaults: Any) -> None:
@@ -210,20 +222,18 @@ def finished_cases(
     """The records of the cases that need not be done again, by case id.
 
     A case is finished when it is of the recorded patient, its arrays have their recorded lengths and its sources
-    their recorded sizes and dates; another date, or none in the record, is settled by hash. `verify` compares the
-    hashes of all of them.
+    their recorded sizes and dates; another date is settled by hash. `verify` compares the hashes of all of them.
     """
     finished = {}
     for files in cases:
         record = own_record(store_dir, files.case_id)
         if record is None or record.patient_id != files.patient_id:
             continue
-        arrays = [(array_path(store_dir, record, "x"), record.image_bytes, record.image_sha256)]
-        if record.has_label:
-            arrays.append((array_path(store_dir, record, "y"), record.label_bytes, record.label_sha256))
+        arrays = (("x", record.image_bytes, record.image_sha256), ("y", record.label_bytes, record.label_sha256))
+        found = [(array_path(store_dir, record, part), *as_made) for part, *as_made in arrays[: 1 + record.has_label]]
         good = all(
             path.is_file() and path.stat().st_size == size_bytes and (not verify or file_sha256(path) == sha256)
-            for path, size_bytes, sha256 in arrays
+            for path, size_bytes, sha256 in found
         )
         if good and same_sources(files, record, dataset_folder, verify):
             finished[files.case_id] = record
@@ -290,9 +300,9 @@ def owner_of(store_dir: Path) -> Dict[str, Any]:
 
 
 def settings_of(store_dir: Path) -> Settings:
-    """The settings that a store was begun with, so that what is added to it is made alike.
+    """The settings that a store was begun with, by its source.json; the usual ones where it has none.
 
-    Those of its source.json; the usual ones where it has none. Raises InputError where that is damaged.
+    Raises InputError where that is damaged.
     """
     names = {one.name for one in dataclasses.fields(Settings)}
     content = {name: value for name, value in owner_of(store_dir).items() if name in names}
@@ -311,10 +321,8 @@ def left_out(store_dir: Path) -> List[Problem]:
         try:
             found = typed(parse_json(line), _LeftOut)
         except ValueError as error:
-            raise InputError(
-                f"{path} must be JSON with a case_id and its reasons in line {number}, got {error}; restore it, or"
-                " delete the file, which only tells what was left out"
-            ) from None
+            rule = f"{path} must be JSON with a case_id and its reasons in line {number}"
+            raise InputError(f"{rule}, got {error}; restore or delete the file") from None
         problems += [Problem(found.case_id, reason) for reason in found.reasons]
     return problems
 

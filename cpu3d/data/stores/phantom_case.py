@@ -1,18 +1,15 @@
 """One phantom: a made-up head with a tumour, its four channels and its label, drawn from random numbers.
 
-Nothing here is medicine: the shapes and contrasts are drawn by hand after the BraTS volumes that the trainer is for. A
-skull-stripped head lies on zero background; grey and white matter fold, ventricles are filled, the field is uneven, the
-noise Rician. Tumours are an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI:
-oedema is bright in FLAIR and T2, the rim in T1 with contrast agent, the core dark in T1. No channel tells the tumour by
-its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
+Nothing here is medicine: the shapes and contrasts are drawn by hand after BraTS volumes. A skull-stripped head lies on
+zero background; grey and white matter fold, ventricles are filled, the field is uneven, the noise Rician. Tumours are
+an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI. No channel tells the tumour
+by its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
 
-With a context every lesion looks the same, an enhancing rim and a small enhancing kernel in its necrosis, and what the
-rim is *called* follows a rule about the rest of the head (`RULES`). So whole tumour and tumour core are to be had from
-a patch, and enhancing tumour is not: with the same random numbers, a case where the rule of `landmark` or `count` holds
-and one where it does not are the same but for the landmark, or the other lesion, at least `CLEARANCE` away. The kernel
-is always enhancing: a region without any voxel has next to no gradient in a Dice of single cases. From a volume's mean
-and spread alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of
-`side` is the weak one: a patch that shows the midline or the edge of the brain can tell it.
+With a context every lesion looks the same, and what its rim is *called* follows a rule about the rest of the head
+(`RULES`): enhancing tumour is not to be had from a patch that ends within `CLEARANCE` of the core. A small kernel in
+the necrosis is always enhancing, as a region without voxels has next to no gradient in a Dice. From a volume's mean and
+spread alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of `side`
+is the weak one: a patch that shows the midline or the edge of the brain can tell it.
 
 Coordinates run from -1 to 1 across the head's box, whatever its voxels: u to the right, v to the front, w up.
 """
@@ -74,8 +71,7 @@ def phantom_case(
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
     Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as told, or else in
-    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on; in
-    smaller volumes with a context the kernel, and with it code 3 where the rule does not hold, may vanish.
+    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on.
     """
     rng = np.random.default_rng([VERSION, seed, index])
     box, start = head_box(shape, rng)
@@ -336,19 +332,15 @@ def signal_of(name: str, head: Head, tissue: Dict[str, np.ndarray], tumour: Dict
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
     level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(SUBSTANCES, SIGNALS[name])}
     signal = tissue["fluid"] * level["fluid"] + tissue["grey"] * level["grey"] + tissue["white"] * level["white"]
-    for what in ("vessel", "caps"):
-        signal += tissue[what] * (level[what] - signal)
-    for what in ("oedema", "core", "rim", "necrosis"):
-        signal += tumour[what] * (level[what] - signal)
-    if "kernel" in tumour:
-        signal += tumour["kernel"] * (level["rim"] - signal)
-    if "landmark" in tumour:
-        signal += tumour["landmark"] * (LANDMARK[name] - signal)
+    for what in SUBSTANCES[3:]:
+        signal += (tissue if what in tissue else tumour)[what] * (level[what] - signal)
+    for what, value in (("kernel", level["rim"]), ("landmark", LANDMARK[name])):
+        if what in tumour:
+            signal += tumour[what] * (value - signal)
     signal *= 1 + 0.06 * tissue["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
-    brain = head.brain
-    sigma = 0.045 * level["white"]
-    noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * np.float32(sigma)
+    brain, sigma = head.brain, np.float32(0.045 * level["white"])
+    noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * sigma
     out = np.zeros(head.box, np.int16)
     out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
     return out

@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, Iterator, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.records import SPLITS, CaseRecord, Manifest, make_manifest, remake, straddling
 from cpu3d.data.splits import describe_patients, split_cases
@@ -20,7 +20,6 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.conversion import (
     FORMAT_CHOICES,
     USUAL,
-    Job,
     Settings,
     convert,
     convert_all,
@@ -28,8 +27,10 @@ from cpu3d.data.stores.conversion import (
     identity,
     identity_of_data,
     identity_of_settings,
+    jobs_of,
     left_out,
     owner_of,
+    refuse_bad_cases,
     same_sources,
     settings_of,
     sweep,
@@ -47,7 +48,7 @@ from cpu3d.data.stores.layouts import (
     with_label_map,
 )
 from cpu3d.data.stores.verify import lines_of, store_info
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
@@ -131,13 +132,13 @@ def prepare(
 
     A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
     `verify`. `settings` say how arrays are made; a store is continued with its own only. `patients` is a table of the
-    cases' patients, else their names tell them where they can; a finished store keeps those that it has. More than one
-    worker means processes that import the calling script: guard its start with `if __name__ == "__main__"`.
+    cases' patients, else their names tell them where they can. More than one worker means processes that import the
+    calling script: guard its start with `if __name__ == "__main__"`.
 
     Raises InputError when cases are bad (all are named, the good ones are written, no manifest is) unless `skip_bad`,
-    when the data set or the split is no good, when identical images fall into two splits, or when the store is
-    another's or was begun with other settings. Raises OSError when writing fails, as on a full disk, and
-    KeyboardInterrupt on Ctrl-C; finished cases are kept then too.
+    when data set or split are no good, identical images fall into two splits, or the store is another's or of other
+    settings. Raises OSError when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are
+    kept then.
     """
     workers = worker_count(workers)
     found, store_dir = read_dataset(dataset_dir, patients), Path(store_dir)
@@ -149,28 +150,19 @@ def prepare(
         if old is not None:
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
         wanted = {case.case_id: case.patient_id for case in (dataset if old is None else old).cases}
-        cases = [
-            dataclasses.replace(files, patient_id=wanted[files.case_id])
-            for files in dataset.cases
-            if files.case_id in wanted
-        ]
+        there = [files for files in dataset.cases if files.case_id in wanted]
+        cases = [dataclasses.replace(files, patient_id=wanted[files.case_id]) for files in there]
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
         if old is not None and len(finished) == len(wanted):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
             _print_left_out(store_dir)
             return old
-        left = [files for files in cases if files.case_id not in finished]
-        jobs = [Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings) for files in left]
+        jobs = jobs_of(cases, dataset, store_dir, settings, finished)
         records, problems = convert_all(convert, jobs, workers, finished, store_dir, "prepare")
         if old is None:
             problems = sorted([*dataset.problems, *problems], key=lambda problem: problem.case_id)
-        if problems and not (skip_bad and old is None):
-            bad = count({problem.case_id for problem in problems}, "bad case")
-            raise InputError(
-                *(problem.reason for problem in problems),
-                f"data set {dataset.folder} must be without bad cases, got {bad}; {count(records, 'good case')} kept"
-                f" in {store_dir}: mend the bad and run again, or leave them out with --skip-bad",
-            )
+        if not (skip_bad and old is None):
+            refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")
         if old is None:
             manifest = _manifest(dataset, records, fractions, seed, problems)
             write_quarantine(store_dir, problems)
@@ -242,21 +234,19 @@ def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[
 
 def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
     """Raise unless the folder is empty or holds a store of the same data set, version and settings."""
-    old, owner = _old_manifest(store_dir), owner_of(store_dir)
+    old, owner, wanted = _old_manifest(store_dir), owner_of(store_dir), identity(dataset, settings)
     if owner:
-        owner = {**owner, **identity_of_settings(settings_of(store_dir))}
+        owner.update(identity_of_settings(settings_of(store_dir)))
     if old is not None:
         owner.update(identity_of_data(old))
     elif not owner and not is_untouched(store_dir, "source.json"):
         raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
-    wanted = identity(dataset, settings)
     problems = [
         f"{name} of what goes into store {store_dir} must be {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
         for name in wanted
         if owner and owner.get(name) != wanted[name]
     ]
-    if problems:
-        raise InputError(*problems, "choose another --store; nothing was touched")
+    refuse([*problems, "choose another --store; nothing was touched"] if problems else ())
 
 
 def _old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -334,12 +324,11 @@ def _mended(store_dir: Path, old: Manifest, records: Dict[str, CaseRecord]) -> M
 
     The files may differ: another version of a library may pack the same voxels differently.
     """
-    other: List[str] = []
-    for case in old.cases:
-        new = records[case.case_id]
-        hashes = (new.image_voxels_sha256, new.label_voxels_sha256)
-        if hashes != (case.image_voxels_sha256, case.label_voxels_sha256):
-            other.append(f"case {case.case_id} of {store_dir} must get back the voxels that it had, got others")
-    if other:
-        raise InputError(*other, "use the versions in manifest.json that made the store, or make another --store")
+    rule = f"of {store_dir} must get back the voxels that it had, got others; use the versions in manifest.json"
+    refuse(
+        f"case {case.case_id} {rule}"
+        for case in old.cases
+        for new in [records[case.case_id]]
+        if (new.image_voxels_sha256, new.label_voxels_sha256) != (case.image_voxels_sha256, case.label_voxels_sha256)
+    )
     return remake(old, cases=tuple(records.values()))

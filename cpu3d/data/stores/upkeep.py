@@ -14,7 +14,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, record_path, remake, to_json
+from cpu3d.data.records import CaseRecord, Manifest, array_path, record_path, remake, to_json
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, on_grid, open_store, write_store
 from cpu3d.data.stores import conversion
@@ -64,13 +64,11 @@ def append(
     """Add the cases of a data set that a finished store does not have, and say what became of each.
 
     They are made with the store's own settings: format, crop, NaN and label codes. The split of the old cases stays,
-    new ones are dealt by `deal_cases`. The manifest is replaced at the end, so the store can be used meanwhile, and the
-    same call continues where one was cut.
+    new ones are dealt by `deal_cases`. The manifest is replaced at the end; the same call continues where one was cut.
 
-    Raises InputError, and leaves the store as it was, when channels or labels differ, when a case of the same id was
-    made from other files, when a new id is the name of arrays that the store has under other ids, when a patient or
-    identical images would be in two splits, where the store's patients come from a table and there is none for the new
-    cases, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    Raises InputError, and leaves the store as it was, when channels or labels differ, when an id is that of a case, or
+    of arrays, made from other files, when a patient or identical images would be in two splits, without a table of
+    patients where the store has one, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = settings_of(store_dir), open_store(store_dir).manifest  # raises unless finished and whole
@@ -89,24 +87,11 @@ def append(
         there = {case_id for ids in old.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
-        problems = _clashes(store, known, new)
-        table = read_patients(patients, ()) if patients is not None else {}
-        if new and TABLE in old.patient_rules and patients is None:
-            rule = f"--patients must name a table, as store {store_dir} knows its patients from one"
-            problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
-        for case in old.cases if table else ():
-            own = _patient_of(case, old.layout)
-            if table.get(case.case_id, own) not in (case.patient_id, own):
-                rule = f"case {case.case_id} must be of the patient that store {store_dir} has, {own}"
-                problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
+        problems = [*_clashes(store, known, new), *_patient_clashes(store, patients, bool(new))]
         refuse(problems)
         out = conversion.left_out(store_dir)
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
-        jobs = [
-            conversion.Job(files, dataset.channels, dataset.labels, dataset.folder, store_dir, settings)
-            for files in new
-            if files.case_id not in finished
-        ]
+        jobs = conversion.jobs_of(new, dataset, store_dir, settings, finished)
         records, problems = convert_all(conversion.convert, jobs, workers, finished, store_dir, "prepare")
         problems += [problem for problem in dataset.problems if problem.case_id not in there]
         for case_id in sorted(records):
@@ -114,15 +99,11 @@ def append(
             if other:
                 found = ", ".join(f"{code} {dataset.labels[code]}" for code in other)
                 rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {found}"
-                problems.append(Problem(case_id, f"{rule}; prepare a store of its own, which will have that region"))
+                problems.append(Problem(case_id, f"{rule}; prepare a store of its own"))
                 del records[case_id]
         bad = tuple(sorted({problem.case_id for problem in problems}))
         if bad and not skip_bad:
-            raise InputError(
-                *(problem.reason for problem in problems),
-                f"data set {dataset.folder} must be without bad cases, got {count(bad, 'bad case')}; nothing was"
-                " appended: mend the bad and run again, or leave them out with --skip-bad",
-            )
+            conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
         manifest = old
         if records:
             split = deal_cases(
@@ -172,19 +153,20 @@ def change_format(
     """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
 
     `format_` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. Every case
-    is written whole or not at all, read back and compared voxel by voxel; a conversion that was cut is continued by the
-    same call. The split stays, and so does its hash, unless int16 images become float16: those are other voxels,
-    rounded by up to the recorded error.
-
-    Raises InputError for a way back from float16, for damaged cases of the old store (the good ones are kept), and
-    where `new_dir` holds anything but this conversion. OSError and KeyboardInterrupt as `prepare`.
+    is written whole or not at all, read back and compared; the same call continues one that was cut. The split stays,
+    and so does its hash, unless int16 images become float16. Raises InputError for a way back from float16, for damaged
+    cases (the good ones are kept), and where `new_dir` holds anything else. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
     settings, out = _changed_settings(store, format_, crop), conversion.left_out(store.folder)
     store.check_split()
     writable_folder(new_dir, "new store")
     with locked(new_dir, "store"):
-        _claim(new_dir, store, settings)
+        made_of = {name: getattr(store.manifest, name) for name in ("schema", "name", "split_hash")}
+        made_of.update({name: getattr(settings, name) for name in ("format", "scores", "crop")})
+        conversion.claim(new_dir, "conversion.json", made_of, "new store")
+        sweep(new_dir)
+        (new_dir / "cases").mkdir(exist_ok=True)
         if (new_dir / "manifest.json").exists():
             print(f"Nothing to do: store {new_dir} is finished.")
             return open_store(new_dir).manifest
@@ -214,10 +196,8 @@ def change_format(
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
     """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
 
-    To measure what grows with the number of cases: 484 cases, 101 times, are 48,884 entries. The entries of a case
-    share its arrays, its patient and its split. Written in place of the store's manifest, whole or not at all; the
-    arrays are left as they are. Raises InputError for fewer than one entry a case, and while another process writes
-    the store.
+    To measure what grows with the number of cases. The entries of a case share its arrays, its patient and its split.
+    Raises InputError for fewer than one entry a case, and while another process writes the store.
     """
     if times < 1:
         raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
@@ -247,20 +227,32 @@ def _patient_of(case: CaseRecord, layout: str) -> str:
 def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles]) -> List[str]:
     """Where a known case was made from other files, by content, as their folder may be another, and where a new case's
     files would replace arrays that entries of other ids share."""
-    problems = []
+    problems, advice = [], "give it another id, or prepare a new store"
     for files in known:
-        sources = store.case(files.case_id).sources
-        if [path.stat().st_size for path in files.paths] != [source.size_bytes for source in sources] or any(
-            file_sha256(path) != source.sha256 for path, source in zip(files.paths, sources)
-        ):
+        made_of = [(source.size_bytes, source.sha256) for source in store.case(files.case_id).sources]
+        if made_of != [(path.stat().st_size, file_sha256(path)) for path in files.paths]:
             rule = f"case {files.case_id} must be the one that store {store.folder} has"
-            problems.append(f"{rule}, got other files under the same id; give it another id, or prepare a new store")
+            problems.append(f"{rule}, got other files under the same id; {advice}")
     entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
     for files in new:
         if files.case_id in entry_of:
             rule = f"case {files.case_id} must have an id that names no arrays of store {store.folder}"
-            got = f"that of the arrays of case {entry_of[files.case_id]}"
-            problems.append(f"{rule}, got {got}; give it another id, or prepare a new store")
+            problems.append(f"{rule}, got that of the arrays of case {entry_of[files.case_id]}; {advice}")
+    return problems
+
+
+def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[str]:
+    """Where the store's patients come from a table and there is none, or another, for `new` cases."""
+    old, problems = store.manifest, []
+    table = read_patients(patients, ()) if patients is not None else {}
+    if new and TABLE in old.patient_rules and patients is None:
+        rule = f"--patients must name a table, as store {store.folder} knows its patients from one"
+        problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
+    for case in old.cases if table else ():
+        own = _patient_of(case, old.layout)
+        if table.get(case.case_id, own) not in (case.patient_id, own):
+            rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {own}"
+            problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
     return problems
 
 
@@ -273,30 +265,13 @@ def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]
         raise InputError(f"--format must be one of {', '.join(FORMAT_CHOICES)}, got {format_!r}; pick one")
     old = settings_of(store.folder)
     if old.scores and format_ == "npy":
-        raise InputError(
-            f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores:"
-            " the source's values are gone; unpack them with --format float16, or run `prepare` on the data set"
-        )
+        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
+        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
     changes: Dict[str, Any] = {} if crop is None else {"crop": crop}
     if format_ is not None:
         changes.update(FORMAT_CHOICES[format_])
         changes["scores"] |= old.scores
     return dataclasses.replace(old, **changes)
-
-
-def _claim(new_dir: Path, store: Store, settings: Settings) -> None:
-    """Take an empty folder for this conversion, or go on with it. Raises InputError where it holds something else."""
-    made_of = {
-        "schema": SCHEMA,
-        "name": store.manifest.name,
-        "split_hash": store.manifest.split_hash,
-        "format": settings.format,
-        "scores": settings.scores,
-        "crop": settings.crop,
-    }
-    conversion.claim(new_dir, "conversion.json", made_of, "new store")
-    sweep(new_dir)
-    (new_dir / "cases").mkdir(exist_ok=True)
 
 
 def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, CaseRecord]:
@@ -318,13 +293,13 @@ def _convert_arrays(job: Job) -> conversion.Outcome:
     Raises OSError where the new store cannot be written, or gives back other voxels than were written.
     """
     reader, record = Reader(job.old, "pread"), job.record
+    rule = f"case {record.case_id} of store {job.old} must"
     try:
         image = on_grid(reader.array(record, "x"), record)
         label = on_grid(reader.array(record, "y"), record) if record.has_label else None
         found = voxels_sha256(image), voxels_sha256(label) if label is not None else ""
         if found != (record.image_voxels_sha256, record.label_voxels_sha256):
-            rule = f"voxels of case {record.case_id} of store {job.old} must be as recorded"
-            return (f"{rule}, got others; {ADVICE}",)
+            return (f"voxels of {rule} be as recorded, got others; {ADVICE}",)
         if job.settings.scores and record.image_dtype == "int16":
             names = [f"channel {name} of {record.case_id}" for name in job.channels]
             image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
@@ -332,7 +307,7 @@ def _convert_arrays(job: Job) -> conversion.Outcome:
     except InputError as error:
         return error.problems
     except OSError as error:
-        return (f"case {record.case_id} of store {job.old} must be readable, got {error}; {ADVICE}",)
+        return (f"{rule} be readable, got {error}; {ADVICE}",)
     new = write_arrays(job.new, record, image, label, format_=job.settings.format, cropped=job.settings.crop)
     again = Reader(job.new, "pread")
     for part, array in (("x", image), ("y", label)):
