@@ -349,3 +349,9 @@ def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_p
     assert len(images) == 2
     np.testing.assert_array_equal(np.concatenate(images), image)
     np.testing.assert_array_equal(np.concatenate(targets), target)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):
+    append_event(tmp_path, {"event": "step", "step": 1})
+    start(phantom_store, tmp_path)
+    assert read_events(tmp_path) == []
