@@ -55,7 +55,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
-from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
+from cpu3d.host.topology import Topology, hosts_table, read_topology, topology_of
 from cpu3d.plan import make_plan as plan_training
 from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
@@ -216,20 +216,17 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     """Print the plan on stdout. Workers on other hosts are shown as if those were like this one."""
     console, cluster = Console(), plan.cluster
     counts = Counter(cluster.hosts)
-    places = {many: thread_plans(topology, many) for many in sorted({1} if plan.apart else set(counts.values()))}
-    socket_of = {cpu.number: cpu.socket for cpu in topology.cpus}
+    places = [thread_plans(topology, many) for many in sorted({1} if plan.apart else set(counts.values()))]
     rows = []
     for rank, address in enumerate(cluster.addresses):
-        seen = cluster.of_rank(rank)
-        cpus = () if plan.apart else places[len(seen.local_ranks)][seen.local_index].cpus
-        sockets = cpu_ranges({socket_of[cpu] for cpu in cpus}) or "any"
-        rows.append((address, str(rank), str(seen.local_index), sockets, "yes" if rank in plan.ranks else "no"))
+        index = cluster.of_rank(rank).local_index
+        rows.append((address, str(rank), str(index), "yes" if rank in plan.ranks else "no"))
     say(f"{plan.words}; a dry run, nothing is started", console)
-    header = ("address", "rank", "worker of its host", "socket", "starts here")
+    header = ("address", "rank", "worker of its host", "starts here")
     note = "All hosts are taken to be like this one." if len(counts) > 1 else ""
     console.print(Table(header, rows, title="Workers", caption=note))
-    console.print(*(describe_plans(topology, of_one_host) for of_one_host in places.values()))
-    for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
+    console.print(*(describe_plans(topology, of_one_host) for of_one_host in places))
+    for setting in overridden([place for of_one_host in places for place in of_one_host]):
         say(f"note: {setting} is set here, and wins", console)
     for rank, command in commands.items():
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]

@@ -127,17 +127,18 @@ def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
     """
     if workers == 1:
         return host
-    free = (host.cgroup_limit_bytes or 0) - host.cgroup_used_bytes
-    divided = {} if cpus_apart else {
-        **{name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")},
-        "cpu_quota": host.cpu_quota and host.cpu_quota / workers,
-    }  # fmt: skip
-    return dataclasses.replace(
+    used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
+    part = dataclasses.replace(
         host,
         available_bytes=host.available_bytes // workers,
-        cgroup_limit_bytes=host.cgroup_limit_bytes and host.cgroup_used_bytes + free // workers,
-        **divided,
+        cgroup_limit_bytes=limit and used + (limit - used) // workers,
     )
+    if cpus_apart:
+        return part
+    counts = {
+        name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")
+    }
+    return dataclasses.replace(part, **counts, cpu_quota=host.cpu_quota and host.cpu_quota / workers)
 
 
 # --- Private helpers ---

@@ -197,10 +197,8 @@ def topology_of(name_or_file: str) -> Topology:
 def hosts_table() -> Table:
     """The examples, for `--on-host list`."""
     rows = []
-    for name, topology in EXAMPLE_HOSTS.items():
-        host = topology.host
-        counts = (host.sockets, host.numa_nodes, host.usable_cores)
-        memory = format_bytes(host.cgroup_limit_bytes or host.memory_bytes)
-        rows.append((name, host.cpu_model, *map(str, counts), memory))
+    for name, host in ((name, topology.host) for name, topology in EXAMPLE_HOSTS.items()):
+        counts = map(str, (host.sockets, host.numa_nodes, host.usable_cores))
+        rows.append((name, host.cpu_model, *counts, format_bytes(host.cgroup_limit_bytes or host.memory_bytes)))
     columns = ("name", "CPU", "sockets", "NUMA nodes", "cores", "memory")
     return Table(columns, rows, title="Hosts to plan for with --on-host", names=2)
