@@ -35,8 +35,7 @@ REGISTER_S = 60.0
 """For the servers of workers that have just met to find each other. TensorFlow itself would wait an hour."""
 
 PIECE = 4 * 2**20
-"""Numbers summed at a time. 16 MiB: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on
-one host, a core each); 22 MB take 25 ms either way."""
+"""Numbers summed at a time: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on one host)."""
 
 
 class Exchange:
@@ -165,15 +164,12 @@ def _horovod_sum(cluster: Cluster) -> Callable[[Any], Any]:
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
-        raise InputError(
-            f"engine horovod must be installed, got {error}; run `./run.sh setup --horovod`, or leave --engine away"
-        ) from None
+        todo = "run `./run.sh setup --horovod`, or leave --engine away"
+        raise InputError(f"engine horovod must be installed, got {error}; {todo}") from None
     hvd.init()
     if (hvd.rank(), hvd.size()) != (cluster.rank, cluster.workers):
-        raise InputError(
-            f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {hvd.rank()} of {hvd.size()};"
-            " start it by `launch --engine horovod` or horovodrun"
-        )
+        got = f"{hvd.rank()} of {hvd.size()}; start it by `launch --engine horovod` or horovodrun"
+        raise InputError(f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {got}")
     return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")
 
 
@@ -200,19 +196,17 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
         coordinated_jobs=list(jobs),
     )
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
+        task_type="worker",
+        task_id=cluster.rank,
+        rpc_layer="grpc",
+        num_accelerators={"GPU": 0},  # the sum is on the CPU, whatever computes
+    )
     try:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
-                task_type="worker",
-                task_id=cluster.rank,
-                rpc_layer="grpc",
-                num_accelerators={"GPU": 0},  # the sum is on the CPU, whatever computes
-            ),
-            tf.distribute.experimental.CommunicationOptions(
-                implementation=tf.distribute.experimental.CommunicationImplementation.RING
-            ),
-        )
+        options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except tf.errors.OpError as error:
         raise lost_by_message(str(error), cluster) from error
 
@@ -233,10 +227,9 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 # --- The sum between workers of one host, in memory that they share ---
 
-# TensorFlow's collectives need a server in every worker which listens on all interfaces and runs any graph for whoever
-# reaches it. This sum has no server and no port. Each worker copies a piece of its vector to its part of the memory,
-# adds up its share of all parts in the order of ranks, and copies the whole sum. Where one waits for the others, each
-# tells the chief that it is ready, and the chief tells all.
+# No server and no port, other than TensorFlow's collectives. Each worker copies a piece of its vector to its part of
+# the memory, adds up its share of all parts in the order of ranks, and copies the whole sum. Where one waits for the
+# others, each tells the chief that it is ready, and the chief tells all.
 
 MEMORY_BYTES = 32 * 2**20
 """Of all parts."""
@@ -251,32 +244,8 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
     raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
     """
-    memory = np.frombuffer(_shared(cluster, peers), np.float32)
-    length = memory.size // (2 * cluster.workers)
-    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
-    halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
-
-    def sum_over_workers(vector: np.ndarray) -> np.ndarray:
-        total = np.empty_like(vector)
-        for start in range(0, vector.size, length):
-            piece = vector[start : start + length]
-            parts = next(halves)[:, : piece.size]
-            parts[cluster.rank] = piece
-            _wait_for_all(cluster, peers, vector.size)
-            first, last = (piece.size * rank // cluster.workers for rank in (cluster.rank, cluster.rank + 1))
-            for part in parts[1:, first:last]:
-                parts[0, first:last] += part
-            _wait_for_all(cluster, peers, vector.size)
-            total[start : start + length] = parts[0]
-        return total
-
-    return sum_over_workers
-
-
-def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
-    """The chief makes the memory, a file without a name, and hands it to the others."""
     try:
-        if cluster.is_chief:
+        if cluster.is_chief:  # makes the memory, a file without a name, and hands it to the others
             handle = os.memfd_create("cpu3d")
             os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
         else:
@@ -288,35 +257,52 @@ def _shared(cluster: Cluster, peers: Mapping[int, socket.socket]) -> mmap.mmap:
         with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
             socket.send_fds(peer, [b"memory"], [handle])
     try:
-        return mmap.mmap(handle, MEMORY_BYTES)
+        memory = np.frombuffer(mmap.mmap(handle, MEMORY_BYTES), np.float32)
     finally:
         os.close(handle)
-
-
-def _wait_for_all(cluster: Cluster, peers: Mapping[int, socket.socket], size: int) -> None:
-    """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
+    length = memory.size // (2 * cluster.workers)
+    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
+    halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
 
     def tell(word: int) -> None:
         for peer in peers.values():
             with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
                 peer.send(WORD.pack(word))
 
-    if not cluster.is_chief:
-        tell(size)
-    for rank, peer in peers.items():
-        peer.settimeout(None)
-        try:
-            word = WORD.unpack(peer.recv(WORD.size))[0]
-        except (OSError, struct.error):
-            if cluster.is_chief:
-                tell(-1 - rank)
-            raise lost_worker(cluster, rank, GONE) from None
-        if word < 0:
-            raise lost_worker(cluster, -1 - word, "no answer to worker 0")
-        if cluster.is_chief and word != size:
-            raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
-    if cluster.is_chief:
-        tell(size)
+    def wait_for_all(size: int) -> None:
+        """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
+        if not cluster.is_chief:
+            tell(size)
+        for rank, peer in peers.items():
+            peer.settimeout(None)
+            try:
+                word = WORD.unpack(peer.recv(WORD.size))[0]
+            except (OSError, struct.error):
+                if cluster.is_chief:
+                    tell(-1 - rank)
+                raise lost_worker(cluster, rank, GONE) from None
+            if word < 0:
+                raise lost_worker(cluster, -1 - word, "no answer to worker 0")
+            if cluster.is_chief and word != size:
+                raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
+        if cluster.is_chief:
+            tell(size)
+
+    def sum_over_workers(vector: np.ndarray) -> np.ndarray:
+        total = np.empty_like(vector)
+        for start in range(0, vector.size, length):
+            piece = vector[start : start + length]
+            parts = next(halves)[:, : piece.size]
+            parts[cluster.rank] = piece
+            wait_for_all(vector.size)
+            first, last = (piece.size * rank // cluster.workers for rank in (cluster.rank, cluster.rank + 1))
+            for part in parts[1:, first:last]:
+                parts[0, first:last] += part
+            wait_for_all(vector.size)
+            total[start : start + length] = parts[0]
+        return total
+
+    return sum_over_workers
 
 
 # --- A worker that is lost, in one sentence ---

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import random
 import re
 import socket
@@ -14,7 +16,6 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
 
 import psutil
 
-from cpu3d.distributed.slurm import bound_apart
 from cpu3d.errors import InputError
 from memory_estimator.files import parse_json, typed
 
@@ -32,6 +33,12 @@ LOOPBACK = "127.0.0.1"
 
 OPEN_PORTS = range(20000, 32768)
 """Ports to choose from: below are more of known services, above those that Linux gives to whoever asks for any."""
+
+FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 1000
+"""Below Linux's own range for connections, which begins at 32768; so jobs of one host seldom share a port."""
+
+MOST_HOSTS = 100_000
+"""In a list: one with more is a slip of the keyboard."""
 
 
 @dataclass(frozen=True)
@@ -252,3 +259,104 @@ def free_ports(count: int) -> Tuple[int, ...]:
                 held.enter_context(socket.socket()).bind(("", port))
                 taken.append(port)
     return tuple(taken)
+
+
+# --- What Slurm tells a task that `srun` has started, by the variables of srun(1), OUTPUT ENVIRONMENT VARIABLES ---
+
+# By hand, as TensorFlow's SlurmClusterResolver needs TensorFlow imported and asks for NVIDIA cards.
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """A task of a job step."""
+
+    hosts: Tuple[str, ...]
+    """Of the step, in Slurm's order."""
+    tasks: Tuple[int, ...]
+    """Of the step on each host. Tasks are numbered host by host, Slurm's --distribution=block."""
+    rank: int
+    """This task's among all of them."""
+    ports: Tuple[int, ...]
+    """For the tasks of one host, or its workers. May be fewer than needed: then the port after the last is next."""
+
+    @property
+    def host_index(self) -> int:
+        """Which of the hosts this task is on."""
+        return next(index for index, end in enumerate(itertools.accumulate(self.tasks)) if self.rank < end)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether each task is one worker, as some host has several; else each is its host's and starts workers."""
+        return max(self.tasks) > 1
+
+
+def in_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of `srun`. A batch script by itself is none: it is once on the first host."""
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_NODELIST" in environ or "SLURM_STEP_ID" in environ)
+
+
+def bound_apart(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm keeps the tasks of this host to CPUs of their own. Then none shares its CPUs with another."""
+    return len(set(filter(None, environ.get("SLURM_CPU_BIND_LIST", "").split(",")))) > 1
+
+
+def read_slurm(environ: Mapping[str, str]) -> SlurmTask:
+    """The task that this process is. Raises InputError, naming the variables, where they do not agree."""
+
+    def first_of(otherwise: str, *names: str) -> str:
+        return next(filter(None, map(environ.get, names)), otherwise)
+
+    hosts = expand_hosts(first_of("", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    of_each = first_of(f"1(x{len(hosts)})", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    job = first_of("0", "SLURM_JOB_ID", "SLURM_JOBID")
+    for name, text in (("SLURM_PROCID", environ.get("SLURM_PROCID", "")), ("SLURM_JOB_ID", job)):
+        if not re.fullmatch(r"[0-9]+", text):
+            raise InputError(f"{name} must be a whole number, got {text!r}; start by srun")
+    tasks, rank = expand_counts(of_each), int(environ["SLURM_PROCID"])
+    count = first_of(str(sum(tasks)), "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if len(tasks) != len(hosts) or str(sum(tasks)) != count or rank >= sum(tasks):
+        got = f"SLURM_PROCID {rank} and {of_each} of {count} tasks on {len(hosts)} hosts; start by srun"
+        raise InputError(f"Slurm's step must have tasks on each of its hosts, got {got}, or name --hosts")
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "")  # of `srun --resv-ports`
+    first = FIRST_PORT + int(job) % JOBS * PORTS_A_JOB
+    ports = map(int, expand_hosts(f"[{reserved}]")) if reserved else range(first, first + PORTS_A_JOB)
+    task = SlurmTask(hosts, tasks, rank, tuple(ports))
+    own = {"SLURM_NODEID": task.host_index, "SLURM_LOCALID": rank - sum(tasks[: task.host_index])}
+    wrong = [f"{name} {environ[name]}" for name, mine in own.items() if environ.get(name, str(mine)) != str(mine)]
+    if wrong:
+        got = f"{', '.join(wrong)} for task {rank}; start by srun --distribution=block"
+        raise InputError(f"Slurm's tasks must be numbered host by host, got {got}")
+    return task
+
+
+def expand_hosts(text: str) -> Tuple[str, ...]:
+    """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7, login.
+
+    Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
+    """
+    bad = InputError(f"host list must be like node[01-03,7],login, got {text!r}; start by srun, or name --hosts")
+    hosts: List[str] = []
+    for name in re.split(r",(?![^\[]*\])", text.strip()):
+        if not re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+", name):
+            raise bad
+        choices: List[List[str]] = []
+        for words, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", name):
+            choices.append([words] if words else [])
+            for part in ranges.split(",") if ranges else ():
+                found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+                if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) < MOST_HOSTS:
+                    raise bad
+                numbers = range(int(found[1]), int(found[2] or found[1]) + 1)
+                choices[-1] += [str(number).zfill(len(found[1])) for number in numbers]
+        if math.prod(map(len, choices)) > MOST_HOSTS:
+            raise bad
+        hosts += map("".join, itertools.product(*choices))
+    return tuple(hosts)
+
+
+def expand_counts(text: str) -> Tuple[int, ...]:
+    """Slurm's short form of one number a host: "2(x3),1" is 2, 2, 2, 1."""
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d{1,5})\))?", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise InputError(f"SLURM_STEP_TASKS_PER_NODE must be like 2(x3),1, got {text!r}; start by srun")
+    return tuple(int(one[1]) for one in found for _ in range(int(one[2] or 1)))

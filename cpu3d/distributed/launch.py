@@ -7,10 +7,9 @@
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
     srun --ntasks-per-socket=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The options of launch come before `train`, those of train after it. The workers share each batch, compute with a copy
-of the network each and add up their gradients, so they learn what one worker would with the same --batch. What each
-of them says is added to RUN/logs/worker-RANK.log; the first one's is shown as well. The first that fails ends all, is
-named with its last words, and gives its exit code. The same command again continues.
+The options of launch come before `train`, those of train after it. The workers share each batch, and learn what one
+would with the same --batch. What each of them says is added to RUN/logs/worker-RANK.log; the first one's is shown too.
+The first that fails ends all, is named with its last words, and gives its exit code. The same command again continues.
 
 Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
 one. On several hosts the command is the same on each, --workers too: the first worker, the chief, writes the run; store
@@ -29,7 +28,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -40,20 +39,22 @@ from cpu3d.distributed.cluster import (
     LOOPBACK,
     TENSORFLOW,
     Cluster,
+    bound_apart,
     free_ports,
     from_hosts,
     from_tf_config,
+    in_slurm,
     own_index,
     read_hosts,
+    read_slurm,
     without_cluster,
 )
-from cpu3d.distributed.slurm import bound_apart, in_slurm, read_slurm
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
-from cpu3d.host.topology import Topology, cpu_ranges, hosts_table, read_topology, topology_of
+from cpu3d.host.topology import Topology, hosts_table, read_topology, topology_of
 from cpu3d.plan import make_plan as plan_training
 from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
@@ -61,7 +62,6 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
 from cpu3d.util.records import count as counted
-from memory_estimator.host import Host
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
@@ -78,11 +78,7 @@ class Options:
     hosts: Optional[str] = option(None, "names or addresses, or a file of them, one a line", "A,B|FILE")
     host_index: Optional[int] = option(None, "this one's in --hosts (default: by address)", "I", at_least=0)
     port: Optional[int] = option(
-        None,
-        "of each host's first worker (default: free ones, or 29500 with --hosts)",
-        "P",
-        at_least=1024,
-        at_most=65535,
+        None, "of each host's first worker (default: free, or 29500 with --hosts)", "P", at_least=1024, at_most=65535
     )
     engine: str = option(TENSORFLOW, "what adds up gradients of several hosts", choices=(TENSORFLOW, HOROVOD))
     dry_run: bool = option(False, "say what would be started, and start nothing")
@@ -118,7 +114,13 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
     commands = plan.commands(options.train, Path(training.run))
     if options.json:
-        print(json.dumps(_training_plan(training, plan, topology().host), indent=2))
+        store = open_store(Path(training.store))
+        store.check_split()
+        share = share_of(topology().host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
+        more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": getattr(training, "force", False)}
+        settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
+        planned = plan_training(store, Path(training.run), share, settings, recipe, **more)
+        print(json.dumps(planned.to_json(), indent=2))  # what the chief would write to plan.json
     elif options.dry_run:
         _show(plan, topology(), commands)
     else:
@@ -207,16 +209,6 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: Callab
     return Plan(cluster, ranks, "--hosts" if options.hosts else options.on_host or "this one", options.engine)
 
 
-def _training_plan(training: argparse.Namespace, plan: Plan, host: Host) -> Dict[str, Any]:
-    """What the chief would write to plan.json on such a host. Raises InputError as `train` does."""
-    store = open_store(Path(training.store))
-    store.check_split()
-    share = share_of(host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
-    more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": getattr(training, "force", False)}
-    settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
-    return plan_training(store, Path(training.run), share, settings, recipe, **more).to_json()
-
-
 # --- What is shown and started ---
 
 
@@ -224,20 +216,17 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     """Print the plan on stdout. Workers on other hosts are shown as if those were like this one."""
     console, cluster = Console(), plan.cluster
     counts = Counter(cluster.hosts)
-    places = {many: thread_plans(topology, many) for many in sorted({1} if plan.apart else set(counts.values()))}
-    socket_of = {cpu.number: cpu.socket for cpu in topology.cpus}
+    places = [thread_plans(topology, many) for many in sorted({1} if plan.apart else set(counts.values()))]
     rows = []
     for rank, address in enumerate(cluster.addresses):
-        seen = cluster.of_rank(rank)
-        cpus = () if plan.apart else places[len(seen.local_ranks)][seen.local_index].cpus
-        sockets = cpu_ranges({socket_of[cpu] for cpu in cpus}) or "any"
-        rows.append((address, str(rank), str(seen.local_index), sockets, "yes" if rank in plan.ranks else "no"))
+        index = cluster.of_rank(rank).local_index
+        rows.append((address, str(rank), str(index), "yes" if rank in plan.ranks else "no"))
     say(f"{plan.words}; a dry run, nothing is started", console)
-    header = ("address", "rank", "worker of its host", "socket", "starts here")
+    header = ("address", "rank", "worker of its host", "starts here")
     note = "All hosts are taken to be like this one." if len(counts) > 1 else ""
     console.print(Table(header, rows, title="Workers", caption=note))
-    console.print(*(describe_plans(topology, of_one_host) for of_one_host in places.values()))
-    for setting in overridden([place for of_one_host in places.values() for place in of_one_host]):
+    console.print(*(describe_plans(topology, of_one_host) for of_one_host in places))
+    for setting in overridden([place for of_one_host in places for place in of_one_host]):
         say(f"note: {setting} is set here, and wins", console)
     for rank, command in commands.items():
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]

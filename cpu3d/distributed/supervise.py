@@ -53,14 +53,10 @@ class Patience:
     """How long each wait may take, in seconds. A worker that hangs ends by its own watchdog, or a second Ctrl-C."""
 
     poll_s: float = 0.2
-    settle_s: float = 8.0
-    """From the first failure until the others are asked to end: they hear of it by their exchange; the chief saves."""
-    grace_s: float = 3600.0
-    """From the request to end to SIGKILL: steps, validations and checkpoints may take long."""
-    suspended_s: float = 60.0
-    """Without a beat, of a worker that a signal has stopped: it holds up all others."""
-    silent_s: float = 300.0
-    """Of any other: there is a beat every few seconds, but importing a library from a slow disk may take long."""
+    settle_s: float = 8.0  # from the first failure until the others are asked to end: they hear of it, the chief saves
+    grace_s: float = 3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
+    suspended_s: float = 60.0  # without a beat, of a worker that a signal has stopped: it holds up all others
+    silent_s: float = 300.0  # of any other: importing a library from a slow disk may take long
 
 
 class WorkerFailedError(InputError):
@@ -95,11 +91,14 @@ def supervise(
     """Run all `jobs` of a run until each has ended well. Call it in the main thread.
 
     `show` is called many times a second, in another thread, `say` with what is to be told at once. SIGINT and SIGTERM
-    are passed on, and when all have ended so raised as Interrupted. Raises WorkerFailedError, of the first that failed,
-    when none is left but such as nothing ends. When we are killed the workers get SIGTERM.
+    are passed on, and when all have ended so raised as Interrupted. Raises WorkerFailedError, of the first that failed.
+    When we are killed the workers get SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
+
+    def passed_on(number: int) -> int:  # a closed terminal is a request to end like any other
+        return signal.SIGTERM if number == signal.SIGHUP else number
 
     def watch(hanging: Mapping[int, str]) -> None:
         """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
@@ -121,13 +120,13 @@ def supervise(
                     worker.kill(hangs)
             time.sleep(patience.poll_s)
 
-    with forward_signals(children, as_signal=_passed_on) as signals, _observed(run, show, patience) as hanging:
+    with forward_signals(children, as_signal=passed_on) as signals, _observed(run, show, patience) as hanging:
         try:
             for job in jobs:
                 workers.append(_Worker(job))
                 children.append(workers[-1].child)
                 if signals:  # while it was being started
-                    workers[-1].child.send_signal(_passed_on(signals[0]))
+                    workers[-1].child.send_signal(passed_on(signals[0]))
             watch(hanging)
         except BaseException:
             for worker in workers:
@@ -139,7 +138,7 @@ def supervise(
         # Before those that lost a worker, who then is on another host, and these before those that we have ended.
         raise _failure(min(failed, key=lambda one: (one.followed, one.ended_s)), workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
-        raise Interrupted("all workers have ended; the same command continues", _passed_on(signals[0]))
+        raise Interrupted("all workers have ended; the same command continues", passed_on(signals[0]))
 
 
 def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0) -> None:
@@ -147,13 +146,13 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
     Raises InputError where they go on for `most_s` and three of their steps, as those of a run that lives do.
     """
-    begin_s, said = time.monotonic(), False
+    until_s, said = time.monotonic() + most_s, False
     while True:
         left = _beats_here(run)
         if not left:
             return
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
-        if time.monotonic() > begin_s + most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
+        if time.monotonic() > until_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not said:
             say(f"launch: waiting for {names} of an earlier attempt to end")
@@ -265,23 +264,16 @@ def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(LAST_LOOK_S)
-    others = "; ".join(f"{other.job.name} {other.ending}" for other in workers if other is not failed)
-    rest = f"\n  the others: {others}" if others else ""
+    lines = [words[0], "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)]
+    lines[1:] = [f"the others: {lines[1]}"] if lines[1] else []
     if failed.followed == 1:
-        rest += "\n  no worker here failed in another way: where there are other hosts, look into their logs"
+        lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
+    place = f"{job.name} on {socket.gethostname()} (process {failed.child.pid})"
+    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; all of it is in {job.log}, which ends:"
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
-    return WorkerFailedError(
-        f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must end well, got {failed.ending}, after "
-        f"{failed.ended_s - failed.began_s:.0f} s; all of it is in {job.log}, which ends:\n  {words[0]}{rest}",
-        code,
-    )
+    return WorkerFailedError("\n  ".join([f"{place} must end well, got {got}", *lines]), code)
 
 
 def _beats_here(run: Path) -> List[Heartbeat]:
     """Of the run's workers that live at this place."""
     return [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]
-
-
-def _passed_on(number: int) -> int:
-    """What a worker is told when we are told `number`. A closed terminal is a request to end like any other."""
-    return signal.SIGTERM if number == signal.SIGHUP else number

@@ -17,7 +17,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory import memory_policy, set_memory_policy
-from cpu3d.host.thread_plan import ThreadPlan, thread_plans
+from cpu3d.host.thread_plan import THREADS, ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
@@ -38,7 +38,10 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
         raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
-    _hold_to(plan.cpus)
+    if plan.cpus and hasattr(os, "sched_setaffinity") and set(plan.cpus) != os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+                os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
     policy = memory_policy()
     if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
         set_memory_policy(plan.memory_policy, plan.memory_nodes)
@@ -63,15 +66,19 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
             "Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
         )
     fresh = "tensorflow" not in sys.modules
-    intra_op, inter_op = _threads("TF_NUM_INTRAOP_THREADS"), _threads("TF_NUM_INTEROP_THREADS")
+    threads = [os.environ.get(name, "0") for name in THREADS[:2]]  # 0 leaves it to TensorFlow
+    for name, value in zip(THREADS, threads):
+        if not value.isdigit():
+            rule = f"{name} must be a whole number of threads, got {value!r}"
+            raise InputError(f"{rule}; unset it to let the host decide")
     with _hidden_plugins() if (engine or "").startswith("stock") else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
     if fresh:
-        tf.config.threading.set_intra_op_parallelism_threads(intra_op)
-        tf.config.threading.set_inter_op_parallelism_threads(inter_op)
+        tf.config.threading.set_intra_op_parallelism_threads(int(threads[0]))
+        tf.config.threading.set_inter_op_parallelism_threads(int(threads[1]))
     return tf
 
 
@@ -87,10 +94,10 @@ def set_up(
     numbers of workers that `thread_plans` refuses.
     """
     topology = read_topology()
-    # Later what is read is this process's part already.
-    index, count = local if "tensorflow" not in sys.modules else (0, 1)
+    fresh = "tensorflow" not in sys.modules
+    index, count = local if fresh else (0, 1)  # later what is read is this process's part already
     plan = thread_plans(topology, count)[index]
-    if "tensorflow" not in sys.modules:
+    if fresh:
         apply(plan, engine)
     tf = import_tensorflow(engine)
     use_device(tf, device)
@@ -131,14 +138,6 @@ def installed_versions() -> Tuple[Optional[str], Optional[str]]:
 # --- Private helpers ---
 
 
-def _hold_to(cpus: Tuple[int, ...]) -> None:
-    """Let every thread of this process run on these CPUs alone; () leaves them. Threads to come inherit it."""
-    if cpus and hasattr(os, "sched_setaffinity") and set(cpus) != os.sched_getaffinity(0):
-        for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
-                os.sched_setaffinity(int(thread), cpus)
-
-
 @contextlib.contextmanager
 def _hidden_plugins() -> Iterator[None]:
     """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, and ITEX lives there.
@@ -171,11 +170,3 @@ def _check_keras(tf: Any) -> None:
             f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; unset TF_USE_LEGACY_KERAS and "
             f"install tf_keras of TensorFlow's version, or run `./run.sh setup`"
         )
-
-
-def _threads(name: str) -> int:
-    """A thread variable of the environment; 0, which leaves it to TensorFlow, where it is not set."""
-    value = os.environ.get(name, "0")
-    if not value.isdigit():
-        raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it to let the host decide")
-    return int(value)

@@ -19,19 +19,28 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for everybody, and many cores idle.
     """
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
-    places = _places(host, plan)
-    return [
+    lines = [
         *host_lines(host),
         f"engine: {engine}",
         f"threads: {', '.join(f'{name}={value}' for name, value in tuning.items())}",
-        *([f"places: {', '.join(places)}"] if places else []),
-        *(
-            f"warning: {name} must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your "
-            f"environment; `unset {name}`, unless you want it so"
-            for name in THREADS
-            if name in tuning and tuning[name] != plan.tuning[name]
-        ),
     ]
+    places = []
+    if plan.cpus and len(plan.cpus) < host.logical_cpus:
+        held = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        cpus = f"CPUs {cpu_ranges(plan.cpus)}"
+        places.append(cpus if held == set(plan.cpus) else f"not held to {cpus}, the system does not allow it")
+    policy = memory_policy()
+    if policy and policy.mode != "default":
+        places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
+    elif plan.memory_nodes:
+        nodes = f"NUMA nodes {cpu_ranges(plan.memory_nodes)}"
+        places.append(f"memory not {plan.memory_policy} on {nodes}, the system does not allow it")
+    lines += [f"places: {', '.join(places)}"] * bool(places)
+    for name in THREADS:
+        if name in tuning and tuning[name] != plan.tuning[name]:
+            rule = f"must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your environment"
+            lines.append(f"warning: {name} {rule}; `unset {name}`, unless you want it so")
+    return lines
 
 
 def host_lines(host: Host) -> List[str]:
@@ -50,20 +59,19 @@ def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
     """One line a worker: where it runs, where its memory comes from, its threads. Below, what goes for all of them."""
     core_of = {cpu.number: cpu.core for cpu in topology.cpus}
     share = format_bytes(topology.host.free_bytes // len(plans))
+    kernel = "the one node" if len(topology.nodes) == 1 else "where the kernel takes it"
+    order = {"preferred": "node {} first, then others", "interleaved": "nodes {} in turns", "": kernel}
     rows = []
     for index, plan in enumerate(plans):
         cpus = cpu_ranges(plan.cpus) if plan.cpus else f"any of {cpu_ranges(core_of)}"
+        memory = order[plan.memory_policy].format(cpu_ranges(plan.memory_nodes))
         cores = str(len({core_of[cpu] for cpu in plan.cpus})) if plan.cpus else "not bound"
-        rows.append((str(index), cpus, _memory(topology, plan), cores, share, str(plan.intra_op)))
+        rows.append((str(index), cpus, memory, cores, share, str(plan.intra_op)))
     by_worker = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
     alike = [f"{name}={value}" for name, value in plans[0].tuning.items() if name not in by_worker]
-    return Table(
-        ("worker", "CPUs", "memory from", "cores", "free for it", "threads"),
-        rows,
-        title=f"What it would set for {count(plans, 'worker')}",
-        caption="\n".join([*alike, f"{' and '.join(by_worker)}: the threads above"]),
-        names=3,
-    )
+    caption = "\n".join([*alike, f"{' and '.join(by_worker)}: the threads above"])
+    columns = ("worker", "CPUs", "memory from", "cores", "free for it", "threads")
+    return Table(columns, rows, title=f"What it would set for {count(plans, 'worker')}", caption=caption, names=3)
 
 
 def overridden(plans: Sequence[ThreadPlan]) -> List[str]:
@@ -73,31 +81,3 @@ def overridden(plans: Sequence[ThreadPlan]) -> List[str]:
         for name in plans[0].environment
         if os.environ.get(name) not in (None, *(plan.environment[name] for plan in plans if name in plan.environment))
     ]
-
-
-# --- Private helpers ---
-
-
-def _places(host: Host, plan: ThreadPlan) -> List[str]:
-    """What is in force of the plan's CPUs and memory nodes, asked of the kernel; nothing where all is one's own."""
-    found = []
-    if plan.cpus and len(plan.cpus) < host.logical_cpus:
-        held = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        cpus = f"CPUs {cpu_ranges(plan.cpus)}"
-        found.append(cpus if held == set(plan.cpus) else f"not held to {cpus}, the system does not allow it")
-    policy = memory_policy()
-    if policy and policy.mode != "default":
-        found.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
-    elif plan.memory_nodes:
-        nodes = f"NUMA nodes {cpu_ranges(plan.memory_nodes)}"
-        found.append(f"memory not {plan.memory_policy} on {nodes}, the system does not allow it")
-    return found
-
-
-def _memory(topology: Topology, plan: ThreadPlan) -> str:
-    nodes = cpu_ranges(plan.memory_nodes)
-    if plan.memory_policy == "preferred":
-        return f"node {nodes} first, then others"
-    if plan.memory_policy == "interleaved":
-        return f"nodes {nodes} in turns"
-    return "the one node" if len(topology.nodes) == 1 else "where the kernel takes it"

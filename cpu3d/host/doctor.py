@@ -16,7 +16,7 @@ import resource
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 from rich.console import Console
 
@@ -42,9 +42,7 @@ class Options:
 
     workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
     on_host: Optional[str] = option(
-        None,
-        help="plan for another host: an example by name (`list` names them), or a file of `doctor --json`",
-        metavar="NAME|FILE",
+        None, "plan for another host: an example (`list` names them), or a file of `doctor --json`", "NAME|FILE"
     )
     engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES[:2])
     self_test: bool = option(True, help="only look, start no TensorFlow")
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
     if not options.json:
         console.print(*host_lines(topology.host), "", describe_plans(topology, plans), sep="\n", soft_wrap=True)
-    checks = list(host_checks(topology, plans))
+    checks = host_checks(topology, plans)
     if not options.on_host:
         checks += process_checks(topology, plans)
     if not options.on_host and options.self_test and all(check.state != "fail" for check in checks):
@@ -82,119 +80,114 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=1))
     else:
-        console.print(checks_table(checks))
+        styles = {"ok": Good, "warn": Poor, "fail": Bad}
+        rows = [
+            (one.name, styles.get(one.state, str)(one.state), one.found + (f"\n-> {one.advice}" if one.advice else ""))
+            for one in checks
+        ]
+        console.print(Table(("check", "", "found, and what to do"), rows, title="Checks", names=3))
     return int(any(check.state == "fail" for check in checks))
-
-
-def checks_table(checks: Sequence[Check]) -> Table:
-    """One line a check, what to do below what was found."""
-    styles = {"ok": Good, "warn": Poor, "fail": Bad}
-    rows = []
-    for check in checks:
-        advice = f"\n-> {check.advice}" if check.advice else ""
-        rows.append((check.name, styles.get(check.state, str)(check.state), check.found + advice))
-    return Table(("check", "", "found, and what to do"), rows, title="Checks", names=3)
 
 
 # --- What is looked at ---
 
 
-def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[Check]:
+def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """The points that follow from what a host has and from the plans of its workers."""
-    host, workers = topology.host, len(plans)
-    isa, free, threads = host.isa, host.free_bytes // workers, [plan.intra_op for plan in plans]
+    host, isa, threads = topology.host, topology.host.isa, [plan.intra_op for plan in plans]
+    widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
+    bfloat16 = Check(
+        "bfloat16 instructions",
+        "note",
+        f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory",
+    )
     if host.fast_bfloat16:
         unit = "AMX" if "amx_bf16" in isa else "AVX512_BF16"
-        yield Check("bfloat16 instructions", "ok", f"{unit}: training computes in bfloat16")
-    else:
-        widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
-        found = f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
-        yield Check("bfloat16 instructions", "note", found)
-    yield _check(
-        "CPU quota",
-        host.cpu_quota
-        and f"{host.cpu_quota:g} of {host.logical_cpus} CPUs' worth of time: {host.usable_cores} threads, not bound",
-        "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
-    )
+        bfloat16 = Check("bfloat16 instructions", "ok", f"{unit}: training computes in bfloat16")
+    quota, limit, free = host.cpu_quota, host.cgroup_limit_bytes, host.free_bytes // len(plans)
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
-    found = f"{host.logical_cpus} of the machine's {topology.machine_cpus} CPUs"
-    yield _check(
-        "CPU mask",
-        max(sockets) > LOPSIDED * min(sockets) and f"{found}, {' and '.join(map(str, sockets))} of them on a socket",
-        "ask for the same number on every socket, or for one socket",
-        well=found,
-    )
-    yield _check(
-        "workers",
-        min(threads) < max(threads)
-        and f"{min(threads)} to {max(threads)} threads each: at every step all wait for the slowest",
-        "choose a number that divides the cores of a socket",
-        well=f"{threads[0]} threads each",
-    )
-    found = format_bytes(free) + (f" for each of {workers} workers" if workers > 1 else "")
-    yield _check(
-        "free memory",
-        free < FEW_BYTES and found,
-        "end other programs, take fewer workers, or see what fits: python -m memory_estimator --plan",
-        well=found,
-    )
-    yield _check(
-        "memory limit",
-        host.cgroup_limit_bytes is not None
-        and f"{format_bytes(host.cgroup_limit_bytes)} of the machine's {format_bytes(host.memory_bytes)} (cgroup)",
-        "raise it if the machine is yours: above it a run is killed",
-    )
+    mask = f"{host.logical_cpus} of the machine's {topology.machine_cpus} CPUs"
+    free_words = format_bytes(free) + (f" for each of {len(plans)} workers" if len(plans) > 1 else "")
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
-    yield _check(
-        "memory of nodes",
-        max(near) > 2 * min(near)
-        and f"{format_bytes(min(near))} to {format_bytes(max(near))} a node: CPUs without take theirs from far",
-        "put the same memory on every socket, or lift the memory mask",
-        well=f"{format_bytes(min(near))} on each of {len(near)}",
-    )
-    yield _check(
-        "swap",
-        topology.swap_bytes and f"{format_bytes(topology.swap_bytes)}: a step that needs it takes many times as long",
-        "`swapoff -a`, or go by the memory plan, which does not count on it",
-    )
-    yield Check("huge pages", "ok", f"{topology.huge_pages or 'unknown'}; a step takes as long with any setting")
+    least, most = format_bytes(min(near)), format_bytes(max(near))
+    return [
+        bfloat16,
+        _check(
+            "CPU quota",
+            quota and f"{quota:g} of {host.logical_cpus} CPUs' worth of time: {host.usable_cores} threads, not bound",
+            "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
+        ),
+        _check(
+            "CPU mask",
+            max(sockets) > LOPSIDED * min(sockets) and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",
+            "ask for the same number on every socket, or for one socket",
+            well=mask,
+        ),
+        _check(
+            "workers",
+            len(set(threads)) > 1
+            and f"{min(threads)} to {max(threads)} threads each: at every step all wait for the slowest",
+            "choose a number that divides the cores of a socket",
+            well=f"{threads[0]} threads each",
+        ),
+        _check(
+            "free memory",
+            free < FEW_BYTES and free_words,
+            "end other programs, take fewer workers, or see what fits: python -m memory_estimator --plan",
+            well=free_words,
+        ),
+        _check(
+            "memory limit",
+            limit is not None and f"{format_bytes(limit)} of the machine's {format_bytes(host.memory_bytes)} (cgroup)",
+            "raise it if the machine is yours: above it a run is killed",
+        ),
+        _check(
+            "memory of nodes",
+            max(near) > 2 * min(near) and f"{least} to {most} a node: CPUs without take theirs from far",
+            "put the same memory on every socket, or lift the memory mask",
+            well=f"{least} on each of {len(near)}",
+        ),
+        _check(
+            "swap",
+            topology.swap_bytes
+            and f"{format_bytes(topology.swap_bytes)}: a step that needs it takes many times as long",
+            "`swapoff -a`, or go by the memory plan, which does not count on it",
+        ),
+        Check("huge pages", "ok", f"{topology.huge_pages or 'unknown'}; a step takes as long with any setting"),
+    ]
 
 
-def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> Iterator[Check]:
+def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Those of this process and this installation: limits beside the host's own, versions, variables of the user's."""
-    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    yield _check(
-        "ulimit -v",
-        addresses != resource.RLIM_INFINITY
-        and f"{format_bytes(addresses)} of addresses, mapped stores and libraries among them",
-        "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
-        well="unlimited",
-    )
-    high = memory_high(Path("/"), topology.host.memory_bytes)[0]
-    yield _check(
-        "memory.high",
-        high is not None
-        and high < (topology.host.cgroup_limit_bytes or topology.host.memory_bytes)
-        and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down, to a standstill at worst",
-        "raise it to the memory limit, or keep the memory plan below it",
-    )
-    tensorflow, itex = installed_versions()
-    if tensorflow is None:
-        yield Check("TensorFlow", "fail", "not installed", "run `./run.sh setup`")
-        return
-    yield Check("TensorFlow", "ok", tensorflow)
-    yield _check(
-        "ITEX",
-        itex is None and "not installed",
-        "`./run.sh setup` has it for Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
-        well=itex or "",
-    )
+    addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
+    high, (tensorflow, itex) = memory_high(Path("/"), all_bytes)[0], installed_versions()
+    slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
     own = overridden(plans)
-    if own:
-        names = " ".join(setting.partition("=")[0] for setting in own)
-        advice = f"`unset {names}` to have the plan's own"
-        yield Check("environment", "warn", f"your own settings win: {', '.join(own)}", advice)
+    checks = [
+        _check(
+            "ulimit -v",
+            addresses != resource.RLIM_INFINITY
+            and f"{format_bytes(addresses)} of addresses, mapped stores and libraries among them",
+            "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
+            well="unlimited",
+        ),
+        _check(
+            "memory.high",
+            slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down, to a standstill at worst",
+            "raise it to the memory limit, or keep the memory plan below it",
+        ),
+    ]
+    if tensorflow is None:
+        return [*checks, Check("TensorFlow", "fail", "not installed", "run `./run.sh setup`")]
+    unset = f"`unset {' '.join(setting.partition('=')[0] for setting in own)}` to have the plan's own"
+    todo = "`./run.sh setup` has it for Python 3.9 to 3.11 on Linux x86-64: steps are faster with it"
+    return [
+        *checks,
+        Check("TensorFlow", "ok", tensorflow),
+        _check("ITEX", itex is None and "not installed", todo, well=itex or ""),
+        *([Check("environment", "warn", f"your own settings win: {', '.join(own)}", unset)] if own else []),
+    ]
 
 
 # --- Private helpers ---

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import DoesNotFitError, InputError
 
@@ -24,8 +24,7 @@ QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", 
 """What nvidia-smi is asked for, in this order."""
 
 TIMEOUT_S = 60.0
-"""For its answer. A driver without its daemon takes 1 to 3 seconds for each card to wake up, one after the other, and
-hosts have up to 16."""
+"""For its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up."""
 
 SPLIT = " (MIG)"
 """What a split card's name ends in."""
@@ -60,9 +59,6 @@ class HostGpus(Sequence[Gpu]):
     The driver is asked when somebody first looks, and only once: a run on the CPU does not wait for it.
     """
 
-    is_silent = False
-    """Whether there is a driver that has not answered in time: then nobody knows what cards there are."""
-
     def __getitem__(self, index: Any) -> Any:
         return self._found[index]
 
@@ -72,13 +68,11 @@ class HostGpus(Sequence[Gpu]):
     @functools.cached_property
     def _found(self) -> Tuple[Gpu, ...]:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-        try:
+        with contextlib.suppress(
+            OSError, subprocess.SubprocessError, UnicodeDecodeError
+        ):  # no driver, or one that fails
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
             return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        except subprocess.TimeoutExpired:
-            self.is_silent = True
-        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-            pass  # no driver, or one that fails
         return ()
 
 
@@ -87,10 +81,9 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
 
     Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
     As CUDA does, cards are taken in the named order, by number or by the beginning of an id, up to the first that is
-    not there. The ids of instances of a split card, "MIG-...", are not in the answer: any split card is taken for them,
-    the oldest, which promises the least.
+    not there. The ids of instances of a split card, "MIG-...", are not in the answer: the oldest split card is taken.
     """
-    found: List[Tuple[str, str, Gpu]] = []
+    found: Dict[Tuple[str, str], Gpu] = {}  # by number and id
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]
         if len(values) != len(QUERY) or not values[0].isdigit():
@@ -100,16 +93,15 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         memory, left = (int(size) * 2**20 if size.isdigit() and not split else None for size in (total, free))
         version = re.fullmatch(r"(\d+)\.(\d+)", capability)
         since = (int(version[1]), int(version[2])) if version else (0, 0)
-        found.append((number, uuid, Gpu(len(found), f"{name}{SPLIT}" if split else name, memory, left, since)))
+        found[number, uuid] = Gpu(len(found), f"{name}{SPLIT}" if split else name, memory, left, since)
     if visible is None:
-        return tuple(gpu for _, _, gpu in found)
+        return tuple(found.values())
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
+        matching = [gpu for (number, uuid), gpu in found.items() if word == number or (word and uuid.startswith(word))]
         if word.startswith("MIG-"):
-            split = [gpu for _, _, gpu in found if gpu.name.endswith(SPLIT)]
-            matching = sorted(split, key=lambda gpu: gpu.compute_capability)[:1]
-        else:
-            matching = [gpu for number, uuid, gpu in found if word == number or (word and uuid.startswith(word))]
+            split_cards = [gpu for gpu in found.values() if gpu.name.endswith(SPLIT)]
+            matching = sorted(split_cards, key=lambda gpu: gpu.compute_capability)[:1]
         if len(matching) != 1:
             break
         taken.append(dataclasses.replace(matching[0], index=len(taken)))
@@ -142,39 +134,31 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     """The card that "gpu:0" and so on names. Raises InputError for one that is not there, and for what is no card."""
     if not re.fullmatch(r"gpu:\d+", device):
         raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
-    for gpu in gpus:
-        if gpu.device == device:
-            return gpu
-    found = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
-    if getattr(gpus, "is_silent", False):
-        found = f"a driver that has not answered within {TIMEOUT_S:g} s, none"
-    raise InputError(
-        f"device must be a GPU of this host, got {device} with {found} found; use --device "
-        f"{gpus[0].device if gpus else CPU}, or see what `nvidia-smi` says"
-    )
+    found = {gpu.device: gpu for gpu in gpus}
+    if device not in found:
+        got = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
+        raise InputError(
+            f"device must be a GPU of this host, got {device} with {got} found; use --device "
+            f"{next(iter(found), CPU)}, or see what `nvidia-smi` says"
+        )
+    return found[device]
 
 
 def why_no_card(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
-    """A line to print where `pick_device` has chosen the CPU although None might have had a card; else nothing."""
-    if asked is not None or mode != "patch":
+    """A line to print where `pick_device` has chosen the CPU although there is a card; else nothing."""
+    if asked is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
-    if gpus and not cuda_is_installed():
-        first = gpus[0]
-        return [
-            f"{first.device} ({first.name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
-            f"--device {first.device} where CUDA is there in another way"
-        ]
-    if not gpus and getattr(gpus, "is_silent", False):
-        return [f"the NVIDIA driver has not answered within {TIMEOUT_S:g} s: no GPU is used"]
-    return []
+    return [
+        f"{gpus[0].device} ({gpus[0].name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
+        f"--device {gpus[0].device} where CUDA is there in another way"
+    ]
 
 
 def cuda_is_installed() -> bool:
     """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed. Imports nothing."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.version(CUDA_PACKAGE))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return False
 
 
 def use_device(tf: Any, device: str) -> None:
@@ -184,25 +168,22 @@ def use_device(tf: Any, device: str) -> None:
     Raises InputError where TensorFlow sees no such card, and RuntimeError where the process computes on another device.
     """
     cards = tf.config.list_physical_devices("GPU")
-    number = None if device == CPU else int(device.partition(":")[2])
-    if number is not None and number >= len(cards):
+    wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
+    if device != CPU and not wanted:
         why = "which found no CUDA libraries or no driver" if tf.test.is_built_with_cuda() else "built without CUDA"
-        got, way_out = f"TensorFlow {tf.__version__}, {why}", f"run `./run.sh setup --gpu`, or use --device {CPU}"
+        got, todo = f"TensorFlow {tf.__version__}, {why}", f"run `./run.sh setup --gpu`, or use --device {CPU}"
         if cards:
-            got, way_out = f"{len(cards)} seen", f"use --device gpu:{len(cards) - 1}, or unset CUDA_VISIBLE_DEVICES"
-        raise InputError(f"device must be a GPU that TensorFlow sees, got {device} with {got}; {way_out}")
-    wanted = [] if number is None else [cards[number]]
-    if not cards:
-        return
+            got, todo = f"{len(cards)} seen", f"use --device gpu:{len(cards) - 1}, or unset CUDA_VISIBLE_DEVICES"
+        raise InputError(f"device must be a GPU that TensorFlow sees, got {device} with {got}; {todo}")
     try:
-        tf.config.set_visible_devices(wanted, "GPU")
+        if cards:
+            tf.config.set_visible_devices(wanted, "GPU")
         for card in wanted:
             tf.config.experimental.set_memory_growth(card, True)
     except RuntimeError:  # the devices are in use already; that may be as they should
         if tf.config.get_visible_devices("GPU") != wanted:
-            raise RuntimeError(
-                f"device {device} must be chosen before TensorFlow computes; use a new process"
-            ) from None
+            rule = "must be chosen before TensorFlow computes; use a new process"
+            raise RuntimeError(f"device {device} {rule}") from None
 
 
 def memory_device(device: str) -> str:

@@ -63,15 +63,9 @@ MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "
 """By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL, PREFERRED_MANY and
 WEIGHTED_INTERLEAVE."""
 
-_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""System call numbers of set_mempolicy and get_mempolicy by machine."""
-
-_MOST_NODES = 1024
-"""As many as the kernel can be built for."""
-
-_MODE_FLAGS = 0b111 << 13
-"""Bits beside the mode: MPOL_F_STATIC_NODES and its like."""
-
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # numbers of set_mempolicy and get_mempolicy by machine
+_MOST_NODES = 1024  # as many as the kernel can be built for
+_MODE_FLAGS = 0b111 << 13  # bits beside the mode: MPOL_F_STATIC_NODES and its like
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _Mask = ctypes.c_ulong * (_MOST_NODES // _WORD)
 

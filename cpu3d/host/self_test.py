@@ -7,6 +7,7 @@ As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a li
 print among them, as oneDNN does with ONEDNN_VERBOSE=1.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, Optional, Tuple
 
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.util.child import ROOT, how_ended, last_words
@@ -36,7 +37,7 @@ LIMIT_ELEMENTS = 2**31
 """Where 32 bits end, with which much software counts elements."""
 
 SLICE = (512, 512, 16)
-"""Of the large tensor: Y, Z, channels. It has one slice more than fits under LIMIT_ELEMENTS, or one less."""
+"""Of the large tensor: Y, Z, channels. It has one slice more than fits under LIMIT_ELEMENTS."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,22 @@ def self_test(engine: Optional[str] = None) -> Iterator[Check]:
     A failed check is the last, as what comes after it would not say anything. So is that of a process which dies or
     is not done after LIMIT_S. Closing the iterator ends the process.
     """
+    command, pipe = [*PROGRAM, *([engine] if engine else [])], subprocess.PIPE
     with (
         tempfile.NamedTemporaryFile() as errors,
-        subprocess.Popen(
-            [*PROGRAM, *([engine] if engine else [])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            errors="replace",
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=errors, text=True, errors="replace") as process,
     ):
         timer = threading.Timer(LIMIT_S, process.kill)
         timer.start()
         try:
-            checks = filter(None, map(_read_check, process.stdout))
             for name, _ in TESTS:
-                check = next(checks, None) or _no_answer(name, process.wait(), timer, Path(errors.name))
+                check = _next_check(process.stdout)
+                if check is None:
+                    words = [how_ended(process.wait()), last_words(Path(errors.name), count=1).strip()]
+                    found, todo = f"the process ended with {': '.join(filter(None, words))}", "run `./run.sh setup`"
+                    if not timer.is_alive():
+                        found, todo = f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet"
+                    check = Check(name, "fail", found, todo)
                 yield check
                 if check.state == "fail":
                     return
@@ -119,34 +119,31 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     )
     if not error < 0.1:
         return Check("bfloat16", "fail", found, "train with --dtype float32, and report it")
-    if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
-        return Check("bfloat16", "warn", found, "try again when the host is quiet, or train with --dtype float32")
-    return Check("bfloat16", "ok", found)
+    slow = gain < 1.2  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
+    advice = "try again when the host is quiet, or train with --dtype float32" if slow else ""
+    return Check("bfloat16", "warn" if slow else "ok", found, advice)
 
 
 def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """A convolution of more than 2^31 elements, its answers at the far end and its duration against one of less."""
-    dtype = tf.as_dtype(host.best_dtype)
-    elements = math.prod(SLICE)
-    slices = LIMIT_ELEMENTS // elements
+    """A 1 x 1 x 1 convolution of more than 2^31 elements, its answers to the far end and its duration.
+
+    Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole numbers, exact in any
+    dtype.
+    """
+    dtype, elements = tf.as_dtype(host.best_dtype), math.prod(SLICE)
+    slices = LIMIT_ELEMENTS // elements + 1
     needed, free = int(1.3 * slices * elements * dtype.size) + 2**30, read_host().free_bytes
     if free < needed:
         return Check("large tensor", "skipped", f"needs {format_bytes(needed)}, {format_bytes(free)} are free")
-    # The larger one first: the smaller one then fits into the memory that TensorFlow's allocator keeps of it, where the
-    # other way round it would ask the system for as much again.
-    above_s, is_right_above = _convolve(tf, slices + 1, dtype)
-    below_s, is_right = _convolve(tf, slices - 1, dtype)
-    found = (
-        f"{(slices + 1) * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(above_s)}, "
-        f"just below 2^31 in {format_seconds(below_s)}"
-    )
-    if not (is_right and is_right_above):
-        advice = "keep every tensor below 2^31 elements: a smaller --micro-batch, --mode patch or fewer --filters"
-        return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
-    if above_s > 4 * below_s + 1:
-        advice = "use ITEX, whose oneDNN has a fast kernel for it, or keep tensors below by a smaller --micro-batch"
-        return Check("large tensor", "warn", f"{found}: right, but slow", advice)
-    return Check("large tensor", "ok", f"{found}: right to its far end")
+    values = tf.cast(tf.range(slices) % 7, dtype)
+    image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
+    filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
+    seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
+    found = f"{slices * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
+    if all(bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)):
+        return Check("large tensor", "ok", f"{found}: right to its far end")
+    advice = "keep every tensor below 2^31 elements: a smaller --micro-batch, --mode patch or fewer --filters"
+    return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
 
 
 TESTS: Tuple[Tuple[str, Callable[[Any, Host, str], Check]], ...] = (
@@ -160,19 +157,12 @@ TESTS: Tuple[Tuple[str, Callable[[Any, Host, str], Check]], ...] = (
 # --- Private helpers ---
 
 
-def _no_answer(name: str, returncode: int, timer: threading.Timer, errors: Path) -> Check:
-    if not timer.is_alive():
-        return Check(name, "fail", f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet")
-    ended = ": ".join(filter(None, (how_ended(returncode), last_words(errors, count=1).strip())))
-    return Check(name, "fail", f"the process ended with {ended}", "run `./run.sh setup`")
-
-
-def _read_check(line: str) -> Optional[Check]:
-    """The result that a line holds, None where it is something else."""
-    try:
-        return Check(**json.loads(line))
-    except (TypeError, ValueError):
-        return None
+def _next_check(lines: Iterable[str]) -> Optional[Check]:
+    """The first of `lines` that holds a result; None where none does."""
+    for line in lines:
+        with contextlib.suppress(TypeError, ValueError):
+            return Check(**json.loads(line))
+    return None
 
 
 def _step(tf: Any, dtype: Any) -> Callable[[], Any]:
@@ -190,20 +180,6 @@ def _step(tf: Any, dtype: Any) -> Callable[[], Any]:
         return tf.concat([tf.cast(one, tf.float32) for one in tape.gradient(loss, filters)], 0)
 
     return step
-
-
-def _convolve(tf: Any, slices: int, dtype: Any) -> Tuple[float, bool]:
-    """Seconds of a 1 x 1 x 1 convolution over so many SLICEs, and whether its answers in the last ones are right.
-
-    Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole numbers, exact in any
-    dtype.
-    """
-    values = tf.cast(tf.range(slices) % 7, dtype)
-    image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
-    filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
-    seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
-    right = [bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)]
-    return seconds, all(right)
 
 
 def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:

@@ -8,7 +8,7 @@ plan = thread_plan(host)                                     # for one process t
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.topology import Cpu, Topology
@@ -18,8 +18,8 @@ Cores = Sequence[Tuple[Cpu, ...]]
 """The CPUs of each core, in the order of sockets and nodes."""
 
 LOPSIDED = 2
-"""Sockets, or nodes, of which one has more than this many times the cores of another get no worker each: the small one
-would hold up the large one at every step. A mask of CPUs may leave such."""
+"""Sockets of which one has more than this many times the cores of another, as a mask of CPUs may leave them, get no
+worker each: the small one would hold up the large one at every step."""
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 """Of a plan's variables, the numbers of threads."""
@@ -72,21 +72,26 @@ def thread_plan(host: Host) -> ThreadPlan:
 def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     """The plan of each worker on a host, by its index there.
 
-    Workers get whole sockets where they are as many or fewer, then whole NUMA nodes, then parts of one, and never a
-    part of a core. A worker is held to its cores with both hyper-threads: one computes, the other is for the threads
-    that read and augment, which else would take turns with those that compute.
+    Workers get whole sockets where they are as many or fewer, else parts of one, whole NUMA nodes where they come out
+    even, and never a part of a core. A worker is held to its cores with both hyper-threads: one computes, the other is
+    for the threads that read and augment, which else would take turns with those that compute.
 
     What a worker touches should lie near: on one node it is taken from there first, and from others rather than be
-    killed; over several nodes pages take turns, because one thread often touches first what all of them use. On a
-    host of one node there is nothing to choose, and under a quota nothing is bound, as every container of the host
-    would be bound to the same first CPUs.
+    killed; over several nodes pages take turns, because one thread often touches first what all of them use. Under a
+    quota nothing is bound, as every container of the host would be bound to the same first CPUs.
 
     Raises InputError, with the numbers that do, for workers of whom one would have to share a core, or a socket with
-    less than a whole other one: they wait for the slowest at every step. Within a socket shares may differ by a core.
+    less than a whole other one: they wait for the slowest at every step.
     """
-    host = topology.host
-    if workers not in possible_workers(topology):
-        raise _refusal(topology, workers)
+    host, possible = topology.host, possible_workers(topology)
+    if workers not in possible:
+        *first, last = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
+        have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
+        rule = "have whole sockets or equal parts of them, and a core each"
+        if host.cpu_quota is not None:
+            have, rule = f"{host.usable_cores} cores' worth of quota", "have a whole CPU's worth of time each"
+        use = f"{', '.join(map(str, first))} or {last}" if first else last
+        raise InputError(f"workers must {rule}, got {workers} on {have}; use {use}")
     if host.cpu_quota is not None:
         return (_plan(host.usable_cores // workers, binds=False),) * workers
     with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
@@ -101,8 +106,8 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
 
 def default_workers(topology: Topology) -> int:
     """One a socket; one in all under a quota, or where sockets are lopsided, as a CPU mask may leave them."""
-    sockets = _groups(topology.cores, "socket")
-    return 1 if topology.host.cpu_quota is not None or _are_lopsided(sockets) else len(sockets)
+    sizes = [len(socket) for socket in _sockets(topology.cores)]
+    return 1 if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes) else len(sizes)
 
 
 def possible_workers(topology: Topology) -> List[int]:
@@ -122,17 +127,18 @@ def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
     """
     if workers == 1:
         return host
-    free = (host.cgroup_limit_bytes or 0) - host.cgroup_used_bytes
-    divided = {} if cpus_apart else {
-        **{name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")},
-        "cpu_quota": host.cpu_quota and host.cpu_quota / workers,
-    }  # fmt: skip
-    return dataclasses.replace(
+    used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
+    part = dataclasses.replace(
         host,
         available_bytes=host.available_bytes // workers,
-        cgroup_limit_bytes=host.cgroup_limit_bytes and host.cgroup_used_bytes + free // workers,
-        **divided,
+        cgroup_limit_bytes=limit and used + (limit - used) // workers,
     )
+    if cpus_apart:
+        return part
+    counts = {
+        name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")
+    }
+    return dataclasses.replace(part, **counts, cpu_quota=host.cpu_quota and host.cpu_quota / workers)
 
 
 # --- Private helpers ---
@@ -169,59 +175,28 @@ def _plan(threads: int, *, binds: bool) -> ThreadPlan:
 
 
 def _shares(cores: Cores, workers: int) -> List[Cores]:
-    """The cores of each worker, whole sockets or parts of one; [] where they cannot be dealt."""
-    sockets = _groups(cores, "socket")
+    """The cores of each worker, whole sockets or parts of one with a core more or less; [] where they cannot be dealt.
+
+    Cores are in the order of nodes, so that parts of a socket are whole nodes where they come out even.
+    """
+    sockets = _sockets(cores)
     if len(sockets) % workers == 0:
-        return _joined(sockets, workers)
+        return [[core for socket in part for core in socket] for part in _cut(sockets, workers)]
     inside = workers // len(sockets)
     if workers % len(sockets) or any(len(socket) < inside for socket in sockets):
         return []
-    return [share for socket in sockets for share in _inside_socket(socket, inside)]
+    return [share for socket in sockets for share in _cut(socket, inside)]
 
 
-def _inside_socket(cores: Cores, workers: int) -> List[Cores]:
-    """Whole nodes, or parts of one; where neither comes out even, cores in the order of nodes, as near as they are."""
-    nodes = _groups(cores, "node")
-    if not _are_lopsided(nodes):
-        if len(nodes) % workers == 0:
-            return _joined(nodes, workers)
-        each = workers // len(nodes)
-        if workers % len(nodes) == 0 and all(len(node) >= each for node in nodes):
-            return [part for node in nodes for part in _cut(node, each)]
-    return _cut(cores, workers)
-
-
-def _groups(cores: Cores, place: str) -> List[Cores]:
-    """Cores by their socket or node, in order."""
+def _sockets(cores: Cores) -> List[List[Tuple[Cpu, ...]]]:
+    """Cores by their socket, in order."""
     found: Dict[int, List[Tuple[Cpu, ...]]] = {}
     for core in cores:
-        found.setdefault(getattr(core[0], place), []).append(core)
+        found.setdefault(core[0].socket, []).append(core)
     return list(found.values())
 
 
-def _are_lopsided(groups: Sequence[Cores]) -> bool:
-    sizes = [len(group) for group in groups]
-    return max(sizes) > LOPSIDED * min(sizes)
-
-
-def _joined(groups: Sequence[Cores], workers: int) -> List[Cores]:
-    """Neighbouring groups put together, as many for each worker."""
-    each = len(groups) // workers
-    return [[core for group in groups[i : i + each] for core in group] for i in range(0, len(groups), each)]
-
-
-def _cut(cores: Cores, workers: int) -> List[Cores]:
-    """Neighbouring cores, as many for each worker or one more."""
-    ends = [len(cores) * worker // workers for worker in range(workers + 1)]
-    return [cores[begin:end] for begin, end in zip(ends, ends[1:])]
-
-
-def _refusal(topology: Topology, workers: int) -> InputError:
-    host = topology.host
-    *first, last = sorted(sorted(possible_workers(topology), key=lambda number: abs(number - workers))[:4])
-    use = f"{', '.join(map(str, first))} or {last}" if first else last
-    have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
-    rule = "have whole sockets or equal parts of them, and a core each"
-    if host.cpu_quota is not None:
-        have, rule = f"{host.usable_cores} cores' worth of quota", "have a whole CPU's worth of time each"
-    return InputError(f"workers must {rule}, got {workers} on {have}; use {use}")
+def _cut(things: Sequence[Any], count: int) -> List[Sequence[Any]]:
+    """Neighbours, as many in each part or one more."""
+    ends = [len(things) * part // count for part in range(count + 1)]
+    return [things[begin:end] for begin, end in zip(ends, ends[1:])]

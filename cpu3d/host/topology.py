@@ -16,34 +16,13 @@ from cpu3d.errors import InputError
 from memory_estimator import proc
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
+from memory_estimator.proc import CpuPlace as Cpu
+from memory_estimator.proc import NodeMemory as Node
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
 
 SCHEMA = 1
 """Version of the JSON."""
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """A CPU as Linux counts them: a hyper-thread where a core has several."""
-
-    number: int
-    core: int
-    """Equal for the hyper-threads of one core; no other core of the host has it."""
-    socket: int
-    node: int
-    """NUMA node."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A NUMA node whose memory this process may use."""
-
-    number: int
-    memory_bytes: int
-    """0 for a node that has CPUs and no memory."""
-    free_bytes: int
-    """Unused, and page cache that the kernel can drop."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +52,13 @@ class Topology:
 
 def read_topology(root: Union[str, Path] = "/") -> Topology:
     """The host whose /proc and /sys lie under `root`; outside Linux all cores are on one socket and one node."""
-    host = read_host(root)
-    root = Path(root)
+    host, root = read_host(root), Path(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
-        nodes = (Node(0, host.memory_bytes, host.available_bytes),)
-        return Topology(host, cpus, nodes, machine_cpus=host.logical_cpus)
-    return Topology(
-        host=host,
-        cpus=tuple(Cpu(*place) for place in proc.cpu_places(root)),
-        nodes=tuple(Node(*node) for node in proc.node_memory(root)),
-        machine_cpus=proc.online_cpus(root),
-        swap_bytes=proc.meminfo(root).get("SwapTotal", 0),
-        huge_pages=proc.huge_pages(root),
-    )
+        return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),), machine_cpus=len(cpus))
+    swap_bytes = proc.meminfo(root).get("SwapTotal", 0)
+    cpus, nodes = tuple(proc.cpu_places(root)), tuple(proc.node_memory(root))
+    return Topology(host, cpus, nodes, proc.online_cpus(root), swap_bytes, proc.huge_pages(root))
 
 
 def restricted(
@@ -119,41 +91,27 @@ class _Saved:
 
 def to_json(topology: Topology) -> Dict[str, Any]:
     """JSON content that `from_json` reads."""
-    return {
-        "schema": SCHEMA,
-        **{field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
-        "host": {**dataclasses.asdict(topology.host), "isa": list(topology.host.isa)},
-        "cpus": [list(dataclasses.astuple(cpu)) for cpu in topology.cpus],
-        "nodes": [list(dataclasses.astuple(node)) for node in topology.nodes],
-    }
+    lists = {"cpus": [list(cpu) for cpu in topology.cpus], "nodes": [list(node) for node in topology.nodes]}
+    host = {**dataclasses.asdict(topology.host), "isa": list(topology.host.isa)}
+    return {"schema": SCHEMA, **vars(topology), "host": host, **lists}
 
 
 def from_json(content: Any, source: str) -> Topology:
     """The host that `to_json` has described. Raises InputError, naming `source`, for anything else."""
-    if not isinstance(content, dict) or "schema" not in content:
-        raise InputError(f"host {source} must be what `doctor --json` writes, got something else; write it anew")
-    if content["schema"] != SCHEMA:
-        raise InputError(
-            f"host {source} must have schema {SCHEMA}, got {content['schema']!r}; write it with this version's doctor"
-        )
-    try:
-        saved = typed(content, _Saved, "host")
-    except ValueError as error:
-        raise InputError(f"host {source}: {error}; write it anew with `doctor --json`") from None
-    topology = Topology(
-        host=saved.host,
-        cpus=tuple(Cpu(*cpu) for cpu in saved.cpus),
-        nodes=tuple(Node(*node) for node in saved.nodes),
-        machine_cpus=saved.machine_cpus,
-        swap_bytes=saved.swap_bytes,
-        huge_pages=saved.huge_pages,
-    )
-    counts = _sums(topology.cpus)
-    if not (topology.cpus and topology.nodes) or any(getattr(saved.host, name) != n for name, n in counts.items()):
-        raise InputError(
-            f"host {source} must have CPUs and NUMA nodes, and counts that are theirs, {counts}; write it anew"
-        )
-    return topology
+    rule, todo = "must be what `doctor --json` writes, got something else", "write it anew with this version's doctor"
+    if isinstance(content, dict) and "schema" in content:
+        rule = f"must have schema {SCHEMA}, got {content['schema']!r}"
+        if content["schema"] == SCHEMA:
+            try:
+                saved = typed(content, _Saved, "host")
+            except ValueError as error:
+                raise InputError(f"host {source}: {error}; {todo}") from None
+            counts = _sums(Cpu(*cpu) for cpu in saved.cpus)
+            if saved.cpus and saved.nodes and all(getattr(saved.host, name) == n for name, n in counts.items()):
+                cpus, nodes = tuple(Cpu(*cpu) for cpu in saved.cpus), tuple(Node(*node) for node in saved.nodes)
+                return Topology(saved.host, cpus, nodes, saved.machine_cpus, saved.swap_bytes, saved.huge_pages)
+            rule = f"must have CPUs and NUMA nodes, and counts that are theirs, {counts}"
+    raise InputError(f"host {source} {rule}; {todo}")
 
 
 def cpu_ranges(numbers: Iterable[int]) -> str:
@@ -227,10 +185,8 @@ def topology_of(name_or_file: str) -> Topology:
         return EXAMPLE_HOSTS[name_or_file]
     path = Path(name_or_file)
     if not path.is_file():
-        raise InputError(
-            f"host must be a file of `doctor --json` or one of {', '.join(EXAMPLE_HOSTS)}, got {name_or_file}; "
-            "choose one of them"
-        )
+        names = ", ".join(EXAMPLE_HOSTS)
+        raise InputError(f"host must be a file of `doctor --json` or one of {names}, got {path}; choose one of them")
     try:
         content = read_json(path)
     except ValueError as error:
@@ -241,10 +197,8 @@ def topology_of(name_or_file: str) -> Topology:
 def hosts_table() -> Table:
     """The examples, for `--on-host list`."""
     rows = []
-    for name, topology in EXAMPLE_HOSTS.items():
-        host = topology.host
-        counts = (host.sockets, host.numa_nodes, host.usable_cores)
-        memory = format_bytes(host.cgroup_limit_bytes or host.memory_bytes)
-        rows.append((name, host.cpu_model, *map(str, counts), memory))
+    for name, host in ((name, topology.host) for name, topology in EXAMPLE_HOSTS.items()):
+        counts = map(str, (host.sockets, host.numa_nodes, host.usable_cores))
+        rows.append((name, host.cpu_model, *counts, format_bytes(host.cgroup_limit_bytes or host.memory_bytes)))
     columns = ("name", "CPU", "sockets", "NUMA nodes", "cores", "memory")
     return Table(columns, rows, title="Hosts to plan for with --on-host", names=2)

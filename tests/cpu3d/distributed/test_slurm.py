@@ -1,6 +1,6 @@
 import pytest
 
-from cpu3d.distributed.slurm import (
+from cpu3d.distributed.cluster import (
     expand_counts,
     expand_hosts,
     in_slurm,

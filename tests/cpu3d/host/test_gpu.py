@@ -111,14 +111,10 @@ def test_a_driver_that_fails_is_none(driver):
     assert tuple(HostGpus()) == ()
 
 
-def test_a_driver_that_does_not_answer_in_time_is_told_from_none(driver, monkeypatch):
+def test_a_driver_that_does_not_answer_in_time_is_none(driver, monkeypatch):
     monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
     driver("time.sleep(30)")
-    gpus = HostGpus()
-    assert pick_device(None, "patch", gpus) == "cpu"
-    assert "has not answered within 0.3 s" in why_no_card(None, "patch", gpus)[0]
-    with pytest.raises(InputError, match=r"got gpu:0 with a driver that has not answered within 0\.3 s, none found"):
-        pick_device("gpu:0", "patch", gpus)
+    assert pick_device(None, "patch", HostGpus()) == "cpu"
 
 
 # --- The choice ---

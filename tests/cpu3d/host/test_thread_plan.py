@@ -79,9 +79,8 @@ BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 2
             ["0-1 | preferred 0 | 2"], id="memory behind a bus"),
         pytest.param(dataclasses.replace(XEON_28, nodes=(XEON_28.nodes[0], Node(1, 0, 0))), 2,
             [BOTH_SOCKETS[0], "28-55,84-111 |   | 28"], id="a node without memory"),
-        # Nodes of three cores and two, and of three and one, in one socket.
-        pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15, 16), 2, ["0-2 | preferred 0 | 3", "15-16 | preferred 1 | 2"],
-            id="whole nodes"),
+        pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15, 16), 2,
+            ["0-1 | preferred 0 | 2", "2,15-16 | interleaved 0-1 | 3"], id="nodes that a mask has left uneven"),
         pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15), 2, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"],
             id="a node that is too small"),
         pytest.param(dataclasses.replace(XEON_28, cpus=tuple(Cpu(n, n % 56, n % 2, n % 2) for n in range(112))), 2,

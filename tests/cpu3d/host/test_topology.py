@@ -67,7 +67,7 @@ def whole_kib(topology):
     """As /proc tells of memory: in KiB."""
     down = lambda size: size // 1024 * 1024
     host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
-    nodes = tuple(dataclasses.replace(node, free_bytes=down(node.free_bytes)) for node in topology.nodes)
+    nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
     return dataclasses.replace(topology, host=host, nodes=nodes)
 
 
@@ -144,7 +144,8 @@ SMALL = to_json(topology_of("small-1x2"))
     ("content", "message"),
     [
         ([], "must be what `doctor --json` writes"),
-        ({**SMALL, "schema": 2}, "must have schema 1, got 2; write it with this version's doctor"),
+        ({**SMALL, "schema": 2}, "must have schema 1, got 2; write it anew with this version's doctor"),
+        ({"schema": 1}, "cpus, host"),
         ({**SMALL, "host": {**SMALL["host"], "cores": 3}}, "must have CPUs.*counts that are theirs.*'cores': 2"),
         ({**SMALL, "host": {**SMALL["host"], "cpu_quota": True}}, "host.host.cpu_quota must be .*float.*, got True"),
         ({**SMALL, "cpus": [[0, 0, 0]]}, r"host.cpus\[0\] must be .*, got \[0, 0, 0\]"),
