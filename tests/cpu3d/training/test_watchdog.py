@@ -323,6 +323,15 @@ def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in said[0]
 
 
+def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
+    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append)
+    stage.step(guard, 0, 5)
+    stage.free = 10 * MIB
+    stage.live(guard, 0.5)
+    assert stage.ended == [5]
+    assert read_heartbeats(tmp_path)[0].exit_code == 5
+
+
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
     with noted_signals() as stop:
         for _ in range(3):
