@@ -13,6 +13,7 @@ needs nothing but those sets, so it holds for every release's numbering and for 
   `code_meanings` says so, and whoever writes a label file puts that beside it.
 """
 
+from collections import defaultdict
 from typing import Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
@@ -66,17 +67,11 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
 
 def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, int]]]:
     """What `label_from_regions` paints: (position of a region, its code) in groups that compete, the largest first."""
-    own = own_codes(regions)
-    sizes = sorted({len(set(codes)) for codes in regions.values()}, reverse=True)
-    groups = (
-        [
-            (position, own[name][0])
-            for position, (name, codes) in enumerate(regions.items())
-            if len(set(codes)) == size and own[name]
-        ]
-        for size in sizes
-    )
-    return [group for group in groups if group]
+    own, groups = own_codes(regions), defaultdict(list)
+    for position, (name, codes) in enumerate(regions.items()):
+        if own[name]:
+            groups[len(set(codes))].append((position, own[name][0]))
+    return [groups[size] for size in sorted(groups, reverse=True)]
 
 
 def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str]) -> Dict[int, str]:

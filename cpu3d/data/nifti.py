@@ -95,8 +95,8 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
 def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` given in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
 
-    `path` must end in .nii.gz or .nii. The same input gives the same bytes: no time stamp and no file name is stored.
-    `compression` is gzip's level: 6 is the usual one, 1 takes a third of the time for noisy images.
+    `path` must end in .nii.gz or .nii. The same input gives the same bytes. `compression` is gzip's level: 1 takes a
+    third of the time for noisy images.
     """
     path = Path(path)
     if not path.name.endswith(EXTENSIONS):
@@ -126,10 +126,9 @@ def _read_bytes(path: Path) -> bytes:
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again") from None
-    except FileNotFoundError:
-        raise InputError(f"{path} must be a file, found none; check the path") from None
     except OSError as error:
-        raise InputError(f"{path} must be a file that can be read, found {error.strerror}; check the path") from None
+        found = "none" if isinstance(error, FileNotFoundError) else error.strerror
+        raise InputError(f"{path} must be a file that can be read, found {found}; check the path") from None
 
 
 def _parse_header(path: Path, content: bytes):

@@ -24,7 +24,7 @@ from typing import Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, whole
-from cpu3d.errors import refuse
+from cpu3d.errors import InputError, refuse
 
 MASK = 2**64 - 1
 
@@ -207,18 +207,17 @@ class Share:
     samples are dealt one at a time, none is left out, and some workers may have one fewer."""
 
     def __post_init__(self):
-        problems = [
+        refuse(
             f"{name} must be an integer of at least {low}, got {value!r}; give another"
             for name, value, low in (("rank", self.rank, 0), ("workers", self.workers, 1), ("batch", self.batch, 0))
             if not isinstance(value, numbers.Integral) or value < low
-        ]
-        if not problems and self.rank >= self.workers:
-            problems.append(f"rank must be below the {self.workers} workers, got {self.rank}; ranks begin at 0")
-        if not problems and self.batch % self.workers:
+        )
+        if self.rank >= self.workers:
+            raise InputError(f"rank must be below the {self.workers} workers, got {self.rank}; ranks begin at 0")
+        if self.batch % self.workers:
             more = self.batch + self.workers - self.batch % self.workers
             rule = f"batch must be a multiple of the {self.workers} workers"
-            problems.append(f"{rule}, got {self.batch}; give {more}, or another number of workers")
-        refuse(problems)
+            raise InputError(f"{rule}, got {self.batch}; give {more}, or another number of workers")
 
     @property
     def part(self) -> int:

@@ -90,14 +90,15 @@ class Stream:
 
     def check(self, store: Store) -> Tuple[Tuple[int, ...], Finish]:
         """(places of the channels, finish). Raises InputError with all that is out of range or unknown to the store."""
-        least = {"start": 0, "batch": 1, "threads": 1, "seed": -math.inf}
+        least = {"start": 0, "batch": 1, "threads": 1}
         least.update({name: 0 for name in ("stop", "page_budget_bytes") if getattr(self, name) is not None})
-        rule = {low: f" of at least {low}" for low in (0, 1)}
         problems = [
-            f"{name} must be an integer{rule.get(low, '')}, got {getattr(self, name)!r}; give another"
+            f"{name} must be an integer of at least {low}, got {getattr(self, name)!r}; give another"
             for name, low in least.items()
             if not _is_integer(getattr(self, name), low)
         ]
+        if not _is_integer(self.seed):
+            problems.append(f"seed must be an integer, got {self.seed!r}; give another")
         problems = problems or self.share.problems(start=self.start, stop=self.stop, batch=self.batch)
         picked, finish, _ = _all(
             lambda: _pick("channels", self.channels, store.manifest.channels),
@@ -320,7 +321,7 @@ def _all(*checks: Callable[[], Any]) -> List[Any]:
     return results
 
 
-def _is_integer(value: Any, at_least: float) -> bool:
+def _is_integer(value: Any, at_least: float = -math.inf) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
 
 

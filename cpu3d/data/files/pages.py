@@ -35,9 +35,8 @@ LINGER = 8
 def map_file(handle: int, size_bytes: int, *, populate: bool = False) -> np.ndarray:
     """The first `size_bytes` of an open file, a positive number, as a read-only uint8 array. `handle` may be closed.
 
-    The array and its views keep the map; it goes with the last of them. With `populate` it is read from front to back
-    before this returns, errors of the disk left aside. Raises OSError where it cannot be mapped. Python's own `mmap`
-    would keep a copy of the handle, so that a data set of 500 cases meets the usual limit of 1,024 open files.
+    The map goes with the last of the array's views. With `populate` it is read from front to back first. Raises
+    OSError. Python's own `mmap` would keep a copy of the handle: 500 cases meet the usual limit of 1,024 open files.
     """
     flags = mmap.MAP_SHARED | (MAP_POPULATE if populate else 0)
     address = _libc().mmap(None, size_bytes, mmap.PROT_READ, flags, handle, 0)
@@ -79,13 +78,11 @@ class LookAhead:
     """Advice around the sample that is being read: bring in what comes next, give back what was used.
 
     The kernel drops what was used longest ago, which in a run of epochs is what comes next. So a file is given back
-    after its use unless it is among those that stay; from one epoch to the next these are in memory. All workers of a
-    host keep the same files, as `files_at` says so from the store alone.
+    after its use unless it is among those that stay.
 
     bring_in: called with a sample that comes soon. files_at: sample -> the files to give back after it, () if they
-    stay; equal for samples of one case. Both are called from a thread of this object, and what they raise is ignored:
-    a run is slower without advice, and nothing else. in_flight: samples that may be in use at once. Samples end at
-    `stop`. Begins at the first `at`, ends when it is collected or closed.
+    stay; equal for samples of one case. Both are called from a thread of this object, and what they raise is ignored.
+    in_flight: samples that may be in use at once. Begins at the first `at`, ends when it is collected or closed.
     """
 
     def __init__(

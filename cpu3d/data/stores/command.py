@@ -24,7 +24,7 @@ from cpu3d.data.stores.conversion import FORMAT_CHOICES
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
 from cpu3d.data.stores.upkeep import append, change_format
 from cpu3d.data.stores.verify import lines_of, store_info, verify
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
@@ -102,15 +102,14 @@ def _info(options: Info) -> int:
 
 
 def _case(store: Store, case_id: str, as_json: bool) -> int:
-    try:
-        content = to_json(store.case(case_id))
-    except KeyError:
+    split = next((name for name, ids in store.manifest.split.items() if case_id in ids), None)
+    if split is None:
         rule = f"--case must name a case of store {store.folder}"
-        raise InputError(f"{rule}, got {case_id}; see its manifest.json") from None
+        raise InputError(f"{rule}, got {case_id}; see its manifest.json")
+    content = to_json(store.case(case_id))
     if as_json:
         print(json.dumps(content, indent=1))
         return 0
-    split = next(name for name, ids in store.manifest.split.items() if case_id in ids)
     content["centres"] = {code: count(places, "voxel") for code, places in content["centres"].items()}
     for name, value in {"split": split, **content}.items():
         print(f"  {name:<19} {value}")
@@ -138,12 +137,9 @@ def _verify(options: Verify) -> int:
         return InputError.exit_code if found.problems else 0
     for name in found.strays:
         print(f"note: {options.store / name} belongs to no case of the store; it does no harm", file=sys.stderr)
-    if found.problems:
-        raise InputError(*found.problems)
-    print(
-        f"Store {options.store} is whole: {count(found.cases, 'case')}, {found.arrays} with arrays of their own,"
-        f" {found.bytes_read / 1e6:,.1f} MB read"
-    )
+    refuse(found.problems)
+    read = f"{found.arrays} with arrays of their own, {found.bytes_read / 1e6:,.1f} MB read"
+    print(f"Store {options.store} is whole: {count(found.cases, 'case')}, {read}")
     return 0
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Sequence, Tuple, Union
 
+import numpy as np
+
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
@@ -105,14 +107,13 @@ _Job = Tuple[Path, int, Tuple[int, int, int], int, str]
 
 
 def _check(cases: int, shape: Sequence[int], seed: int) -> None:
-    problems = []
-    if cases < 1:
-        problems.append(f"--cases must be at least 1, got {cases}; ask for some")
-    if len(shape) != 3 or min(shape) < SMALLEST or max(shape) > 32767:
-        problems.append(f"--shape must be three numbers from {SMALLEST} to 32767, got {tuple(shape)}; try 64 64 48")
-    if seed < 0:
-        problems.append(f"--seed must not be negative, got {seed}; choose another")
-    refuse(problems)
+    fits = len(shape) == 3 and min(shape) >= SMALLEST and max(shape) <= 32767
+    rules = (
+        ("--cases", "at least 1", cases, cases >= 1),
+        ("--shape", f"three numbers from {SMALLEST} to 32767", tuple(shape), fits),
+        ("--seed", "at least 0", seed, seed >= 0),
+    )
+    refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
 
 
 def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
@@ -125,8 +126,8 @@ def _write_cases(jobs: Sequence[_Job], workers: int) -> None:
                     raise MemoryError
                 advance()
     except MemoryError:
-        rule = f"--shape must fit into memory, got {by(shape)}"
-        raise InputError(f"{rule}; choose a smaller one or run again with fewer --workers") from None
+        advice = "choose a smaller one or run again with fewer --workers"
+        raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
 
@@ -138,7 +139,7 @@ def _write_case(job: _Job) -> None:
     if image_path.is_file() and label_path.is_file():
         return
     image, label = phantom_case(shape, seed, index, context)
-    affine = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+    affine = tuple(map(tuple, np.eye(4).tolist()))
     geometry = Geometry(shape=tuple(shape), affine=affine, axes="RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
@@ -152,10 +153,8 @@ def _dataset_json(cases: int, context: str, shape: Shape3) -> dict:
     """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
     if RULES[context]:
-        description += (
-            f". Context {context}: a rim is called {LABELS[ENHANCING]} where {RULES[context]}, "
-            f"else {LABELS[NON_ENHANCING]}"
-        )
+        rim = f"a rim is called {LABELS[ENHANCING]} where {RULES[context]}, else {LABELS[NON_ENHANCING]}"
+        description += f". Context {context}: {rim}"
     blind = blind_patch(context, shape)
     if blind:
         description += f"; a patch of up to {blind} voxels from front to back has nothing in it that tells which"

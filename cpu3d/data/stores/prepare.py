@@ -216,37 +216,33 @@ def _print_left_out(store_dir: Path) -> None:
 def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[None]:
     """Make the store's folder, write into source.json whose it is, and keep a second `prepare` out meanwhile.
 
-    Raises InputError where the folder cannot be written, is in use, holds other files or the store of another data set,
-    or one begun with other settings.
+    Raises InputError where the folder cannot be written, is in use, or holds anything but a store of this data set,
+    version and settings.
     """
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
     if not (store_dir / "manifest.json").exists():  # a finished store may lie where nobody writes any more
         writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
-        _refuse_other_owner(store_dir, dataset, settings)
+        old, owner, wanted = _old_manifest(store_dir), owner_of(store_dir), identity(dataset, settings)
+        if owner:
+            owner.update(identity_of_settings(settings_of(store_dir)))
+        if old is not None:
+            owner.update(identity_of_data(old))
+        elif not owner and not is_untouched(store_dir, "source.json"):
+            raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
+        rule = f"of what goes into store {store_dir} must be"
+        problems = [
+            f"{name} {rule} {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
+            for name in wanted
+            if owner and owner.get(name) != wanted[name]
+        ]
+        refuse([*problems, "choose another --store; nothing was touched"] if problems else ())
         if not (store_dir / "source.json").is_file():
-            write_json(store_dir / "source.json", identity(dataset, settings))
+            write_json(store_dir / "source.json", wanted)
         (store_dir / "cases").mkdir(exist_ok=True)
         sweep(store_dir)
         yield
-
-
-def _refuse_other_owner(store_dir: Path, dataset: Dataset, settings: Settings) -> None:
-    """Raise unless the folder is empty or holds a store of the same data set, version and settings."""
-    old, owner, wanted = _old_manifest(store_dir), owner_of(store_dir), identity(dataset, settings)
-    if owner:
-        owner.update(identity_of_settings(settings_of(store_dir)))
-    if old is not None:
-        owner.update(identity_of_data(old))
-    elif not owner and not is_untouched(store_dir, "source.json"):
-        raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
-    problems = [
-        f"{name} of what goes into store {store_dir} must be {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
-        for name in wanted
-        if owner and owner.get(name) != wanted[name]
-    ]
-    refuse([*problems, "choose another --store; nothing was touched"] if problems else ())
 
 
 def _old_manifest(store_dir: Path) -> Optional[Manifest]:
@@ -324,11 +320,10 @@ def _mended(store_dir: Path, old: Manifest, records: Dict[str, CaseRecord]) -> M
 
     The files may differ: another version of a library may pack the same voxels differently.
     """
+
+    def voxels(case: CaseRecord) -> Tuple[str, str]:
+        return case.image_voxels_sha256, case.label_voxels_sha256
+
     rule = f"of {store_dir} must get back the voxels that it had, got others; use the versions in manifest.json"
-    refuse(
-        f"case {case.case_id} {rule}"
-        for case in old.cases
-        for new in [records[case.case_id]]
-        if (new.image_voxels_sha256, new.label_voxels_sha256) != (case.image_voxels_sha256, case.label_voxels_sha256)
-    )
+    refuse(f"case {case.case_id} {rule}" for case in old.cases if voxels(records[case.case_id]) != voxels(case))
     return remake(old, cases=tuple(records.values()))
