@@ -13,37 +13,23 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
-from memory_estimator import proc
 from memory_estimator.files import read_json, typed
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import (
+    Cpu,
+    Host,
+    Node,
+    cpu_places,
+    huge_pages,
+    meminfo,
+    node_memory,
+    online_cpus,
+    read_host,
+)
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
 
 SCHEMA = 1
 """Version of the JSON."""
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """A CPU as Linux counts them: a hyper-thread where a core has several."""
-
-    number: int
-    core: int
-    """Equal for the hyper-threads of one core; no other core of the host has it."""
-    socket: int
-    node: int
-    """NUMA node."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A NUMA node whose memory this process may use."""
-
-    number: int
-    memory_bytes: int
-    """0 for a node that has CPUs and no memory."""
-    free_bytes: int
-    """Unused, and page cache that the kernel can drop."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +67,11 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
         return Topology(host, cpus, nodes, machine_cpus=host.logical_cpus)
     return Topology(
         host=host,
-        cpus=tuple(Cpu(*place) for place in proc.cpu_places(root)),
-        nodes=tuple(Node(*node) for node in proc.node_memory(root)),
-        machine_cpus=proc.online_cpus(root),
-        swap_bytes=proc.meminfo(root).get("SwapTotal", 0),
-        huge_pages=proc.huge_pages(root),
+        cpus=tuple(cpu_places(root)),
+        nodes=tuple(node_memory(root)),
+        machine_cpus=online_cpus(root),
+        swap_bytes=meminfo(root).get("SwapTotal", 0),
+        huge_pages=huge_pages(root),
     )
 
 
@@ -123,8 +109,8 @@ def to_json(topology: Topology) -> Dict[str, Any]:
         "schema": SCHEMA,
         **{field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
         "host": {**dataclasses.asdict(topology.host), "isa": list(topology.host.isa)},
-        "cpus": [list(dataclasses.astuple(cpu)) for cpu in topology.cpus],
-        "nodes": [list(dataclasses.astuple(node)) for node in topology.nodes],
+        "cpus": [list(cpu) for cpu in topology.cpus],
+        "nodes": [list(node) for node in topology.nodes],
     }
 
 

@@ -32,7 +32,7 @@ HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
 HOSTS_HELP = (
     f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
-    "its cores, --host-memory of one host, --picture draws time over hosts"
+    "its cores, --host-memory of one host"
 )
 POSITIVE = {"above": 0, "below": math.inf}
 
@@ -64,6 +64,7 @@ class ScalingOptions:
     against: Optional[Tuple[float, float]] = option(
         None, help="published hours on one host and on several, to be compared with", metavar=("ONE", "MANY")
     )
+    picture: Optional[Path] = option(None, help="draw the time over the hosts as a PNG", metavar="FILE")
 
     @property
     def numbers(self) -> Tuple[int, ...]:

@@ -67,7 +67,7 @@ def whole_kib(topology):
     """As /proc tells of memory: in KiB."""
     down = lambda size: size // 1024 * 1024
     host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
-    nodes = tuple(dataclasses.replace(node, free_bytes=down(node.free_bytes)) for node in topology.nodes)
+    nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
     return dataclasses.replace(topology, host=host, nodes=nodes)
 
 
