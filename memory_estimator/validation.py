@@ -77,8 +77,6 @@ class Measured:
     date: str = ""
     step_spread: float = 0.0
     """(longest - shortest) / median of the timed steps; 0 where a single one was timed."""
-    earlier: Tuple["Measured", ...] = ()
-    """Measurements of the same job that this newer one stands for; the record still has them."""
 
     @property
     def disturbed(self) -> bool:
@@ -172,12 +170,8 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
     for a line that is damaged or of another schema.
     """
-    found: Dict[Tuple[str, Tuple[str, ...], Job], Measured] = {}
-    for one in read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None):
-        key = (one.host, one.isa, one.job)
-        before = found.get(key)
-        found[key] = replace(one, earlier=(*before.earlier, replace(before, earlier=()))) if before else one
-    return tuple(found.values())
+    read = read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None)
+    return tuple({(one.host, one.isa, one.job): one for one in read}.values())
 
 
 def measured_from(record: Mapping[str, Any]) -> Measured:
