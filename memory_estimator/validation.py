@@ -215,11 +215,9 @@ def job_from(record: Mapping[str, Any]) -> Job:
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
+    names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
     pairs = ((one, predict(one)) for one in measured if not one.failure)
-    return [
-        Row(one, found.allocator_peak_bytes, found.process_peak_bytes, found.upper_bound_bytes, found.step_s)
-        for one, found in pairs
-    ]
+    return [Row(one, *(getattr(found, name) for name in names)) for one, found in pairs]
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -265,9 +263,8 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
                 f"record {record} must hold steps on volumes {what} {FITTED_VOXELS} voxels, got none; "
                 "let `bench validate` measure its whole list"
             )
-    allocator, process, _, step = (
-        Bound(round(one.median, 4), round(abs(one.worst), 4)) for one in spreads(held_out).values()
-    )
+    bounds = (Bound(round(one.median, 4), round(abs(one.worst), 4)) for one in spreads(held_out).values())
+    allocator, process, _, step = bounds
     excess = max((row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in fitted)
     margin_share = round(max(0, math.ceil(excess * 200)) / 200 + RESERVE_SHARE, 4)
     found = Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)

@@ -23,7 +23,7 @@ from memory_estimator.scaling.model import (
     read_scaling,
 )
 from memory_estimator.schema import given, option
-from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import count_of, format_bytes, format_seconds, parse_duration, parse_rate
@@ -261,7 +261,7 @@ def draw_scaling(request: ScaleRequest) -> bytes:
 def _forward_share(job: Job, constants: HostConstants) -> float:
     """Of a training step, what predicts: all up to the first gradient, the loss among it."""
     program = training_step(job)
-    times = step_seconds(program, constants, job).op_s
+    times = op_seconds(program, constants, job)
     first = next(index for index, op in enumerate(program.ops) if "gradient" in op.kind)
     return sum(times[:first]) / sum(times)
 
