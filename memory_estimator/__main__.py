@@ -24,7 +24,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
@@ -178,8 +178,8 @@ def _answer(args: argparse.Namespace) -> int:
         tables += [_plan_table(plans, memory_bytes), _savings_table(savings, asked)]
     if gpu_bytes:
         patch = planner.largest_patch(job, gpu_bytes)
-        content["gpu"] = patch and _patch(patch, job)
-        tables.append(_patch_table(content["gpu"], gpu_bytes))
+        content["gpu"], table = _patch(patch, job, gpu_bytes)
+        tables.append(table)
     if options.json:
         print(json.dumps(content))
     else:
@@ -277,25 +277,22 @@ def _savings_table(savings: Sequence[planner.Option], asked: Estimate) -> Table:
     return Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself")
 
 
-def _patch(patch: Job, job: Job) -> Dict[str, Any]:
-    share = math.prod(patch.shape) / math.prod(job.shape)
-    return {
-        "patch": list(patch.shape),
-        "batch": patch.batch,
-        "peak_bytes": planner.gpu_bytes(patch),
-        "share_of_volume": share,
-        "holds_volume": share == 1,
-        "assumptions": planner.ASSUMPTIONS,
-    }
-
-
-def _patch_table(patch: Optional[Dict[str, Any]], memory_bytes: int) -> Table:
-    row = ("none", "", "")
+def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[Dict[str, Any]], Table]:
+    """The largest patch as JSON content and as a table; None where not even the smallest fits."""
+    content, row = None, ("none", "", "")
     if patch:
-        share = f"{patch['share_of_volume']:.0%} of a volume"
-        row = (" x ".join(map(str, patch["patch"])), format_bytes(patch["peak_bytes"]), share)
+        share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
+        row = (" x ".join(map(str, patch.shape)), format_bytes(peak_bytes), f"{share:.0%} of a volume")
+        content = {
+            "patch": list(patch.shape),
+            "batch": patch.batch,
+            "peak_bytes": peak_bytes,
+            "share_of_volume": share,
+            "holds_volume": share == 1,
+            "assumptions": planner.ASSUMPTIONS,
+        }
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
-    return Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
+    return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 
 
 def _write_picture(path: Path, content: bytes) -> None:
