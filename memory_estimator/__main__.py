@@ -17,7 +17,6 @@ Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -25,12 +24,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
-from memory_estimator.figure import SizeLine, draw_sizes
 from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
 from memory_estimator.job import (
@@ -49,16 +47,10 @@ from memory_estimator.scaling.model import price_of_one
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
-from memory_estimator.validation import PUBLISHED, Measured, read_measured
 from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
-
-SIDES = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 240, 288, 352, 432, 512)
-"""Cubes that a line of --picture goes through, each rounded up to what the network can halve."""
-
-BATCHES, FILTERS = (1, 2, 4, 8, 16), (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,6 @@ class Options(JobOptions):
     )
     plan: bool = option(False, help="what fits that memory, and what would save what")
     gpu_memory: str = option("", help="the largest patch that a GPU of this size trains", metavar="SIZE")
-    picture: Optional[Path] = option(None, help="draw memory over input size as a PNG", metavar="FILE")
     json: bool = option(False, help="print one JSON object")
 
 
@@ -130,33 +121,6 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
         f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(needed)}, "
         f"{format_bytes(memory_bytes)} {whose}, {left} {'to spare' if fits else 'short'}"
     )
-
-
-def size_lines(
-    job: Job, predict: Callable[[Job], int], measured: Sequence[Measured] = (), sides: Sequence[int] = SIDES
-) -> List[Tuple[str, List[SizeLine]]]:
-    """Memory over the size of a volume: lines by batch computed at once, and by filters. `predict` gives a job's peak.
-
-    `measured` are shown where they differ from a line's job in the grid, the parts of a batch or the threads alone.
-    """
-    divisor = job.unet.divisor
-    grids = sorted({(-(-side // divisor) * divisor,) * 3 for side in sides})
-
-    def settings(of: Job) -> Job:
-        unet = dataclasses.replace(of.unet, seed=0)
-        return Job(unet, (unet.divisor,) * 3, of.micro, of.micro, of.optimizer, of.engine)
-
-    def line(name: str, of: Job) -> SizeLine:
-        points = [(math.prod(grid), predict(dataclasses.replace(of, shape=grid))) for grid in grids]
-        alike = [one for one in measured if not one.failure and settings(one.job) == settings(of)]
-        return SizeLine(name, points, [(math.prod(one.job.shape), one.process_peak_bytes) for one in alike])
-
-    by_batch = [line(f"batch {n}", dataclasses.replace(job, batch=n, micro_batch=n)) for n in BATCHES]
-    by_filters = [line(f"{n} filters", job.with_unet(filters=n)) for n in FILTERS]
-    return [
-        (f"by batch at once, {job.unet.filters} filters", by_batch),
-        (f"by filters, batch {job.batch}, {job.micro} at a time", by_filters),
-    ]
 
 
 # --- Private helpers ---
@@ -214,12 +178,8 @@ def _answer(args: argparse.Namespace) -> int:
         tables += [_plan_table(plans, memory_bytes), _savings_table(savings, asked)]
     if gpu_bytes:
         patch = planner.largest_patch(job, gpu_bytes)
-        content["gpu"] = patch and _patch(patch, job)
-        tables.append(_patch_table(content["gpu"], gpu_bytes))
-    if options.picture:
-        measured = read_measured(PUBLISHED) if PUBLISHED.is_file() else ()
-        panels = size_lines(job, lambda one: price(one).process_peak_bytes, measured)
-        _write_picture(options.picture, draw_sizes(panels, title=job.describe(), host_bytes=memory_bytes))
+        content["gpu"], table = _patch(patch, job, gpu_bytes)
+        tables.append(table)
     if options.json:
         print(json.dumps(content))
     else:
@@ -242,8 +202,8 @@ def _answer_for_hosts(
     request = scaling_report.request_from(options, price(job), constants.of(job.engine, job.unet.dtype))
     worker = price_of_worker(job)
     fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
-    if hasattr(args, "picture"):
-        _write_picture(args.picture, scaling_report.draw_scaling(request))
+    if options.picture:
+        _write_picture(options.picture, scaling_report.draw_scaling(request))
     if hasattr(args, "json"):
         content = {**scaling_report.to_json(request), "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}
         print(json.dumps(content))
@@ -317,25 +277,22 @@ def _savings_table(savings: Sequence[planner.Option], asked: Estimate) -> Table:
     return Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself")
 
 
-def _patch(patch: Job, job: Job) -> Dict[str, Any]:
-    share = math.prod(patch.shape) / math.prod(job.shape)
-    return {
-        "patch": list(patch.shape),
-        "batch": patch.batch,
-        "peak_bytes": planner.gpu_bytes(patch),
-        "share_of_volume": share,
-        "holds_volume": share == 1,
-        "assumptions": planner.ASSUMPTIONS,
-    }
-
-
-def _patch_table(patch: Optional[Dict[str, Any]], memory_bytes: int) -> Table:
-    row = ("none", "", "")
+def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[Dict[str, Any]], Table]:
+    """The largest patch as JSON content and as a table; None where not even the smallest fits."""
+    content, row = None, ("none", "", "")
     if patch:
-        share = f"{patch['share_of_volume']:.0%} of a volume"
-        row = (" x ".join(map(str, patch["patch"])), format_bytes(patch["peak_bytes"]), share)
+        share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
+        row = (" x ".join(map(str, patch.shape)), format_bytes(peak_bytes), f"{share:.0%} of a volume")
+        content = {
+            "patch": list(patch.shape),
+            "batch": patch.batch,
+            "peak_bytes": peak_bytes,
+            "share_of_volume": share,
+            "holds_volume": share == 1,
+            "assumptions": planner.ASSUMPTIONS,
+        }
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
-    return Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
+    return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 
 
 def _write_picture(path: Path, content: bytes) -> None:

@@ -225,52 +225,41 @@ def _read(path: Path) -> Dict[str, Any]:
 
 def _check(constants: HostConstants) -> None:
     """Raise ValueError for figures that cannot be."""
-    for name in ("threads", "cache_bytes", "saturating_threads"):
-        if getattr(constants, name) < 1:
-            raise ValueError(f"{name} {getattr(constants, name)}")
+    engines = constants.costs.items()
+    figures = [(name, getattr(constants, name), 1) for name in ("threads", "cache_bytes", "saturating_threads")]
     for name in ("baseline_bytes", "op_bytes"):
-        for engine, value in getattr(constants, name).items():
-            if value < 0:
-                raise ValueError(f"{name} of {engine} {value}")
-    if not any(constants.costs.values()):
-        raise ValueError("no costs")
-    for engine, by_dtype in constants.costs.items():
-        if engine not in constants.baseline_bytes or engine not in constants.op_bytes:
-            raise ValueError(f"no baseline_bytes or op_bytes of {engine}")
-        for dtype, groups in by_dtype.items():
-            for group, costs in groups.items():
-                for feature, cost in costs.items():
-                    if not 0 <= cost < 1:
-                        raise ValueError(f"{engine} {dtype} {group} {feature} {cost}")
-            # Features that every program looks up; others of a group may be left out and then cost nothing.
-            needed = {**dict.fromkeys(GROUPS, ()), "join": ("traffic", "cached"), "every_op": ("seconds",)}
-            missing = [group for group in needed if group not in groups]
-            missing += [
-                f"{of} {name}" for of, names in needed.items() for name in names if name not in groups.get(of, ())
-            ]
-            if missing:
-                raise ValueError(f"{engine} {dtype} without {', '.join(missing)}")
+        sizes = getattr(constants, name)
+        missing = [engine for engine in constants.costs if engine not in sizes]
+        if missing:
+            raise ValueError(f"{name} of {', '.join(missing)} missing")
+        figures += [(f"{name} of {engine}", size, 0) for engine, size in sizes.items()]
+    wrong = [f"{name} {value}" for name, value, least in figures if value < least]
+    if wrong or not any(by_dtype for _, by_dtype in engines):
+        raise ValueError(", ".join(wrong) or "no costs")
+    # Features that every program looks up; others of a group may be left out and then cost nothing.
+    needed = {**dict.fromkeys(GROUPS, ()), "join": ("traffic", "cached"), "every_op": ("seconds",)}
+    for engine, dtype, groups in ((engine, *pair) for engine, by_dtype in engines for pair in by_dtype.items()):
+        costs = {f"{of} {feature}": cost for of, group in groups.items() for feature, cost in group.items()}
+        wrong = [f"{name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1]
+        wrong += [f"no {of}" for of in needed if of not in groups]
+        wrong += [f"no {of} {name}" for of, names in needed.items() for name in names if f"{of} {name}" not in costs]
+        if wrong:
+            raise ValueError(f"{engine} {dtype}: {', '.join(wrong)}")
 
 
 def _derived(base: Mapping[str, Any], content: Mapping[str, Any]) -> Dict[str, Any]:
     """`base` with what `content` replaces; its `faster` says by how much work (by dtype) and traffic go faster."""
     faster: Mapping[str, float] = content.get("faster", {})
-
-    def slower(dtype: str, part: str) -> float:
-        return 1 / faster.get(dtype if part == "work" else part, 1.0)
-
+    slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
     return {**base, "costs": _scaled(base["costs"], slower), **content}
 
 
 def _scaled(costs: Costs, slower: Callable[[str, str], float]) -> Costs:
     """Costs times `slower(dtype, part_of(feature))`."""
-    return {
-        engine: {
-            dtype: {
-                group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in by_feature.items()}
-                for group, by_feature in groups.items()
-            }
-            for dtype, groups in by_dtype.items()
-        }
-        for engine, by_dtype in costs.items()
-    }
+
+    def scaled(found: Any, dtype: str, depth: int) -> Any:
+        if depth == 3:
+            return {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in found.items()}
+        return {key: scaled(value, key if depth == 1 else dtype, depth + 1) for key, value in found.items()}
+
+    return scaled(costs, "", 0)

@@ -14,7 +14,7 @@ from memory_estimator.files import read_json, typed
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
-from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 
 ACCURACY_SCHEMA = 1
@@ -247,7 +247,7 @@ def estimate(
         Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
     )
     # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
-    op_s = step_seconds(program, constants, job).op_s
+    op_s = op_seconds(program, constants, job)
     part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return Estimate(
         job=job,

@@ -102,19 +102,17 @@ class Job:
     def describe(self) -> str:
         """The job in one line."""
         unet = self.unet
-        extras = [
-            name for name, has in (("residual", unet.residual), ("deep supervision", unet.deep_supervision)) if has
-        ]
-        return ", ".join(
-            (
-                f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
-                f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
-                *extras,
-                f"batch {self.batch}{f', {self.micro} at a time' if self.parts > 1 else ''}",
-                f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
-                count_of(self.threads, "thread"),
-            )
+        parts = (
+            f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
+            f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
+            "residual" if unet.residual else "",
+            "deep supervision" if unet.deep_supervision else "",
+            f"batch {self.batch}",
+            f"{self.micro} at a time" if self.parts > 1 else "",
+            f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
+            count_of(self.threads, "thread"),
         )
+        return ", ".join(filter(None, parts))
 
     def to_json(self) -> Dict[str, Any]:
         """As JSON content, with the policy and the micro-batch that the rules give."""
@@ -190,13 +188,11 @@ class Recipe:
 
 _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs": 25}
 
-# "Predicted" is the estimator's answer with 387 training cases, those of the Decathlon's 484 that a split of 8 1 1
-# leaves, for 2 cores of an AMD EPYC (Zen 5, AVX512_BF16): `--calibration avx512_bf16 --threads 2`. Validation comes on
-# top. No score on real data was verified here.
+# "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves, with
+# `--calibration avx512_bf16 --threads 2`; validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
-    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). `demo` cuts them to 4 minutes, and
-    # never below the first validation: 24 steps. Dice WT 0.92, TC 0.94, ET 0.78 on two untouched phantoms, which says
-    # nothing of real tumours; of 24 steps WT 0.91, of 16 0.86.
+    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). Dice WT 0.92, TC 0.94, ET 0.78 on
+    # two untouched phantoms, which says nothing of real tumours; of 24 steps WT 0.91, of 16 0.86.
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
@@ -210,10 +206,9 @@ RECIPES: Dict[str, Recipe] = {
         _PAPER,
     ),
     # As published, on a grid cropped to 144 slices (`train` sees the store's whole one), but computed one volume at a
-    # time where the paper took 16 at once: a fraction of the memory, and batch norm's statistics are of one volume;
-    # with --micro-batch 16 they are of the batch, in hundreds of GiB. Predicted 23 GiB under balanced, 17 GiB under
-    # lean, 110 s a volume in float32, 12 h an epoch; in bfloat16 under lean one step was measured: 10.6 GiB, 91 s a
-    # volume. The paper's memory was close to 1 TB, its time 30 s a volume on 80 cores.
+    # time where the paper took 16 at once, so that batch norm's statistics are of one volume. Predicted 23 GiB under
+    # balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch. The paper's memory was close to 1 TB, its
+    # time 30 s a volume on 80 cores.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
         Job(
@@ -298,11 +293,6 @@ class JobOptions(NetworkOptions):
     threads: Optional[int] = option(None, help="default: this host's physical cores", metavar="N")
 
 
-def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """Add `NetworkOptions`. Options that are not given leave no attribute: they come from a recipe or run instead."""
-    add_options(parser, NetworkOptions)
-
-
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add --recipe and --run."""
     add_options(parser, JobOptions, only=SOURCES)
@@ -327,19 +317,6 @@ def source_job(args: argparse.Namespace) -> Optional[Job]:
     return None
 
 
-def network_from(
-    args: argparse.Namespace, dtype: Optional[str] = None, base: Optional[UNetConfig] = None
-) -> UNetConfig:
-    """`base`, by default UNetConfig's defaults, with the options that were given. Raises ValueError out of range."""
-    found = given(NetworkOptions, args)
-    if "classes" in found:
-        found["outputs"] = found.pop("classes")
-    found.update(_given(args, "dtype", "policy"))
-    if dtype is not None:
-        found["dtype"] = dtype
-    return dataclasses.replace(base or UNetConfig(), **found)
-
-
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of the options of `add_job_options`; what was not given is as in `base`.
 
@@ -351,7 +328,10 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     found = _given(args, "batch", "micro_batch", "optimizer", "engine", "threads", "cases", "from_store")
     if hasattr(args, "shape"):
         found["shape"] = tuple(args.shape)
-    job = dataclasses.replace(base, unet=network_from(args, base=base.unet), **found)
+    network = {**given(NetworkOptions, args), **_given(args, "dtype", "policy")}
+    if "classes" in network:
+        network["outputs"] = network.pop("classes")
+    job = dataclasses.replace(base.with_unet(**network), **found)
     if 0 < job.cases < job.batch:
         raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job

@@ -196,26 +196,24 @@ def extents(job: Job) -> Chain:
 
 def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Option]:
     """Single changes that take less, each for itself, the one that saves most first. `engines` are those to be had."""
-    unet, smaller = job.unet, divisors(job.batch)[: divisors(job.batch).index(job.micro)]
-    found = [(f"--policy {policy}", with_policy(job, policy)) for policy in POLICIES if policy != job.policy]
+    unet, smaller = job.unet, [number for number in divisors(job.batch) if number < job.micro]
+    changed = [("policy", with_policy(job, policy)) for policy in POLICIES]
     for micro in sorted({*smaller[:1], *smaller[-1:]}):
-        found.append((f"--micro-batch {micro}", dataclasses.replace(job, micro_batch=micro)))
-    if unet.dtype == "float32":
-        found.append(("--dtype bfloat16", job.with_unet(dtype="bfloat16")))
+        changed.append(("micro-batch", dataclasses.replace(job, micro_batch=micro)))
+    changed.append(("dtype", job.with_unet(dtype="bfloat16")))
     if job.parts > 1:  # no sums of gradients are kept then
-        found.append((f"--batch {job.micro}", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
+        changed.append(("batch", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
     if unet.filters > 1:
-        found.append((f"--filters {unet.filters // 2}", job.with_unet(filters=unet.filters // 2)))
+        changed.append(("filters", job.with_unet(filters=unet.filters // 2)))
     if unet.depth > 2:
-        found.append((f"--depth {unet.depth - 1}", job.with_unet(depth=unet.depth - 1)))
+        changed.append(("depth", job.with_unet(depth=unet.depth - 1)))
     box = tuple(-(-side // unet.divisor) * unet.divisor for side in BRAIN_BOX)
     if all(a < b for a, b in zip(box, job.shape)):
-        found.append((_shape_option(box), _with_shape(job, box)))
-    if job.optimizer == "adam":
-        found.append(("--optimizer sgd", dataclasses.replace(job, optimizer="sgd")))
-    found += [(f"--engine {one}", dataclasses.replace(job, engine=one)) for one in engines if one != job.engine]
-    options, asked = (Option(change, price(changed)) for change, changed in found), price(job)
-    less = [option for option in options if option.estimate.process_peak_bytes < asked.process_peak_bytes]
+        changed.append(("shape", _with_shape(job, box)))
+    changed.append(("optimizer", dataclasses.replace(job, optimizer="sgd")))
+    changed += [("engine", dataclasses.replace(job, engine=engine)) for engine in engines]
+    options, peak = [_option(kind, price(one)) for kind, one in changed], price(job).process_peak_bytes
+    less = [option for option in options if option.estimate.process_peak_bytes < peak]
     return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
 
 
@@ -242,18 +240,44 @@ def nearest(
     micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
     than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
-    kinds = [_leaner_policy, _smaller_micro_batch]
-    if not same_training:
-        kinds += [_lighter_dtype, _smaller_grid(grids), _fewer_filters]
-    elif job.unet.norm == "batch":
-        kinds = [_leaner_policy]
-    options = [option for option in (change(job, price, budget_bytes) for change in kinds) if option]
+    names = {shape: name for name, shape in grids or ()}
+
+    def smaller(job: Job, kind: str) -> List[Job]:
+        """From the smallest on."""
+        unet = job.unet
+        if kind == "micro-batch":
+            return [dataclasses.replace(job, micro_batch=n) for n in divisors(job.batch) if n < job.micro]
+        if kind == "dtype":
+            return [job.with_unet(dtype="bfloat16")] if unet.dtype != "bfloat16" else []
+        if kind == "filters":
+            numbers = (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS))
+            return [job.with_unet(filters=n) for n in numbers if n < unet.filters]
+        if grids is not None:
+            return [_with_shape(job, shape) for shape in names if shape != job.shape][:1]
+        return [extents(job)(number) for number in range(1, max(job.shape) // unet.divisor)]
+
+    def mildest(job: Job, kind: str) -> Optional[Option]:
+        """The mildest change that fits; where none does, the strongest; None where there is none."""
+        if kind == "policy":
+            bounds = [price(with_policy(job, policy)).upper_bound_bytes for policy in POLICIES]
+            leaner = min(bounds) < price(job).upper_bound_bytes
+            return _option(kind, fastest_that_fits(job, price, budget_bytes).estimate) if leaner else None
+        jobs = smaller(job, kind)
+        if not jobs:
+            return None
+        found = largest(lambda number: jobs[number - 1], price, budget_bytes, len(jobs)) or price(jobs[0])
+        return Option(names[found.job.shape], found) if kind == "shape" and names else _option(kind, found)
+
+    kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
+    if same_training and job.unet.norm == "batch":
+        kinds = ["policy"]
+    options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
         return alone
     reached, changes = price(job), []
-    for change in kinds:
-        option = change(reached.job, price, budget_bytes)
+    for kind in kinds:
+        option = mildest(reached.job, kind)
         if option:
             reached, changes = option.estimate, [*changes, option.change]
         if reached.upper_bound_bytes <= budget_bytes:
@@ -326,60 +350,24 @@ def gpu_bytes(job: Job) -> int:
 
 
 # --- Private helpers ---
-#
-# Each kind of change gives the mildest one that fits; where none does, the strongest; None where there is none.
 
 
-def _mildest(chain: Chain, count: int, change: Callable[[Job], str], price: Price, budget: int) -> Optional[Option]:
-    """Of the first `count` jobs of a chain the largest that fits, else the first; `change` names it."""
-    if not count:
-        return None
-    found = largest(chain, price, budget, count) or price(chain(1))
-    return Option(change(found.job), found)
-
-
-def _leaner_policy(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    asked = price(job)
-    others = (price(with_policy(job, policy)) for policy in POLICIES if policy != job.policy)
-    if not any(one.upper_bound_bytes < asked.upper_bound_bytes for one in others):
-        return None
-    picked = fastest_that_fits(job, price, budget_bytes)
-    return Option(f"--policy {picked.policy}", picked.estimate)
-
-
-def _smaller_micro_batch(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    numbers = [number for number in divisors(job.batch) if number < job.micro]
-    chain: Chain = lambda number: dataclasses.replace(job, micro_batch=numbers[number - 1])  # noqa: E731
-    return _mildest(chain, len(numbers), lambda one: f"--micro-batch {one.micro}", price, budget_bytes)
-
-
-def _lighter_dtype(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    is_light = job.unet.dtype == "bfloat16"
-    return None if is_light else Option("--dtype bfloat16", price(job.with_unet(dtype="bfloat16")))
-
-
-def _fewer_filters(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-    """Multiples of 8, below them 4, 2 and 1."""
-    numbers = [n for n in (1, 2, 4, *range(STEP_OF_FILTERS, job.unet.filters, STEP_OF_FILTERS)) if n < job.unet.filters]
-    chain: Chain = lambda number: job.with_unet(filters=numbers[number - 1])  # noqa: E731
-    return _mildest(chain, len(numbers), lambda one: f"--filters {one.unet.filters}", price, budget_bytes)
-
-
-def _smaller_grid(grids: Optional[Sequence[Tuple[str, Shape3]]]):
-    def among(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-        others = ((name, shape) for name, shape in grids if shape != job.shape)
-        return next((Option(name, price(_with_shape(job, shape))) for name, shape in others), None)
-
-    def of_any_size(job: Job, price: Price, budget_bytes: int) -> Optional[Option]:
-        count = max(job.shape) // job.unet.divisor - 1
-        return _mildest(extents(job), count, lambda one: _shape_option(one.shape), price, budget_bytes)
-
-    return of_any_size if grids is None else among
+def _option(kind: str, found: Estimate) -> Option:
+    """`found` is of a job with one kind of change."""
+    job = found.job
+    values = {
+        "policy": job.policy,
+        "micro-batch": job.micro,
+        "batch": job.batch,
+        "dtype": job.unet.dtype,
+        "filters": job.unet.filters,
+        "depth": job.unet.depth,
+        "shape": " ".join(map(str, job.shape)),
+        "optimizer": job.optimizer,
+        "engine": job.engine,
+    }
+    return Option(f"--{kind} {values[kind]}", found)
 
 
 def _with_shape(job: Job, shape: Shape3) -> Job:
     return dataclasses.replace(job, shape=shape)
-
-
-def _shape_option(shape: Shape3) -> str:
-    return "--shape " + " ".join(map(str, shape))

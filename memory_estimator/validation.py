@@ -77,8 +77,6 @@ class Measured:
     date: str = ""
     step_spread: float = 0.0
     """(longest - shortest) / median of the timed steps; 0 where a single one was timed."""
-    earlier: Tuple["Measured", ...] = ()
-    """Measurements of the same job that this newer one stands for; the record still has them."""
 
     @property
     def disturbed(self) -> bool:
@@ -172,12 +170,8 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
     for a line that is damaged or of another schema.
     """
-    found: Dict[Tuple[str, Tuple[str, ...], Job], Measured] = {}
-    for one in read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None):
-        key = (one.host, one.isa, one.job)
-        before = found.get(key)
-        found[key] = replace(one, earlier=(*before.earlier, replace(before, earlier=()))) if before else one
-    return tuple(found.values())
+    read = read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None)
+    return tuple({(one.host, one.isa, one.job): one for one in read}.values())
 
 
 def measured_from(record: Mapping[str, Any]) -> Measured:
@@ -221,11 +215,9 @@ def job_from(record: Mapping[str, Any]) -> Job:
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
+    names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
     pairs = ((one, predict(one)) for one in measured if not one.failure)
-    return [
-        Row(one, found.allocator_peak_bytes, found.process_peak_bytes, found.upper_bound_bytes, found.step_s)
-        for one, found in pairs
-    ]
+    return [Row(one, *(getattr(found, name) for name in names)) for one, found in pairs]
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -271,9 +263,8 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
                 f"record {record} must hold steps on volumes {what} {FITTED_VOXELS} voxels, got none; "
                 "let `bench validate` measure its whole list"
             )
-    allocator, process, _, step = (
-        Bound(round(one.median, 4), round(abs(one.worst), 4)) for one in spreads(held_out).values()
-    )
+    bounds = (Bound(round(one.median, 4), round(abs(one.worst), 4)) for one in spreads(held_out).values())
+    allocator, process, _, step = bounds
     excess = max((row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in fitted)
     margin_share = round(max(0, math.ceil(excess * 200)) / 200 + RESERVE_SHARE, 4)
     found = Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)

@@ -40,9 +40,8 @@ from memory_estimator.calibration import (
     shipped_constants,
     to_json,
 )
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import Job
-from memory_estimator.proc import cache_bytes
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import Program, StepOp

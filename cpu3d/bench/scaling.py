@@ -28,8 +28,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.thread_plan import thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from memory_estimator.scaling.costs import ALONE, APART, IN_PARTS, TOGETHER, WIDE, row_of
-from memory_estimator.scaling.model import predicted_errors
+from memory_estimator.scaling.model import ALONE, APART, IN_PARTS, TOGETHER, WIDE, predicted_errors, row_of
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB

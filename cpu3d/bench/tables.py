@@ -29,7 +29,7 @@ from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.scaling.costs import read_scaling
+from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB

@@ -27,7 +27,7 @@ from cpu3d.host.self_test import TESTS, Check, self_test
 from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, thread_plans
 from cpu3d.host.topology import Topology, hosts_table, read_topology, to_json, topology_of
 from cpu3d.util.progress import bar
-from memory_estimator.proc import memory_high
+from memory_estimator.host import memory_high
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes

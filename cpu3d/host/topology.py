@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
-from memory_estimator import proc
 from memory_estimator.files import read_json, typed
-from memory_estimator.host import Host, read_host
-from memory_estimator.proc import CpuPlace as Cpu
-from memory_estimator.proc import NodeMemory as Node
+from memory_estimator.host import (
+    Cpu,
+    Host,
+    Node,
+    cpu_places,
+    huge_pages,
+    meminfo,
+    node_memory,
+    online_cpus,
+    read_host,
+)
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
 
@@ -55,10 +62,16 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
     host, root = read_host(root), Path(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
-        return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),), machine_cpus=len(cpus))
-    swap_bytes = proc.meminfo(root).get("SwapTotal", 0)
-    cpus, nodes = tuple(proc.cpu_places(root)), tuple(proc.node_memory(root))
-    return Topology(host, cpus, nodes, proc.online_cpus(root), swap_bytes, proc.huge_pages(root))
+        nodes = (Node(0, host.memory_bytes, host.available_bytes),)
+        return Topology(host, cpus, nodes, machine_cpus=host.logical_cpus)
+    return Topology(
+        host=host,
+        cpus=tuple(cpu_places(root)),
+        nodes=tuple(node_memory(root)),
+        machine_cpus=online_cpus(root),
+        swap_bytes=meminfo(root).get("SwapTotal", 0),
+        huge_pages=huge_pages(root),
+    )
 
 
 def restricted(
@@ -91,9 +104,13 @@ class _Saved:
 
 def to_json(topology: Topology) -> Dict[str, Any]:
     """JSON content that `from_json` reads."""
-    lists = {"cpus": [list(cpu) for cpu in topology.cpus], "nodes": [list(node) for node in topology.nodes]}
-    host = {**dataclasses.asdict(topology.host), "isa": list(topology.host.isa)}
-    return {"schema": SCHEMA, **vars(topology), "host": host, **lists}
+    return {
+        "schema": SCHEMA,
+        **{field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
+        "host": {**dataclasses.asdict(topology.host), "isa": list(topology.host.isa)},
+        "cpus": [list(cpu) for cpu in topology.cpus],
+        "nodes": [list(node) for node in topology.nodes],
+    }
 
 
 def from_json(content: Any, source: str) -> Topology:

@@ -35,7 +35,7 @@ from cpu3d.training.heartbeat import (
     this_place,
     write_heartbeat,
 )
-from memory_estimator import proc
+from memory_estimator.host import available_bytes, meminfo, memory_high, memory_limit
 from memory_estimator.units import format_bytes, format_seconds
 
 # --- Memory ---
@@ -81,13 +81,13 @@ def take_sample(root: Path = Path("/")) -> Sample:
 
     Swap counts as free memory of the machine, for the kernel kills nobody while there is some, and not of a cgroup.
     """
-    memory, process = proc.meminfo(root), resident()
+    memory, process = meminfo(root), resident()
     total = memory["MemTotal"]
-    rooms = {MACHINE: Room(proc.available_bytes(memory) + memory.get("SwapFree", 0), total)}
-    limit, used = proc.memory_limit(root, total)
+    rooms = {MACHINE: Room(available_bytes(memory) + memory.get("SwapFree", 0), total)}
+    limit, used = memory_limit(root, total)
     if limit is not None:
         rooms[CGROUP] = Room(max(0, limit - used), limit)
-    high, used = proc.memory_high(root, total)
+    high, used = memory_high(root, total)
     slow = None if high is None else Room(max(0, high - used), high)
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY:

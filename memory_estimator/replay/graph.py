@@ -16,7 +16,7 @@ import random
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
 
@@ -94,19 +94,9 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
     What a finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one
     at once when nothing else is waiting in line, and else from the top of a stack when the line is empty.
     """
-    nodes = _as_constructed(nodes)
-    successors = _successors(nodes)
-    pending = _pending(nodes)
-
-    def made_ready(done: Node) -> Iterator[Node]:
-        for node in successors[done.name]:
-            pending[node.name] -= 1
-            if not pending[node.name]:
-                yield node
-
+    first, made_ready = _readiness(_as_constructed(nodes))
     order: List[Node] = []
     stack: List[Node] = []
-    first = [node for node in nodes if not pending[node.name]]
     if chance:
         random.Random(chance).shuffle(first)
     line = deque(first)
@@ -255,30 +245,32 @@ def _as_constructed(nodes: Sequence[Node]) -> List[Node]:
     A node's readers become ready in the order in which they were built.
     """
     place = {node.name: index for index, node in enumerate(nodes)}
-    successors, pending = _successors(nodes), _pending(nodes)
-    ready = [index for index, node in enumerate(nodes) if not pending[node.name]]
+    first, made_ready = _readiness(nodes)
+    ready = [place[node.name] for node in first]
     built = []
     while ready:
-        node = nodes[heapq.heappop(ready)]
-        built.append(node)
-        for reader in successors[node.name]:
-            pending[reader.name] -= 1
-            if not pending[reader.name]:
-                heapq.heappush(ready, place[reader.name])
+        built.append(nodes[heapq.heappop(ready)])
+        for reader in made_ready(built[-1]):
+            heapq.heappush(ready, place[reader.name])
     return built
 
 
-def _successors(nodes: Sequence[Node]) -> Dict[str, List[Node]]:
-    """Who becomes ready when a node is done: first the readers of its outputs, then those that only wait for it."""
+def _readiness(nodes: Sequence[Node]) -> Tuple[List[Node], Callable[[Node], Iterator[Node]]]:
+    """The nodes that wait for none, and what gives those that a finished node makes ready.
+
+    First come the readers of its outputs, then those that only wait for it.
+    """
+    pending = {node.name: len(node.inputs) + len(node.after) for node in nodes}
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
-    for node in nodes:
-        for source, _ in node.inputs:
-            successors[source].append(node)
-    for node in nodes:
-        for source in node.after:
-            successors[source].append(node)
-    return successors
+    reads = [(source, node) for node in nodes for source, _ in node.inputs]
+    waits = [(source, node) for node in nodes for source in node.after]
+    for source, successor in (*reads, *waits):
+        successors[source].append(successor)
 
+    def made_ready(done: Node) -> Iterator[Node]:
+        for node in successors[done.name]:
+            pending[node.name] -= 1
+            if not pending[node.name]:
+                yield node
 
-def _pending(nodes: Sequence[Node]) -> Dict[str, int]:
-    return {node.name: len(node.inputs) + len(node.after) for node in nodes}
+    return [node for node in nodes if not pending[node.name]], made_ready

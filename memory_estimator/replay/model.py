@@ -103,12 +103,9 @@ def estimate_step(
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
     held, made = _variables_made(list(unique.values()))
-    replays = []
-    for order in range(ORDERS):
-        program = program_of(execution_order(nodes, order), held, made, threads)
-        program = dataclasses.replace(program, region_bytes=region_bytes)
-        replays.append((use(program), program))
-    replays.sort(key=lambda replay: replay[0].peak_bytes)
+    orders = (program_of(execution_order(nodes, order), held, made, threads) for order in range(ORDERS))
+    programs = (dataclasses.replace(program, region_bytes=region_bytes) for program in orders)
+    replays = sorted(((use(program), program) for program in programs), key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
     line = timeline(program)
     return Replay(

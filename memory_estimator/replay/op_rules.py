@@ -14,7 +14,6 @@ from memory_estimator.step.scratch import (
     filter_gradient_bytes,
     filter_gradient_touched,
     hidden_filter_gradient_bytes,
-    hidden_up_convolution_bytes,
     mask_bytes,
     mask_touched,
     up_convolution_bytes,
@@ -158,7 +157,7 @@ def buffers(node: Node, inputs: Sequence[Output], threads: int) -> Buffers:
     # A strided one over three axes, as in an up-convolution, copies its input, a sample at a time.
     copied = inputs[2].bytes // inputs[2].shape[0] if found == "up_conv" and "Conv3D" in node.op else 0
     if not itex:
-        return Buffers(hidden=hidden_up_convolution_bytes(copied))
+        return Buffers(hidden=copied)  # of a copy a thread, each thread's own share
     return Buffers(scratch=(up_convolution_bytes(copied, threads), filter_bytes))
 
 

@@ -4,30 +4,39 @@ Synchronous: every worker computes the gradients of its share of the batch, the 
 worker updates its own weights. A step lasts as long as
 
     the slowest worker's share   volumes x seconds a volume, slower where workers share a host, and what the slowest
-                                 of n takes more than the mean (`costs.largest_of`)
+                                 of n takes more than the mean (`largest_of`)
     in parts                     gradients are added up and the weights updated after, not both at once as by one worker
     packing                      all gradients into one float32 vector, and out of the sum
-    the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector: in all 2 (n-1)/n
-                                 vectors through its slowest link, and for each ring a call and 2 (n-1) messages one
-                                 after the other (`costs.exchange_s`)
+    the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector (`exchange_s`)
     data                         what reading the share takes longer than computing it, and a wait that is always there
 
-one after the other: the trainer hides nothing of the exchange behind the backward pass. Not counted: start-up,
-checkpoints, restarts, the first step's compiling, other traffic, and that a larger batch may need more epochs. What the
-slowest takes more is a share of all that it computes in a step: a host that is slow is slow for all of it. Were it
-single volumes that differ, it would grow with the square root of their number only.
+one after the other: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one
+host what workers lose to each other; without its record it is assumed.
 """
 
 import dataclasses
+import json
 import math
+import statistics
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
+from memory_estimator.files import read_records
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.planner import Price
-from memory_estimator.scaling.costs import ALONE, TOGETHER, ExchangeCosts, exchange_s, largest_of, pooled, row_of
 from models.layer_plan import layer_plan
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
+"""The record that comes with the project; it may not be there."""
+
+ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
+"""Rows of a record: one worker; one that adds its gradients up and updates apart, as several do; several that exchange;
+as many that do the same and do not exchange; one with the cores of all of them."""
+
+PIECE_BYTES = 16 * 2**20
+"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
@@ -41,45 +50,64 @@ both. Counted, not measured."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one worker has to do, alone on its host."""
+class ExchangeCosts:
+    """What workers lose to each other. All of it is of TensorFlow's own collectives over gRPC."""
 
-    volume_s: float
-    """Seconds of a training step for each of its volumes, the update included."""
-    gradient_bytes: int
-    """Of all gradients, in float32."""
-    forward_s: float = 0.0
-    """Seconds to predict a volume, for validation."""
-    case_bytes: int = 0
-    """Read of a store for a volume."""
-    in_parts: bool = False
-    """Whether its step is of several micro-batches: what adding up their gradients takes is then in its seconds."""
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """What the workers run on. All hosts are alike."""
-
-    workers_per_host: int = 1
-    network_bytes_per_s: float = 25e9 / 8
-    """Of a host's link, each way, as it is sold."""
-    latency_s: float = 50e-6
-    """Of a message between two hosts; what a message costs inside one comes on top."""
-    storage_bytes_per_s: float = math.inf
-    """What each host reads by itself."""
-    shared_bytes_per_s: float = math.inf
-    """What all hosts together read, as from one file server."""
+    endpoint_s_per_byte: float
+    """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
+    call_s: float
+    """Seconds that a sum takes whatever its length and the number of workers."""
+    message_s: float
+    """Seconds of a message without content between two processes of one host: an upper bound, as what the graph itself
+    takes for a sum is in it."""
+    packing_s_per_byte: float
+    """Of putting all gradients into one vector, and of taking them out of the sum."""
+    in_parts_s_per_byte: float
+    """That a step takes longer because gradients are added up first and the weights updated after."""
+    spread: float
+    """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
+    contention: float
+    """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
+    origin: str
+    """Where these are from, for printing."""
+    is_measured: bool = True
 
 
-@dataclass(frozen=True)
-class Training:
-    """What is to be done in all."""
+ASSUMED = ExchangeCosts(
+    endpoint_s_per_byte=20e-3 / 22.6e6,  # 22.6 MB between two processes took 10 to 30 ms on the development host
+    call_s=1e-3,
+    message_s=100e-6,
+    packing_s_per_byte=4 / 10e9,  # written and read on the way in and on the way out, at 10 GB/s
+    in_parts_s_per_byte=5 / 10e9,  # set to zero; read, and the sum read and written; read again: at 10 GB/s
+    spread=0.03,
+    contention=0.0,
+    origin="assumed: no record of `bench scaling` is there",
+    is_measured=False,
+)
+"""Stands in for a measurement."""
 
-    cases: int = 0
-    """Of an epoch; 0 is unknown."""
-    epochs: int = 1
-    validation_cases: int = 0
-    """Predicted after every epoch, dealt to all workers."""
+
+def exchange_s(
+    vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float = 0.0, call_s: float = 0.0
+) -> float:
+    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker.
+
+    Each piece goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at
+    once with all others (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
+    Parallel Distrib. Comput. 69, 2009). The slowest link of the ring sets the pace.
+    """
+    if workers == 1:
+        return 0.0
+    pieces = math.ceil(vector_bytes / PIECE_BYTES)
+    return 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s) + pieces * call_s
+
+
+def largest_of(count: int) -> float:
+    """The largest of `count` standard normal values, on average; 0 of one.
+
+    Blom's approximation (1958): 0.589 of two, which is 0.564; closer for more.
+    """
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +121,7 @@ class Point:
     compute_s: float
     """Of the mean worker."""
     slowest_s: float
-    """What the slowest takes more."""
+    """What the slowest takes more: a share of all that it computes in a step."""
     in_parts_s: float
     packing_s: float
     exchange_s: float
@@ -101,8 +129,7 @@ class Point:
     efficiency: float
     """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
     epoch_s: Optional[float]
-    """Whole batches only, as `train` counts them, and the validation; None where there are no cases, or fewer than a
-    batch."""
+    """Whole batches only, as `train` counts them, and the validation; None without cases, or of fewer than a batch."""
     epochs: int
 
     @property
@@ -133,12 +160,33 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """One job on any number of hosts. Either the batch is fixed, or each worker's share of it is."""
+    """One job on any number of hosts, all alike. Either the batch is fixed, or each worker's share of it is."""
 
-    work: Work
+    volume_s: float
+    """Seconds of one worker's training step for each of its volumes, the update included."""
+    gradient_bytes: int
+    """Of all gradients, in float32."""
     costs: ExchangeCosts
-    hosts: Hosts = Hosts()
-    training: Training = Training()
+    forward_s: float = 0.0
+    """Seconds to predict a volume, for validation."""
+    case_bytes: int = 0
+    """Read of a store for a volume."""
+    in_parts: bool = False
+    """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
+    workers_per_host: int = 1
+    network_bytes_per_s: float = 25e9 / 8
+    """Of a host's link, each way, as it is sold."""
+    latency_s: float = 50e-6
+    """Of a message between two hosts; what a message costs inside one comes on top."""
+    storage_bytes_per_s: float = math.inf
+    """What each host reads by itself."""
+    shared_bytes_per_s: float = math.inf
+    """What all hosts together read, as from one file server."""
+    cases: int = 0
+    """Of an epoch; 0 is unknown."""
+    epochs: int = 1
+    validation_cases: int = 0
+    """Predicted after every epoch, dealt to all workers."""
     batch: int = 0
     """Volumes a step of all workers together, which is strong scaling; 0: the batch grows, which is weak scaling."""
     batch_per_worker: int = 1
@@ -146,7 +194,7 @@ class Scaling:
 
     def point(self, hosts: int) -> Point:
         """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""
-        workers = hosts * self.hosts.workers_per_host
+        workers = hosts * self.workers_per_host
         if self.batch % workers:
             raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
         return self._point(hosts)
@@ -154,14 +202,10 @@ class Scaling:
     def first(self, holds: Callable[[Point], bool]) -> Optional[Point]:
         """The least number of hosts for which something holds, up to MOST_HOSTS or a volume a worker; None for none.
 
-        Of a fixed batch shares are taken as they come, whole or not: where the limit lies is no matter of divisors.
+        Of a fixed batch shares are taken as they come, whole or not.
         """
-        most = min(MOST_HOSTS, self.batch // self.hosts.workers_per_host) if self.batch else MOST_HOSTS
+        most = min(MOST_HOSTS, self.batch // self.workers_per_host) if self.batch else MOST_HOSTS
         return next((found for found in map(self._point, range(1, most + 1)) if holds(found)), None)
-
-    def first_within(self, seconds: float) -> Optional[Point]:
-        """The fewest hosts that take no longer in all."""
-        return self.first(lambda point: point.total_s is not None and point.total_s <= seconds)
 
     def limits(self) -> Dict[float, Optional[int]]:
         """Share of a step -> from how many hosts on the exchange takes more than it; None where none do."""
@@ -169,50 +213,96 @@ class Scaling:
         return {share: point and point.hosts for share, point in found.items()}
 
     def rates(self, learning_rate: float, point: Point) -> Dict[str, float]:
-        """The learning rate at a point, from one that suits one worker, under each rule of `train`; fixed with the
-        batch.
+        """The learning rate at a point, from one that suits one worker; it does not change with a fixed batch.
 
         "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
         """
         times = point.batch / (self.batch or self.batch_per_worker)
         return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
 
-    # --- Private helpers ---
-
     def _point(self, hosts: int) -> Point:
-        work, costs, per_host = self.work, self.costs, self.hosts.workers_per_host
+        costs, per_host = self.costs, self.workers_per_host
         workers = hosts * per_host
         share = self.batch / workers if self.batch else self.batch_per_worker
         slower = 1 + costs.contention * (per_host > 1)
-        compute_s = share * work.volume_s * slower
-        passed_bytes = work.gradient_bytes if workers > 1 else 0
+        compute_s = share * self.volume_s * slower
+        passed_bytes = self.gradient_bytes if workers > 1 else 0
         # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
-        s_per_byte = costs.endpoint_s_per_byte + (1 / self.hosts.network_bytes_per_s if hosts > 1 else 0)
-        message_s = costs.message_s + (self.hosts.latency_s if hosts > 1 else 0)
-        ring = {"s_per_byte": s_per_byte, "message_s": message_s, "call_s": costs.call_s}
-        rate = min(self.hosts.storage_bytes_per_s, self.hosts.shared_bytes_per_s / hosts)
+        network_s, latency_s = (1 / self.network_bytes_per_s, self.latency_s) if hosts > 1 else (0, 0)
+        passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
+        rate = min(self.storage_bytes_per_s, self.shared_bytes_per_s / hosts)
         found = Point(
             hosts=hosts,
             workers=workers,
             batch=round(share * workers),
             compute_s=compute_s,
             slowest_s=compute_s * costs.spread * largest_of(workers),
-            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not work.in_parts),
+            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not self.in_parts),
             packing_s=passed_bytes * costs.packing_s_per_byte,
-            exchange_s=exchange_s(work.gradient_bytes, workers, **ring),
-            data_s=max(DATA_WAIT_SHARE * compute_s, share * per_host * work.case_bytes / rate - compute_s),
+            exchange_s=exchange_s(self.gradient_bytes, workers, **passing, call_s=costs.call_s),
+            data_s=max(DATA_WAIT_SHARE * compute_s, share * per_host * self.case_bytes / rate - compute_s),
             efficiency=1.0,
             epoch_s=None,
-            epochs=self.training.epochs,
+            epochs=self.epochs,
         )
-        alone_s = share * work.volume_s * (1 + DATA_WAIT_SHARE)
-        steps, epoch_s = self.training.cases // found.batch, None
+        alone_s = share * self.volume_s * (1 + DATA_WAIT_SHARE)
+        steps, epoch_s = self.cases // found.batch, None
         if steps:
-            each = -(-self.training.validation_cases // workers)
-            epoch_s = steps * found.step_s + max(
-                each * work.forward_s * slower, each * per_host * work.case_bytes / rate
-            )
+            each = -(-self.validation_cases // workers)
+            validation_s = max(each * self.forward_s * slower, each * per_host * self.case_bytes / rate)
+            epoch_s = steps * found.step_s + validation_s
         return dataclasses.replace(found, efficiency=alone_s / found.step_s, epoch_s=epoch_s)
+
+
+# --- Records of `bench scaling` ---
+
+
+def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
+    """The records in a file: the newest of each step, cores, engine and CPU.
+
+    Raises ValueError for a file that is missing or has none, and for a line that is damaged or of another schema.
+    """
+    found = dict(read_records(path, "scaling", _checked))
+    if not found:
+        raise ValueError(f"record file {path} must hold a record of `bench scaling`, got none; name another")
+    return tuple(found.values())
+
+
+def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
+    """The constants that one record comes to, from its fewest workers above one. Raises KeyError for what is none."""
+    count = min(row["workers"] for row in record["rows"] if row["name"] == TOGETHER)
+    alone, in_parts = row_of(record, ALONE, 1), row_of(record, IN_PARTS, 1)
+    together, apart = row_of(record, TOGETHER, count), row_of(record, APART, count)
+    size, call_s, message_s = record["gradient_bytes"], together["call_s"], together["message_s"]
+    passing_s = together["exchange_s"] - exchange_s(size, count, s_per_byte=0, message_s=message_s, call_s=call_s)
+    return ExchangeCosts(
+        endpoint_s_per_byte=max(0.0, passing_s) / exchange_s(size, count, s_per_byte=1),
+        call_s=call_s,
+        message_s=message_s,
+        packing_s_per_byte=together["packing_s"] / size,
+        in_parts_s_per_byte=max(0.0, in_parts["compute_s"] - alone["step_s"]) / size,
+        spread=max(0.0, together["wait_s"]) / together["compute_s"] / largest_of(count),
+        contention=max(0.0, apart["compute_s"] / in_parts["compute_s"] - 1),
+        origin=f"measured: bench scaling, {record.get('date', '')}, {count} workers on one {record['host']['cpu']}",
+    )
+
+
+def pooled(records: Sequence[Mapping[str, Any]], file: str = "") -> ExchangeCosts:
+    """The medians over the records, of which there must be one; `file` is their name."""
+    found = [costs_of(record) for record in records]
+    names = [field.name for field in dataclasses.fields(ExchangeCosts) if field.name not in ("origin", "is_measured")]
+    return ExchangeCosts(
+        **{name: statistics.median(getattr(one, name) for one in found) for name in names},
+        origin=f"{found[-1].origin}{f' ({file})' if file else ''}",
+    )
+
+
+def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, Any]:
+    """One row of a record. Raises KeyError where there is none."""
+    for row in record["rows"]:
+        if row["name"] == name and row["workers"] == workers:
+            return row
+    raise KeyError(f"row {name} of {workers}")
 
 
 def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
@@ -224,16 +314,16 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
     errors = []
     for record in records:
         others = [one for one in records if one is not record] or [record]
-        alone = row_of(record, ALONE, 1)
-        in_parts = record["batch"] > record["micro_batch"]
-        work = Work(alone["step_s"] / (1 + DATA_WAIT_SHARE), record["gradient_bytes"], in_parts=in_parts)
+        volume_s = row_of(record, ALONE, 1)["step_s"] / (1 + DATA_WAIT_SHARE)
+        one = Scaling(volume_s, record["gradient_bytes"], pooled(others))
+        one = dataclasses.replace(one, in_parts=record["batch"] > record["micro_batch"])
         for row in (row for row in record["rows"] if row["name"] == TOGETHER):
-            predicted = Scaling(work, pooled(others), Hosts(workers_per_host=row["workers"])).point(1)
+            predicted = dataclasses.replace(one, workers_per_host=row["workers"]).point(1)
             errors.append(predicted.step_s / row["step_s"] - 1)
     return errors
 
 
-# --- What the model is asked with: one worker's work and memory ---
+# --- One worker's work and memory ---
 
 
 def gradient_bytes(job: Job) -> int:
@@ -266,3 +356,15 @@ def price_of_one(price: Price, workers: int) -> Price:
         return of_one(price(every), workers)
 
     return of_worker if workers > 1 else price
+
+
+# --- Private helpers ---
+
+
+def _checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
+    """Of a record that is complete, what tells it from records of other work, and itself."""
+    costs_of(record)
+    if not all(row["step_s"] > 0 for row in record["rows"]):
+        raise ValueError("steps without seconds")
+    names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
+    return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True), record

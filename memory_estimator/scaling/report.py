@@ -11,19 +11,19 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Estimate
 from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.job import Job
-from memory_estimator.scaling.costs import ASSUMED, PUBLISHED, pooled, read_scaling
 from memory_estimator.scaling.model import (
-    Hosts,
+    ASSUMED,
+    PUBLISHED,
     Point,
     Scaling,
-    Training,
-    Work,
     case_bytes,
     gradient_bytes,
+    pooled,
     predicted_errors,
+    read_scaling,
 )
 from memory_estimator.schema import given, option
-from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import count_of, format_bytes, format_seconds, parse_duration, parse_rate
@@ -32,9 +32,13 @@ HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
 HOSTS_HELP = (
     f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
-    "its cores, --host-memory of one host, --picture draws time over hosts"
+    "its cores, --host-memory of one host"
 )
 POSITIVE = {"above": 0, "below": math.inf}
+
+WORK = ("volume_s", "gradient_bytes", "forward_s", "case_bytes", "in_parts")
+HOST = ("workers_per_host", "network_bytes_per_s", "latency_s", "storage_bytes_per_s", "shared_bytes_per_s")
+"""Of `Scaling`: one worker's work, and what the workers run on."""
 
 NOT_COUNTED = "start-up, checkpoints, restarts, other traffic; whether a larger batch learns as much an epoch"
 
@@ -64,6 +68,7 @@ class ScalingOptions:
     against: Optional[Tuple[float, float]] = option(
         None, help="published hours on one host and on several, to be compared with", metavar=("ONE", "MANY")
     )
+    picture: Optional[Path] = option(None, help="draw the time over the hosts as a PNG", metavar="FILE")
 
     @property
     def numbers(self) -> Tuple[int, ...]:
@@ -82,10 +87,8 @@ class ScaleRequest:
 
     job: Job
     options: ScalingOptions
-    fixed: Scaling
-    """Strong scaling."""
-    growing: Scaling
-    """Weak scaling."""
+    tables: Dict[str, Scaling]
+    """"fixed" is strong scaling, "growing" is weak scaling."""
     errors: Tuple[float, ...]
     """Of predicted steps of several workers on one host; () where nothing was measured."""
     is_in_sample: bool
@@ -94,16 +97,11 @@ class ScaleRequest:
     @property
     def basis(self) -> Iterator[Tuple[str, str]]:
         """What the figures rest on, by name, and how far predictions of measured steps were off."""
-        for part in (self.growing.work, self.growing.hosts, self.growing.costs):
-            for name, value in vars(part).items():
-                yield name.replace("_", " "), value if isinstance(value, str) else f"{value:.3g}"
+        growing = vars(self.tables["growing"])
+        for name, value in (*((name, growing[name]) for name in WORK + HOST), *vars(growing["costs"]).items()):
+            yield name.replace("_", " "), value if isinstance(value, str) else f"{value:.3g}"
         worst = f"{max(self.errors, key=abs):+.1%} of a step, workers on one host" if self.errors else "not measured"
         yield "worst error", f"{worst}; of its own record, which flatters" if self.is_in_sample else worst
-
-    @property
-    def tables(self) -> Tuple[Tuple[str, Scaling], ...]:
-        """By name."""
-        return ("fixed", self.fixed), ("growing", self.growing)
 
     def reached(self, scaling: Scaling) -> Dict[str, Optional[Point]]:
         """The fewest hosts that take no longer than the published hours on one host, on several, and that are as many
@@ -115,7 +113,10 @@ class ScaleRequest:
         if alone is None or alone.total_s is None:
             return dict.fromkeys(("one", "many", "speedup"))
         seconds = {"one": 3600 * one_h, "many": 3600 * many_h, "speedup": alone.total_s / (one_h / many_h)}
-        return {name: scaling.first_within(limit) for name, limit in seconds.items()}
+        return {
+            name: scaling.first(lambda point, limit=limit: point.total_s is not None and point.total_s <= limit)
+            for name, limit in seconds.items()
+        }
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -152,55 +153,46 @@ def request_from(options: ScalingOptions, asked: Estimate, constants: HostConsta
             raise ValueError("--cases must be given with --against, got none; add --cases N and --epochs E")
     path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
     records = read_scaling(path) if path else ()
-    costs = pooled(records, path.name) if records else ASSUMED
-    hosts = Hosts(
-        options.workers_per_host,
+    volume_s = (options.step_s or asked.step_s) / job.batch
+    growing = Scaling(
+        volume_s,
+        gradient_bytes(job),
+        pooled(records, path.name) if records else ASSUMED,
+        forward_s=volume_s * _forward_share(job, constants),
+        case_bytes=case_bytes(job),
+        in_parts=job.parts > 1,
+        workers_per_host=options.workers_per_host,
         network_bytes_per_s=parse_rate(options.link),
         latency_s=parse_duration(options.latency),
         storage_bytes_per_s=parse_rate(options.storage) if options.storage else math.inf,
         shared_bytes_per_s=parse_rate(options.shared_storage) if options.shared_storage else math.inf,
+        cases=job.cases,
+        epochs=options.epochs,
+        validation_cases=options.validation_cases,
+        batch_per_worker=job.batch,
     )
-    volume_s = (options.step_s or asked.step_s) / job.batch
-    work = Work(
-        volume_s,
-        gradient_bytes=gradient_bytes(job),
-        forward_s=volume_s * _forward_share(job, constants),
-        case_bytes=case_bytes(job),
-        in_parts=job.parts > 1,
-    )
-    training = Training(job.cases, options.epochs, options.validation_cases)
-    growing = Scaling(work, costs, hosts, training, batch_per_worker=job.batch)
-    return ScaleRequest(
-        job=job,
-        options=options,
-        fixed=dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers),
-        growing=growing,
-        errors=tuple(predicted_errors(records)),
-        is_in_sample=len(records) == 1,
-    )
+    fixed = dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers)
+    errors = tuple(predicted_errors(records))
+    return ScaleRequest(job, options, {"fixed": fixed, "growing": growing}, errors, len(records) == 1)
 
 
 def print_scaling(request: ScaleRequest) -> None:
     """The whole answer: two tables of times, published hours beside them, and what they rest on."""
-    console, growing = new_console(), request.growing
-    training = growing.training
+    console, options, (fixed, growing) = new_console(), request.options, request.tables.values()
     console.print(request.job.describe())
-    extent = (
-        f"{training.cases:,} cases, {count_of(training.epochs, 'epoch')}" if training.cases else "hours: add --cases"
-    )
-    workers = f"{count_of(growing.hosts.workers_per_host, 'worker')} a host"
-    console.print(f"{workers}, {format_bytes(growing.work.gradient_bytes)} of gradients; {extent}")
-    rate = request.options.learning_rate
-    fixed = f"The batch stays {request.fixed.batch}, learning rate {rate:g}: the same training"
+    extent = f"{growing.cases:,} cases, {count_of(growing.epochs, 'epoch')}" if growing.cases else "add --cases"
+    workers = f"{count_of(growing.workers_per_host, 'worker')} a host"
+    console.print(f"{workers}, {format_bytes(growing.gradient_bytes)} of gradients; {extent}")
+    same = f"The batch stays {fixed.batch}, learning rate {options.learning_rate:g}: the same training"
     grows = f"The batch grows, {growing.batch_per_worker} a worker: fewer, larger steps"
-    for title, scaling in ((fixed, request.fixed), (grows, growing)):
-        console.print(_times(title, scaling, request.options).rich())
-    if request.options.against:
-        one_h, many_h = request.options.against
+    for title, scaling in ((same, fixed), (grows, growing)):
+        console.print(_times(title, scaling, options).rich())
+    if options.against:
+        one_h, many_h = options.against
         ends = (f"{one_h:g} h", f"{many_h:g} h", f"{one_h / many_h:.3g} times as fast as one")
         columns = (
             [f"{point.hosts} ({point.efficiency:.0%})" if point else "-" for point in request.reached(scaling).values()]
-            for _, scaling in request.tables
+            for scaling in (fixed, growing)
         )
         rows = list(zip(ends, *columns))
         console.print(Table(("published", "batch stays", "batch grows"), rows, "Hosts that reach it").rich())
@@ -209,19 +201,24 @@ def print_scaling(request: ScaleRequest) -> None:
 
 def to_json(request: ScaleRequest) -> Dict[str, Any]:
     """The figures and what they rest on, as JSON content."""
-    growing, options = request.growing, request.options
+    growing, options = request.tables["growing"], request.options
+
+    def parts(names: Sequence[str]) -> Dict[str, Any]:
+        found = {name: getattr(growing, name) for name in names}
+        return {name: None if value == math.inf else value for name, value in found.items()}
+
     content: Dict[str, Any] = {
         "job": request.job.to_json(),
-        "gradient_bytes": growing.work.gradient_bytes,
-        "work": dataclasses.asdict(growing.work),
-        "training": dataclasses.asdict(growing.training),
+        "gradient_bytes": growing.gradient_bytes,
+        "work": parts(WORK),
+        "training": parts(("cases", "epochs", "validation_cases")),
         "costs": dataclasses.asdict(growing.costs),
         "learning_rate": options.learning_rate,
         "notes": [f"{what}: {much}" for what, much in request.basis],
         "errors": {"shares": list(request.errors), "in_sample": request.is_in_sample},
-        "hosts": {name: None if value == math.inf else value for name, value in vars(growing.hosts).items()},
+        "hosts": parts(HOST),
     }
-    for name, scaling in request.tables:
+    for name, scaling in request.tables.items():
         rows = [
             {**point.to_json(), "learning_rates": scaling.rates(options.learning_rate, point)}
             if point
@@ -233,9 +230,8 @@ def to_json(request: ScaleRequest) -> Dict[str, Any]:
         if options.against:
             reached = request.reached(scaling).items()
             content[name]["reached"] = {end: point and point.to_json() for end, point in reached}
-    if options.against:
-        one_h, many_h = options.against
-        content["claim"] = {"one_h": one_h, "many_h": many_h, "speedup": one_h / many_h}
+            one_h, many_h = options.against
+            content["claim"] = {"one_h": one_h, "many_h": many_h, "speedup": one_h / many_h}
     return content
 
 
@@ -246,19 +242,16 @@ def draw_scaling(request: ScaleRequest) -> bytes:
     some number of hosts has no point there.
     """
     figure = new_figure(9.6, 3.9)
-    every, lines = figure.subplots(1, 2, sharey=True), {}
-    for axes, scaling in zip(every, (request.fixed, request.growing)):
+    every = figure.subplots(1, 2, sharey=True)
+    for axes, scaling in zip(every, request.tables.values()):
         _panel(axes, scaling, request)
-        handles, names = axes.get_legend_handles_labels()
-        lines.update(zip(names, handles))
-    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=8, loc="lower center", ncols=3)
-    training = request.growing.training
-    every[0].set_ylabel("hours in all" if training.cases else "milliseconds a volume")
-    what = f", {training.cases:,} cases x {training.epochs}" if training.cases else ""
+        axes.legend(frameon=False, fontsize=8)
+    every[0].set_ylabel("hours in all" if request.job.cases else "milliseconds a volume")
+    cases = f", {request.job.cases:,} cases x {request.options.epochs}" if request.job.cases else ""
     title = f"{' x '.join(map(str, request.job.shape))}, {request.job.unet.filters} filters, {request.job.unet.dtype}"
-    title = f"Predicted time on several hosts: {title}{what}"
+    title = f"Predicted time on several hosts: {title}{cases}"
     figure.suptitle(title, fontsize=10.5, fontweight="bold", x=0.01, ha="left")
-    figure.tight_layout(pad=0.6, w_pad=1.6, rect=(0, 0.06, 1, 0.98))
+    figure.tight_layout(pad=0.6, w_pad=1.6, rect=(0, 0, 1, 0.98))
     return png(figure)
 
 
@@ -268,7 +261,7 @@ def draw_scaling(request: ScaleRequest) -> bytes:
 def _forward_share(job: Job, constants: HostConstants) -> float:
     """Of a training step, what predicts: all up to the first gradient, the loss among it."""
     program = training_step(job)
-    times = step_seconds(program, constants, job).op_s
+    times = op_seconds(program, constants, job)
     first = next(index for index, op in enumerate(program.ops) if "gradient" in op.kind)
     return sum(times[:first]) / sum(times)
 
@@ -286,16 +279,16 @@ def _points(scaling: Scaling, hosts: Sequence[int]) -> List[Tuple[int, Optional[
 
 def _times(title: str, scaling: Scaling, options: ScalingOptions) -> Table:
     """Narrow enough for 80 columns: what is the same in every line, or unknown in every one, is left out."""
-    training, reasons = scaling.training, []
+    reasons = []
     cells: Dict[str, Callable[[Point], str]] = {
         "s a step": lambda point: f"{point.step_s:.3g}",
         "exchange": lambda point: f"{point.network_share:.0%}",
         "cases/s": lambda point: f"{point.cases_per_s:.3g}",
         "efficiency": lambda point: f"{point.efficiency:.0%}",
     }
-    if training.cases and training.epochs > 1:
+    if scaling.cases and scaling.epochs > 1:
         cells["an epoch"] = lambda point: "-" if point.epoch_s is None else format_seconds(point.epoch_s)
-    if training.cases:
+    if scaling.cases:
         cells["in all"] = lambda point: "-" if point.total_s is None else _hours(point.total_s)
     if not scaling.batch:
         for rule in ("sqrt", "linear"):
@@ -323,7 +316,7 @@ def _panel(axes: Any, scaling: Scaling, request: ScaleRequest) -> None:
     axes.set_yscale("log")
 
     def value(point: Point) -> Optional[float]:
-        if not scaling.training.cases:
+        if not scaling.cases:
             return 1000 / point.cases_per_s
         return None if point.total_s is None else point.total_s / 3600
 

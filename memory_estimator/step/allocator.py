@@ -90,21 +90,6 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
     return True
 
 
-def counted_by_op(program: Program) -> Tuple[int, ...]:
-    """The most that the allocator counts while each operation of the third step runs: a step's memory over time."""
-    allocator, calls = Allocator(), requests(program, 3)
-    allocator.play(itertools.islice(calls, sum(1 for _ in requests(program, 2))))
-    by_op: Dict[str, List[Request]] = {}
-    for request in calls:
-        by_op.setdefault(request.op, []).append(request)
-    found: List[int] = []
-    for op in program.ops:
-        allocator.forget_peak()
-        allocator.play(by_op.get(op.name, ()))
-        found.append(allocator.peak_bytes)
-    return tuple(found)
-
-
 def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
     """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
 

@@ -13,7 +13,6 @@ from memory_estimator.step.scratch import (
     filter_gradient_bytes,
     filter_gradient_touched,
     hidden_filter_gradient_bytes,
-    hidden_up_convolution_bytes,
     is_narrow,
     mask_bytes,
     mask_touched,
@@ -191,7 +190,7 @@ def up_convolve(writer: Writer, op: LayerOp, output: Tensor) -> None:
         [*op.inputs, writer.kernel_read(op)],
         [output],
         scratch=scratch if writer.itex else [],
-        hidden_bytes=0 if writer.itex else hidden_up_convolution_bytes(input_bytes),
+        hidden_bytes=0 if writer.itex else input_bytes,  # of a copy a thread, each thread's own share
         flops=writer.job.micro * op.flops,
         layer=op,
     )

@@ -98,11 +98,6 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
     return _up(threads, groups) * min(groups, job.batch) * 2 * (source + target)
 
 
-def hidden_up_convolution_bytes(input_bytes: int) -> int:
-    """What stock TensorFlow's up-convolution touches of its scratch: of a copy a thread, each thread's own share."""
-    return input_bytes
-
-
 def depth_groups(job: FilterGradient, threads: int) -> int:
     """How many groups of threads share the depth, each with transposed maps and weights of its own.
 
@@ -118,12 +113,8 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
     target = job.batch * VECTOR * job.target[0] * job.target[1] * _even(job.target[2])
     weights = job.taps * in_block * VECTOR
     ratio = out_blocks / in_blocks
-    scale = (
-        0.5
-        * 2
-        * (job.in_channels / in_block * source + job.out_channels / VECTOR * target)
-        / (4 * job.out_channels * job.in_channels * job.taps)
-    )
+    maps = job.in_channels / in_block * source + job.out_channels / VECTOR * target
+    scale = maps / (4 * job.out_channels * job.in_channels * job.taps)
     source_weight = max(1 / ratio, 1.0) * (4 if scale < 1 else 1) / job.stride**3
 
     def cost(groups: int, over_out: int, over_in: int) -> float:

@@ -7,7 +7,6 @@ constant for every operation, for what TensorFlow does between them.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Dict, List, Mapping, Tuple
 
 from memory_estimator.calibration import HostConstants
@@ -34,21 +33,10 @@ BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 """Kinds without a vector kernel, which take their time for every voxel."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, and of its parts."""
+def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
+    """What each operation of a step of `job` takes, from the third step on, on `job.threads` threads, in their order.
 
-    op_s: Tuple[float, ...]
-    """What each operation of the program takes, in its order, its overhead included."""
-
-    @property
-    def step_s(self) -> float:
-        """All of them."""
-        return sum(self.op_s)
-
-
-def step_seconds(program: Program, constants: HostConstants, job: Job) -> StepTime:
-    """Time of a step of `job`, from the third on, on `job.threads` threads. Excludes waiting for data.
+    Its overhead is included, waiting for data is not.
 
     Raises ValueError where `constants` know nothing of the job's engine or dtype.
     """
@@ -65,7 +53,7 @@ def step_seconds(program: Program, constants: HostConstants, job: Job) -> StepTi
             passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
             seconds = max(seconds, op.traffic_bytes * passing)
         op_s.append(seconds + speeds["every_op"]["seconds"])
-    return StepTime(tuple(op_s))
+    return tuple(op_s)
 
 
 def group_of(op: StepOp) -> str:

@@ -13,7 +13,6 @@ from memory_estimator.step.allocator import (
     SMALL_BYTES,
     Allocator,
     NoRegionError,
-    counted_by_op,
     fits_regions,
     region_bytes,
     use,
@@ -156,20 +155,6 @@ def test_a_program_fits_the_regions_it_takes_without_a_limit_and_not_those_a_ten
 
 def tensor(name, mib):
     return Tensor(name, mib * MIB, "")
-
-
-def test_each_operation_shows_the_most_that_it_finds_live():
-    program = Program(
-        resident=(tensor("weights", 8),),
-        ops=(
-            StepOp("a", "conv", reads=("weights",), writes=(tensor("x", 16),), scratch=(tensor("t", 4),)),
-            StepOp("look", "pointwise", reads=("x",)),
-            StepOp("b", "conv", reads=("x",), writes=(tensor("y", 1),)),
-            StepOp("c", "conv", reads=("y",), writes=(tensor("z", 2),)),
-        ),
-    )
-    # b finds x and y beside the weights; x is given back after it.
-    assert counted_by_op(program) == (28 * MIB, 24 * MIB, 25 * MIB, 11 * MIB)
 
 
 SHAPE = (64, 64, 64)

@@ -13,7 +13,7 @@ from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accu
 from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import with_policy
 from memory_estimator.step.program import Moment, Tensor, Timeline
-from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
@@ -77,7 +77,7 @@ def test_a_step_is_its_micro_batches_and_one_update():
     assert four.step_s - three.step_s == pytest.approx(part_s)
     job = dataclasses.replace(SMALL, batch=2)
     program = training_step(job)
-    timed = zip(program.ops, step_seconds(program, CONSTANTS, job).op_s)
+    timed = zip(program.ops, op_seconds(program, CONSTANTS, job))
     update_s = sum(seconds for op, seconds in timed if op.name.endswith(("/square", "/update")))
     assert 0 < update_s < part_s
     assert two.step_s == pytest.approx(2 * part_s + update_s)

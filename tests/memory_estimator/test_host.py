@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memory_estimator.host import read_host
-from memory_estimator.proc import memory_high
+from memory_estimator.host import memory_high, read_host
 
 GIB = 2**30
 

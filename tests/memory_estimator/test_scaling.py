@@ -9,22 +9,17 @@ from pathlib import Path
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.scaling.costs import (
-    PIECE_BYTES,
-    ExchangeCosts,
-    costs_of,
-    largest_of,
-    pooled,
-    read_scaling,
-)
 from memory_estimator.scaling.model import (
     DATA_WAIT_SHARE,
     EXCHANGED_COPIES,
-    Hosts,
+    PIECE_BYTES,
+    ExchangeCosts,
     Scaling,
-    Training,
-    Work,
+    costs_of,
+    largest_of,
+    pooled,
     predicted_errors,
+    read_scaling,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "free")
 """Workers that lose nothing to each other."""
 
-ENDLESS = Hosts(network_bytes_per_s=math.inf, latency_s=0.0)
+ENDLESS = {"network_bytes_per_s": math.inf, "latency_s": 0.0}
 WAIT = 1 + DATA_WAIT_SHARE
 
 
@@ -68,9 +63,8 @@ def file_of(tmp_path):
 
 
 def test_workers_that_lose_nothing_are_as_many_times_as_fast():
-    work = Work(volume_s=2.0, gradient_bytes=100)
-    growing = Scaling(work, FREE, ENDLESS, batch_per_worker=3)
-    fixed = Scaling(work, FREE, ENDLESS, batch=24)
+    growing = Scaling(2.0, 100, FREE, **ENDLESS, batch_per_worker=3)
+    fixed = Scaling(2.0, 100, FREE, **ENDLESS, batch=24)
     for hosts in (1, 2, 8):
         point, same = growing.point(hosts), fixed.point(hosts)
         assert (point.batch, point.step_s) == (3 * hosts, pytest.approx(6 * WAIT))
@@ -84,8 +78,7 @@ def test_every_part_of_a_step_is_what_it_is_by_hand():
         endpoint_s_per_byte=1e-9, call_s=0.01, message_s=1e-3, packing_s_per_byte=2e-9, in_parts_s_per_byte=3e-9,
         spread=0.1, contention=0.05, origin="",
     )  # fmt: skip
-    hosts = Hosts(workers_per_host=2, network_bytes_per_s=1e9, latency_s=2e-3)
-    scaling = Scaling(Work(10.0, gradient_bytes=80_000_000), costs, hosts)
+    scaling = Scaling(10.0, 80_000_000, costs, workers_per_host=2, network_bytes_per_s=1e9, latency_s=2e-3)
     one, two = scaling.point(1), scaling.point(2)
     assert (one.workers, two.workers, two.batch) == (2, 4, 4)
     assert one.compute_s == two.compute_s == pytest.approx(10.5)  # contention, as two share each host
@@ -98,10 +91,10 @@ def test_every_part_of_a_step_is_what_it_is_by_hand():
     parts = two.compute_s + two.slowest_s + two.in_parts_s + two.packing_s + two.exchange_s + two.data_s
     assert two.step_s == pytest.approx(parts)
     assert two.efficiency == pytest.approx(10 * WAIT / parts)
-    alone = dataclasses.replace(scaling, hosts=dataclasses.replace(hosts, workers_per_host=1)).point(1)
+    alone = dataclasses.replace(scaling, workers_per_host=1).point(1)
     assert (alone.slowest_s, alone.in_parts_s, alone.packing_s, alone.exchange_s) == (0, 0, 0, 0)
     assert alone.efficiency == pytest.approx(1)
-    in_parts = dataclasses.replace(scaling, work=dataclasses.replace(scaling.work, in_parts=True)).point(2)
+    in_parts = dataclasses.replace(scaling, in_parts=True).point(2)
     assert in_parts.in_parts_s == 0  # its own step adds gradients up already
 
 
@@ -112,17 +105,15 @@ def test_the_pieces_of_a_sum_are_those_of_the_trainer():
 
 
 def test_data_count_where_they_take_longer_than_computing():
-    work = Work(volume_s=2.0, gradient_bytes=0, case_bytes=1000)
-    own = Scaling(work, FREE, dataclasses.replace(ENDLESS, workers_per_host=4, storage_bytes_per_s=1000.0))
+    own = Scaling(2.0, 0, FREE, case_bytes=1000, **ENDLESS, workers_per_host=4, storage_bytes_per_s=1000.0)
     assert own.point(1).step_s == pytest.approx(4)  # 4 volumes of 1 s each are read while 2 s are computed
     assert own.point(8).step_s == pytest.approx(4)
-    shared = Scaling(work, FREE, dataclasses.replace(ENDLESS, shared_bytes_per_s=1000.0))
+    shared = Scaling(2.0, 0, FREE, case_bytes=1000, **ENDLESS, shared_bytes_per_s=1000.0)
     assert [shared.point(hosts).step_s for hosts in (1, 2, 8)] == pytest.approx([2 * WAIT, 2 * WAIT, 8])
 
 
 def test_epochs_are_whole_batches_and_a_validation_dealt_to_all():
-    training = Training(cases=10, epochs=3, validation_cases=5)
-    scaling = Scaling(Work(2.0, 0, forward_s=0.5), FREE, ENDLESS, training)
+    scaling = Scaling(2.0, 0, FREE, forward_s=0.5, **ENDLESS, cases=10, epochs=3, validation_cases=5)
     assert scaling.point(1).epoch_s == pytest.approx(10 * 2 * WAIT + 5 * 0.5)
     assert scaling.point(4).epoch_s == pytest.approx(2 * 2 * WAIT + 2 * 0.5)  # two steps of four, two cases at most
     assert scaling.point(4).total_s == pytest.approx(3 * scaling.point(4).epoch_s)
@@ -132,10 +123,10 @@ def test_epochs_are_whole_batches_and_a_validation_dealt_to_all():
 def test_the_limit_is_where_the_exchange_crosses_its_share():
     # An exchange of 2 (n-1)/n s and 1000/n s of computing: a tenth where 2 (n-1) exceeds a ninth of 1000.
     costs = dataclasses.replace(FREE, endpoint_s_per_byte=1.0)
-    fixed = Scaling(Work(1.0, gradient_bytes=1), costs, ENDLESS, batch=1000)
+    fixed = Scaling(1.0, 1, costs, **ENDLESS, batch=1000)
     found = fixed.limits()
     assert found == {0.1: 57, 0.5: 502}
-    assert Scaling(Work(1.0, 1), FREE, ENDLESS).limits() == {0.1: None, 0.5: None}
+    assert Scaling(1.0, 1, FREE, **ENDLESS).limits() == {0.1: None, 0.5: None}
 
 
 def test_a_record_gives_its_constants():

@@ -8,7 +8,7 @@ import pytest
 from memory_estimator.calibration import HostConstants, shipped_constants
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp, Tensor
-from memory_estimator.step.timing import CONVOLUTIONS, group_of, step_seconds
+from memory_estimator.step.timing import CONVOLUTIONS, group_of, op_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 
@@ -51,7 +51,7 @@ def program(*ops):
 
 
 def seconds(*ops, job=JOB, constants=CONSTANTS):
-    return step_seconds(program(*ops), constants, job).step_s
+    return sum(op_seconds(program(*ops), constants, job))
 
 
 def test_a_convolution_takes_its_work_its_kernel_and_the_overhead():
@@ -86,7 +86,7 @@ def test_time_grows_as_the_voxels_do(policy):
     constants = shipped_constants(("avx512_bf16",))
     unet = UNetConfig(policy=policy)
     jobs = [Job(unet, shape, threads=2) for shape in ((96, 96, 96), (192, 192, 192), (960, 960, 960))]
-    small, large, huge = (step_seconds(training_step(job), constants, job).step_s for job in jobs)
+    small, large, huge = (sum(op_seconds(training_step(job), constants, job)) for job in jobs)
     assert 5 < large / small < 8.5
     assert huge / large == pytest.approx(125, rel=0.1)
     assert math.isfinite(huge)

@@ -118,15 +118,13 @@ def test_steps_further_apart_than_a_tenth_were_disturbed(tmp_path, longest, dist
     assert one.disturbed == disturbed
 
 
-def test_the_newest_of_several_measurements_counts_and_knows_the_earlier_ones(tmp_path):
+def test_the_newest_of_several_measurements_counts(tmp_path):
     path = tmp_path / "memory.jsonl"
     other_job, other_host = {**RECORD, "batch": 3}, {**RECORD, "host": {"cpu": "another", "isa": []}}
     lines = [steps(0.4, 0.6), other_job, steps(0.3, 0.7), other_host, steps(0.5, 0.51, process_peak_bytes=7)]
     path.write_text("".join(json.dumps(record) + "\n" for record in lines))
     first, second, third = read_measured(path)
     assert (first.process_peak_bytes, first.job.batch, first.disturbed) == (7, 2, False)
-    assert [round(one.step_spread, 3) for one in first.earlier] == [0.4, 0.8]
-    assert all(not one.earlier for one in (*first.earlier, second, third))
     assert (second.job.batch, third.host) == (3, "another")
 
 
