@@ -11,7 +11,7 @@ from cpu3d.host import doctor
 from cpu3d.host.describe import describe
 from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check, self_test
-from cpu3d.host.thread_plan import default_workers, thread_plan, thread_plans
+from cpu3d.host.thread_plan import THREADS, default_workers, thread_plan, thread_plans
 from cpu3d.host.topology import Node, from_json, read_topology, restricted, topology_of
 from memory_estimator.host import Host
 
@@ -89,6 +89,8 @@ def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys,
 
 
 def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, tried):
+    for name in THREADS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "333")
     monkeypatch.setattr(doctor, "memory_high", lambda *_: (2**20, 0))
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))

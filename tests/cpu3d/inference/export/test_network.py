@@ -83,6 +83,22 @@ def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(opt
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
+    contract, unet = contract_of(norm=norm)
+    factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
+    weights = [
+        array
+        * next((factor for part, factor in factors.items() if part in weight.name and "head" not in weight.name), 1)
+        for weight, array in zip(build_unet3d(unet, SIZE, 1).weights, random_weights(unet))
+    ]
+    network = exported_network(contract, weights)
+    image = raw_image()
+    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
+    assert expected.std() > 0.05
+    np.testing.assert_allclose(run(onnx_model(contract, layer_weights(network)), image=image), expected, atol=5e-6)
+
+
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
     contract, unet = contract_of(mode="patch")
     network = exported_network(contract, random_weights(unet))
