@@ -129,7 +129,7 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
 
 def test_who_does_not_end_is_made_to(job):
     jobs = [job(0, DEAF), job(1, FAILS.format(after_s=0.5, code=1))]
-    error = failure(jobs, Patience(poll_s=0.02, grace_s=0.2))
+    error = failure(jobs, Patience(poll_s=0.02, settle_s=0.3, grace_s=0.2))
     assert str(error).startswith("worker 1 on")
     assert "worker 0 SIGKILL" in str(error)
 
@@ -199,13 +199,13 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
         more = {**changes, "beat": time.time()} if "beat" in changes else {"beat": 1.0, **changes}
         beating(tmp_path, **more)()
 
-    patience = Patience(poll_s=0.02, silent_s=0.3)
+    patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
     supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
 
 
 def test_below_a_launcher_the_one_that_hangs_is_found_and_all_are_ended(job, tmp_path):
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {REPORTS + WORKS!r}])"
-    error = failure([job(0, launcher)], Patience(poll_s=0.02, silent_s=0.3), show=beating(tmp_path, beat=1.0))
+    error = failure([job(0, launcher)], Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3), show=beating(tmp_path, beat=1.0))
     assert "got hangs, silent for" in str(error)
 
 
