@@ -421,3 +421,12 @@ def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
 
 GOLDEN_PATCHES = 311911526
 GOLDEN_VOLUMES = 946245552
+
+
+@pytest.mark.parametrize("what", [{}, {"extent": "full"}, {"patch_shape": (8, 8, 8)}, {"patch_shape": (16, 16, 16)}])
+def test_a_rotation_is_one_in_the_millimetres_of_its_case(tiny_store, what):
+    dataset = patch_dataset if "patch_shape" in what else volume_dataset
+    assert tiny_store.cases("train")[0].spacing_mm == (1, 1, 2)
+    for raw in dataset(tiny_store, augment=AugmentConfig(rotation_deg=20), finished=False, **what):
+        (_, across_x, across_y, _), (_, along_y, along_z, _) = raw["planes"][0].numpy()
+        np.testing.assert_allclose((across_x / across_y, along_y / along_z), (-1, -4), rtol=1e-6)

@@ -205,7 +205,8 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
 
 def test_below_a_launcher_the_one_that_hangs_is_found_and_all_are_ended(job, tmp_path):
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {REPORTS + WORKS!r}])"
-    error = failure([job(0, launcher)], Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3), show=beating(tmp_path, beat=1.0))
+    patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
+    error = failure([job(0, launcher)], patience, show=beating(tmp_path, beat=1.0))
     assert "got hangs, silent for" in str(error)
 
 
