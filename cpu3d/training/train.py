@@ -12,6 +12,7 @@ one of them.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,7 @@ def train(
                     config = fit.config
                     if cluster.is_chief:
                         save_config(config, run_folder)  # a restart keeps these steps
+                        save_plan(dataclasses.replace(plan, config=config), run_folder)
                     guard.plan(steps=fit.steps)
                     _say(_cut_line(config, whole, step_s))
                 fit.log_start(host, engine, in_force(threads), plan.predicted)

@@ -48,17 +48,12 @@ def map_file(handle: int, size_bytes: int, *, populate: bool = False) -> np.ndar
 def resident(content: np.ndarray) -> np.ndarray:
     """For each page of a map (or of a part that begins on a page) whether it is in memory: reading it needs no disk.
 
-    Only if `tells`: else all are said to be. Raises OSError.
+    The kernel tells only the file's owner and root (Linux 5.2 on); to others all pages are there. Raises OSError.
     """
     pages = np.empty(-(-content.nbytes // mmap.PAGESIZE), np.uint8)
     if _libc().mincore(content.ctypes.data, content.nbytes, pages.ctypes.data):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return (pages & 1).astype(bool)
-
-
-def tells(handle: int) -> bool:
-    """Whether the kernel tells this user which pages of an open file are there: to its owner it does (Linux 5.2 on)."""
-    return os.geteuid() in (0, os.fstat(handle).st_uid)
 
 
 def bring_in(handle: int, start: int, length: int) -> None:

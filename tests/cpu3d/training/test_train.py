@@ -215,6 +215,14 @@ def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path):
     assert load_config(tmp_path).epochs == state["step"] // 4 + 1
 
 
+@pytest.mark.usefixtures("without_network")
+def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_store, tmp_path):
+    settings = {**SMALL, "epochs": 50, "budget_minutes": 1e-6}
+    config = train(phantom_store.folder, tmp_path, settings=settings)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["steps"] == plan["config"]["steps"] == config.steps == 4
+
+
 # --- Memory ---
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.files import pages
-from cpu3d.data.files.pages import LINGER, LookAhead, map_file, resident, tells
+from cpu3d.data.files.pages import LINGER, LookAhead, map_file, resident
 
 COUNT = 16
 
@@ -22,8 +22,6 @@ def files(tmp_path):
             file.write(os.urandom(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-            if not tells(file.fileno()):
-                pytest.skip("this kernel does not tell which pages are in memory")
             pages.give_back(file.fileno())
     if any(map(share_in_memory, paths)):
         pytest.skip("the pages of this file system cannot be dropped")
