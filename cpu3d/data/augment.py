@@ -50,51 +50,44 @@ DRAWN = {
     "flips": ("bool", (3,)),
     "planes": ("float32", (2, 4)),
 }
-"""Name -> dtype and shape of what comes with a raw sample, `AugmentParams.arrays`, and is applied by `Finish`."""
+"""Name -> dtype and shape of what `draw` gives and `Finish` applies."""
 
 
-@dataclass(frozen=True)
-class AugmentParams:
-    """What was drawn for one sample."""
+def draw(
+    config: AugmentConfig,
+    *,
+    seed: int,
+    position: int,
+    scale: np.ndarray,
+    shift: np.ndarray,
+    spacing_mm: Sequence[float],
+) -> Dict[str, np.ndarray]:
+    """The arrays of `DRAWN` for the sample at `position`: the same numbers on every machine.
 
-    flips: Tuple[bool, bool, bool]
-    gain: Tuple[float, ...]
-    offset: Tuple[float, ...]
-    plane_xy: Tuple[float, ...]
-    """Inverse map of the turn about Z and the zoom of X and Y: (m00, m01, m10, m11), output offset -> input offset, in
-    mm."""
-    plane_yz: Tuple[float, ...]
-    """The same for the turn about X and the zoom of Z."""
-
-    def arrays(self, scale: np.ndarray, shift: np.ndarray, spacing_mm: Sequence[float]) -> Dict[str, np.ndarray]:
-        """The arrays of `DRAWN` for a case that `scale` and `shift` normalise, with this spacing along X, Y, Z."""
-        return {
-            "scale": np.float32(scale * self.gain),
-            "shift": np.float32(shift * self.gain + self.offset),
-            "flips": np.array(self.flips),
-            "planes": self.planes(spacing_mm),
-        }
-
-    def planes(self, spacing_mm: Sequence[float]) -> np.ndarray:
-        """Float32 (2, 4): plane_xy and plane_yz from voxels to voxels, of a grid with this spacing along X, Y, Z."""
-        size_x, size_y, size_z = spacing_mm
-        return np.float32([_in_voxels(self.plane_xy, size_y / size_x), _in_voxels(self.plane_yz, size_z / size_y)])
-
-
-def sample_params(config: AugmentConfig, *, seed: int, position: int, channels: int) -> AugmentParams:
-    """Draw the parameters of the sample at `position`: the same numbers on every machine."""
+    scale, shift (C,): what normalises the case's channels, into which the drawn intensity is folded. flips (3,): mirror
+    X, Y, Z. planes (2, 4): inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`,
+    of the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
+    """
     units = random_units(seed, position, 0x61756721)
 
-    def draw(limit: float) -> float:
+    def within(limit: float) -> float:
         return (2 * next(units) - 1) * limit
 
     # Every number is drawn whether it is used or not, so that one option does not shift the others' streams.
-    flips = tuple(next(units) < 0.5 and config.flip for _ in range(3))
-    about_z, about_x = (math.radians(draw(config.rotation_deg)) for _ in range(2))
-    zoom_xy, zoom_z = (1 + draw(config.scaling) for _ in range(2))
-    gain = tuple(1 + draw(config.gain) for _ in range(channels))
-    offset = tuple(draw(config.offset) for _ in range(channels))
-    return AugmentParams(flips, gain, offset, _inverse(about_z, zoom_xy, zoom_xy), _inverse(about_x, 1.0, zoom_z))
+    flips = [next(units) < 0.5 and config.flip for _ in range(3)]
+    about_z, about_x = (math.radians(within(config.rotation_deg)) for _ in range(2))
+    zoom_xy, zoom_z = (1 + within(config.scaling) for _ in range(2))
+    gain = [1 + within(config.gain) for _ in scale]
+    offset = [within(config.offset) for _ in scale]
+    size_x, size_y, size_z = spacing_mm
+    plane_xy = _inverse_map(about_z, (zoom_xy, zoom_xy), size_y / size_x)
+    plane_yz = _inverse_map(about_x, (1.0, zoom_z), size_z / size_y)
+    return {
+        "scale": np.float32(scale * gain),
+        "shift": np.float32(shift * gain + offset),
+        "flips": np.array(flips),
+        "planes": np.float32([plane_xy, plane_yz]),
+    }
 
 
 def flip(volume, flips):
@@ -116,8 +109,8 @@ def flip(volume, flips):
 def resample(volume, plane_xy, plane_yz, *, linear: bool):
     """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
 
-    `plane_xy` and `plane_yz` are float tensors (4,), the rows of AugmentParams.planes; with (B, 4) the tensor is a
-    batch (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is
+    `plane_xy` and `plane_yz` are float tensors (4,), the rows of `planes`; with (B, 4) the tensor is a batch
+    (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is
     zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
     """
     import tensorflow as tf
@@ -132,20 +125,14 @@ def resample(volume, plane_xy, plane_yz, *, linear: bool):
 # --- Private helpers ---
 
 
-def _inverse(angle_rad: float, zoom_first: float, zoom_second: float) -> Tuple[float, float, float, float]:
-    """Rows of the 2x2 matrix from output to input: undo the zoom after the turn."""
-    cos, sin = math.cos(angle_rad), math.sin(angle_rad)
-    return (cos / zoom_first, sin / zoom_first, -sin / zoom_second, cos / zoom_second)
+def _inverse_map(angle_rad: float, zoom: Tuple[float, float], ratio: float) -> Tuple[float, ...]:
+    """Rows of the 2x2 matrix from output to input that undoes a zoom after a turn, both in mm, as one of voxels.
 
-
-def _in_voxels(plane: Tuple[float, ...], ratio: float) -> Tuple[float, float, float, float]:
-    """A map of offsets in mm as one of voxels, whose size along the second axis is `ratio` times that of the first.
-
-    The ratio is taken to six digits: a header's affine gives 0.9999999 for 1, and 1 changes no bit.
+    Their size along the second axis is `ratio` times that along the first. It is taken to six digits: a header's affine
+    gives 0.9999999 for 1, and 1 changes no bit.
     """
-    m00, m01, m10, m11 = plane
-    ratio = float(f"{ratio:.6g}")
-    return (m00, m01 * ratio, m10 / ratio, m11)
+    cos, sin, ratio = math.cos(angle_rad), math.sin(angle_rad), float(f"{ratio:.6g}")
+    return (cos / zoom[0], sin / zoom[0] * ratio, -sin / zoom[1] / ratio, cos / zoom[1])
 
 
 def _transform_plane(images, planes, linear: bool):

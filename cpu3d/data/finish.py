@@ -25,9 +25,7 @@ import tensorflow as tf
 
 from cpu3d.data.augment import flip, resample
 from cpu3d.errors import InputError
-
-DTYPES = ("float32", "bfloat16")
-"""Of an image."""
+from models.config import DTYPES
 
 SLAB_VALUES = 1 << 19
 """Values that are computed at a time on the way: 2 MiB of float32. A whole volume at once took twice as long."""
@@ -47,16 +45,16 @@ class Finish:
     def __post_init__(self):
         if not self.codes or not all(codes and 0 not in codes for codes in self.codes):
             raise ValueError(f"codes must be labels of each region, 0 (background) not among them, got {self.codes}")
-        check_dtype(self.dtype)
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}; pick one")
 
     def __call__(self, raw: Dict[str, tf.Tensor]) -> Tuple[tf.Tensor, tf.Tensor]:
         """One sample, or a batch, all at once: image (..., X, Y, Z, C) in `dtype`, target (..., X, Y, Z, R) uint8."""
-        image = _normalise(raw["bits"], raw["is_half"], raw["scale"], raw["shift"])
-        label = raw["label"]
+        image, label = _normalise(raw["bits"], raw["is_half"], raw["scale"], raw["shift"]), raw["label"]
         if self.resamples:
-            plane_xy, plane_yz = tf.unstack(raw["planes"], axis=-2)
-            image = resample(image, plane_xy, plane_yz, linear=True)
-            label = resample(label[..., None], plane_xy, plane_yz, linear=False)[..., 0]
+            planes = tf.unstack(raw["planes"], axis=-2)
+            image = resample(image, *planes, linear=True)
+            label = resample(label[..., None], *planes, linear=False)[..., 0]
         image = flip(tf.cast(image, self.dtype), raw["flips"])
         label = flip(tf.cast(label, tf.float32), raw["flips"])  # not every operation on uint8 has a GPU's kernel
         inside = [tf.reduce_any([tf.equal(label, code) for code in codes], 0) for codes in self.codes]
@@ -90,8 +88,7 @@ class Finish:
         def add(index, parts):
             first = index * planes
             count = tf.minimum(planes, size[0] - first)
-            # A mirrored X axis is taken from its end.
-            first = tf.where(flips[0], size[0] - first - count, first)
+            first = tf.where(flips[0], size[0] - first - count, first)  # a mirrored X axis is taken from its end
             start = tf.concat([box["start"][:1] + first, box["start"][1:]], 0)
             bits = _take(box["bits"], start, tf.concat([[count], size[1:]], 0), box["channels"])
             image = tf.cast(_normalise(bits, box["is_half"], scale, shift), self.dtype)
@@ -99,10 +96,8 @@ class Finish:
 
         count = tf.cast(slabs, tf.int32)
         parts = tf.TensorArray(self.dtype, count + 2, infer_shape=False, element_shape=(None, None, None, channels))
-        parts = parts.write(0, zeros(before))
-        _, parts = tf.while_loop(
-            lambda index, _: index < slabs, add, (tf.constant(0, tf.int64), parts), parallel_iterations=1
-        )
+        begin = (tf.constant(0, tf.int64), parts.write(0, zeros(before)))
+        _, parts = tf.while_loop(lambda index, _: index < slabs, add, begin, parallel_iterations=1)
         return parts.write(count + 1, zeros(after)).concat()
 
     def _target_by_rows(self, box: Dict[str, Any]) -> tf.Tensor:
@@ -111,27 +106,22 @@ class Finish:
         shape = tf.shape(label, tf.int64)
         rows = tf.reshape(label, (shape[0] * shape[1], shape[2]))
         labelled = tf.where(tf.reduce_max(rows, 1) > 0)
-        table = _table(self.codes)
-        found = tf.gather(table, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
+        regions_of = np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
+        found = tf.gather(regions_of, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
         depth = shape[2] * len(self.codes)
         target = tf.scatter_nd(labelled, tf.reshape(found, (-1, depth)), tf.stack([shape[0] * shape[1], depth]))
         return tf.reshape(target, tf.concat([shape, [len(self.codes)]], 0))
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise InputError unless an image can be of this dtype."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; pick one")
-
-
 def padded(box: Dict[str, Any]) -> Dict[str, tf.Tensor]:
     """The raw sample of a box: cut out of its case's arrays, and surrounded by zeros."""
-    raw = {name: part for name, part in box.items() if name not in ("start", "size", "padding", "channels")}
     bits = _take(box["bits"], box["start"], box["size"], box["channels"])
-    raw["bits"] = tf.pad(bits, tf.concat([box["padding"], [[0, 0]]], 0))
-    raw["label"] = tf.pad(_take(box["label"], box["start"], box["size"]), box["padding"])
-    raw["scale"], raw["shift"] = (tf.gather(box[name], box["channels"]) for name in ("scale", "shift"))
-    return raw
+    return {
+        "bits": tf.pad(bits, tf.concat([box["padding"], [[0, 0]]], 0)),
+        "label": tf.pad(_take(box["label"], box["start"], box["size"]), box["padding"]),
+        **{name: tf.gather(box[name], box["channels"]) for name in ("scale", "shift")},
+        **{name: box[name] for name in ("is_half", "flips", "planes")},
+    }
 
 
 # --- Private helpers ---
@@ -153,20 +143,6 @@ def _normalise(bits, is_half, scale, shift):
 
     Rows of Z * C values are scaled at once: broadcasting four values over the last axis is several times slower.
     """
-    value = _values(bits, is_half)
-    shape = tf.shape(value)
-    depth = shape[-2:-1]
-    if is_half.shape.rank:
-        rows = tf.reshape(value, tf.stack([shape[0], shape[1] * shape[2], shape[3] * shape[4]]))
-        scale, shift = (tf.tile(part[:, None], tf.concat([[1, 1], depth], 0)) for part in (scale, shift))
-    else:
-        rows = tf.reshape(value, tf.stack([shape[0] * shape[1], shape[2] * shape[3]]))
-        scale, shift = tf.tile(scale, depth), tf.tile(shift, depth)
-    return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, rows * scale + shift), tf.shape(bits))
-
-
-def _values(bits, is_half):
-    """The stored numbers as float32."""
 
     def half():
         return tf.cast(tf.bitcast(bits, tf.float16), tf.float32)
@@ -175,13 +151,14 @@ def _values(bits, is_half):
         return tf.cast(bits, tf.float32)
 
     if is_half.shape.rank:
-        return tf.where(is_half[:, None, None, None, None], half(), whole())
-    return tf.cond(is_half, half, whole)
-
-
-def _table(codes):
-    """(256, R) uint8: row = label code, column = region."""
-    table = np.zeros((256, len(codes)), np.uint8)
-    for column, members in enumerate(codes):
-        table[list(members), column] = 1
-    return table
+        value = tf.where(is_half[:, None, None, None, None], half(), whole())
+    else:
+        value = tf.cond(is_half, half, whole)
+    shape = tf.shape(bits)
+    batch, x, y, z, channels = shape[:-4], *tf.split(shape[-4:], 4)
+    rows = tf.reshape(value, tf.concat([batch, x * y, z * channels], 0))
+    along_rows = tf.concat([batch, z, channels], 0), tf.concat([batch, [1], z * channels], 0)
+    scale, shift = (
+        tf.reshape(tf.broadcast_to(one[..., None, :], along_rows[0]), along_rows[1]) for one in (scale, shift)
+    )
+    return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, rows * scale + shift), shape)

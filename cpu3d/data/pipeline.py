@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections import OrderedDict
 from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Tuple
 
 import numpy as np
@@ -25,20 +24,32 @@ FAILURES = 64
 KEY_VALUES = 256
 """Length of the tensor that holds a function: what has 128 values or fewer, TensorFlow copies into its graphs."""
 
-Shapes = Mapping[str, Tuple[str, Tuple]]
+_functions: Dict[int, Callable] = {}
+"""By the number that is in their tensor. It begins anywhere, so that a pipeline of another process finds none here."""
+
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
+_failures: Dict[str, BaseException] = {}
 
 
-def python_op(function: Callable[[np.ndarray], Tuple], outputs: Shapes) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
+def python_op(
+    function: Callable[[np.ndarray], Tuple], outputs: Mapping[str, Tuple[str, Tuple]]
+) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
     """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
 
     Its InputError and OSError come out of `own_errors` as they were. Stateless for TensorFlow, because a stateful op
     would make a deterministic pipeline serial.
     """
-    key = _key_of(function)
-    kinds = [dtype for dtype, _ in outputs.values()]
+    number = next(_numbers)
+    array = aligned_empty((KEY_VALUES,), np.int64)  # unaligned it would be copied, and held by nobody
+    array[:] = number
+    _functions[number] = function
+    # When the last graph, dataset or iterator lets go of the tensor, the function goes.
+    weakref.finalize(array, _functions.pop, number, None).atexit = False
+    with tf.init_scope():  # a value of its own, also where a dataset is made while a graph is traced
+        key = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
     def op(number: tf.Tensor) -> Dict[str, tf.Tensor]:
-        arrays = tf.numpy_function(_call, [key, number], kinds, stateful=False)
+        arrays = tf.numpy_function(_call, [key, number], [dtype for dtype, _ in outputs.values()], stateful=False)
         return {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, outputs.items())}
 
     return op
@@ -72,37 +83,18 @@ class Batches:
 
 # --- Private helpers ---
 
-_functions: Dict[int, Callable] = {}
-"""By the number that is in their tensor. It begins anywhere, so that a pipeline of another process finds none here."""
-
-_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
-_failures: "OrderedDict[str, BaseException]" = OrderedDict()
-
-
-def _key_of(function: Callable) -> tf.Tensor:
-    """A tensor that holds `function`: when the last graph, dataset or iterator lets go of it, `function` goes."""
-    number = next(_numbers)
-    array = aligned_empty((KEY_VALUES,), np.dtype(np.int64))  # unaligned it would be copied, and held by nobody
-    array[:] = number
-    _functions[number] = function
-    weakref.finalize(array, _functions.pop, number, None).atexit = False
-    with tf.init_scope():  # a value of its own, also where a dataset is made while a graph is traced
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-
 
 @tf.autograph.experimental.do_not_convert
-def _call(key: np.ndarray, *arguments: Any) -> Any:
+def _call(key: np.ndarray, number: np.ndarray) -> Any:
     try:
         function = _functions.get(int(key[0]))
         if function is None:
-            raise InputError(
-                "dataset of a store must be used in the process that made it, got one whose files are closed;"
-                " keep a reference to the dataset, or make it again"
-            )
-        return function(*arguments)
+            rule = "dataset of a store must be used in the process that made it, got one whose files are closed"
+            raise InputError(f"{rule}; keep a reference to the dataset, or make it again")
+        return function(number)
     except (InputError, OSError) as error:
         mark = f"loader failure {next(_numbers)}:"
         _failures[mark] = error
-        while len(_failures) > FAILURES:
-            _failures.popitem(last=False)
+        for old in list(_failures)[:-FAILURES]:
+            _failures.pop(old, None)
         raise RuntimeError(f"{mark} {error}") from None

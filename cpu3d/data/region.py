@@ -2,7 +2,7 @@
 
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Tuple
+from typing import TYPE_CHECKING, Optional, Tuple
 
 import numpy as np
 
@@ -44,11 +44,16 @@ class Region:
 
     def padding(self, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
         """Zeros to add before and after `slices(shape)` along each axis to fill this box."""
-        inside = self.slices(shape)
         return tuple(
             (part.start - a, b - part.stop) if part.stop > part.start else (0, b - a)
-            for part, a, b in zip(inside, self.start, self.stop)
+            for part, a, b in zip(self.slices(shape), self.start, self.stop)
         )
+
+    def overlap(self, other: "Region") -> Optional["Region"]:
+        """What this box and another have in common; None where they do not meet."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop)))
+        return Region(start, size) if min(size) > 0 else None
 
 
 def round_up(shape: Shape3, multiple: int) -> Shape3:
@@ -61,13 +66,11 @@ def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
 
     Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on both sides.
     """
-    start = []
-    for a, n, want, limit in zip(inner.start, inner.size, size, shape):
-        if want >= limit:
-            start.append(-((want - limit) // 2))
-        else:
-            start.append(min(max(a - (want - n) // 2, 0), limit - want))
-    return Region(tuple(start), tuple(size))
+    start = tuple(
+        -((want - limit) // 2) if want >= limit else min(max(a - (want - n) // 2, 0), limit - want)
+        for a, n, want, limit in zip(inner.start, inner.size, size, shape)
+    )
+    return Region(start, tuple(size))
 
 
 def whole(shape: Shape3, multiple: int = 1) -> Region:
@@ -77,23 +80,19 @@ def whole(shape: Shape3, multiple: int = 1) -> Region:
 
 def bounding_box(mask: np.ndarray) -> Region:
     """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole volume."""
-    start, size = [], []
-    for axis in range(3):
-        hit = np.flatnonzero(mask.any(axis=tuple(a for a in range(3) if a != axis)))
-        if hit.size == 0:
-            return Region((0, 0, 0), tuple(mask.shape))
-        start.append(int(hit[0]))
-        size.append(int(hit[-1] - hit[0] + 1))
-    return Region(tuple(start), tuple(size))
+    hits = [np.flatnonzero(mask.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
+    if not hits[0].size:
+        return whole(mask.shape)
+    return Region(tuple(int(hit[0]) for hit in hits), tuple(int(hit[-1] - hit[0] + 1) for hit in hits))
 
 
 def crop(volume: np.ndarray, region: Region) -> np.ndarray:
     """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view where nothing is padded."""
     padding = region.padding(volume.shape[:3])
     part = volume[region.slices(volume.shape[:3])]
-    if not any(n for pair in padding for n in pair):
+    if not any(map(any, padding)):
         return part
-    return np.pad(part, list(padding) + [(0, 0)] * (volume.ndim - 3))
+    return np.pad(part, [*padding, *[(0, 0)] * (volume.ndim - 3)])
 
 
 def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
@@ -111,12 +110,11 @@ def grid_size(store: "Store", *, extent: str, multiple: int) -> Shape3:
     """
     problems = []
     if extent not in EXTENTS:
-        problems.append(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; pick one")
+        problems.append(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; give another")
     if not isinstance(multiple, numbers.Integral) or multiple < 1:
         problems.append(f"multiple must be an integer of at least 1, got {multiple!r}; give another")
     refuse(problems)
-    manifest = store.manifest
-    return round_up(manifest.largest_box if extent == "brain" else manifest.largest_shape, multiple)
+    return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
 
 
 def case_region(record: "CaseRecord", size: Shape3, extent: str) -> Region:

@@ -148,19 +148,15 @@ def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecor
     With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
     case without the regions gives a random patch. Raises ValueError for a negative position or no records.
     """
-    per_case = sampling.per_case
-    visit, place = divmod(position, per_case)
+    visit, place = divmod(position, sampling.per_case)
     drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
-    record, how = records[drawn.index], sampling.sampling
-    if how == "grid":
-        around = case_region(record, sampling.grid, sampling.extent)
-        region = patch_grid(around, sampling.shape, sampling.overlap)[place]
-    elif how == "centre":
-        region = case_region(record, tuple(sampling.shape), sampling.extent)
-    elif how == "foreground" and wants_foreground(position, sampling.foreground):
-        region = _foreground_region(position, sampling, record)
+    record, shape = records[drawn.index], tuple(sampling.shape)
+    if sampling.sampling == "grid":
+        region = patch_grid(case_region(record, sampling.grid, sampling.extent), shape, sampling.overlap)[place]
+    elif sampling.sampling == "centre":
+        region = case_region(record, shape, sampling.extent)
     else:
-        region = _random_region(position, sampling, record)
+        region = Region(_drawn_start(position, sampling, record), shape)
     return PatchSample(position, drawn.epoch, drawn.index, region)
 
 
@@ -235,15 +231,12 @@ class Share:
 
     def indices(self, start: int, stop: int) -> range:
         """This worker's samples at the positions `start` up to `stop`."""
-        return range(self._before(start), self._before(stop))
+        steps = [divmod(position, self.workers * self.part) for position in (start, stop)]
+        return range(*(step * self.part + min(max(n - self.rank * self.part, 0), self.part) for step, n in steps))
 
     def positions(self, start: int, stop: int) -> Tuple[int, ...]:
         """The positions from `start` up to `stop` that are this worker's; without steps, rank, rank + workers, ..."""
         return tuple(map(self.position, self.indices(start, stop)))
-
-    def whole_steps(self, count: int) -> int:
-        """Of the first `count` positions, those that make up whole steps; without steps all of them."""
-        return count - count % self.batch if self.batch else count
 
     def problems(self, *, start: int, stop: Optional[int], batch: int) -> List[str]:
         """What is wrong with a stream over these positions in batches of `batch`: it must be made of whole steps."""
@@ -259,13 +252,6 @@ class Share:
             found.append(f"batch must divide a worker's {self.part} samples of a step, got {batch}; give another")
         return found
 
-    # --- Private helpers ---
-
-    def _before(self, position: int) -> int:
-        """This worker's samples before a position."""
-        step, place = divmod(position, self.workers * self.part)
-        return step * self.part + min(max(place - self.rank * self.part, 0), self.part)
-
 
 ALL = Share()
 """Of a single worker: all samples, in any number."""
@@ -277,40 +263,33 @@ _PLACE, _CENTRE = 0x706C616365, 0x63656E747265
 """Keys of the random streams, so that one draw does not shift another's."""
 
 
-def _random_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
-    units = random_units(sampling.seed, position, _PLACE)
-    start = [low + int(next(units) * (high - low + 1)) for low, high in _room(sampling, record)]
-    return Region(tuple(start), tuple(sampling.shape))
+def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
+    """Anywhere in the extent, or around a voxel of a region that occurs.
 
-
-def _foreground_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
-    """Around a voxel of a region that occurs: the region is drawn first, then its code, so that small ones come up."""
-    units = random_units(sampling.seed, position, _CENTRE)
-    present = [[code for code in codes if record.centres.get(code)] for codes in sampling.codes]
-    present = [codes for codes in present if codes]
-    if not present:
-        return _random_region(position, sampling, record)
-    code = _pick(next(units), _pick(next(units), present))
-    centre = _pick(next(units), record.centres[code])
-    start = []
-    for voxel, size, (low, high) in zip(centre, sampling.shape, _room(sampling, record)):
-        before = size // 4 + int(next(units) * max(size // 2, 1))
-        start.append(min(max(voxel - before, low), high))
-    return Region(tuple(start), tuple(sampling.shape))
-
-
-def _pick(unit: float, choices: Sequence):
-    return choices[int(unit * len(choices))]
-
-
-def _room(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
-    """First and last place for a patch to start along each axis: within the extent, or one place around it."""
+    The region is drawn first, then its code, so that small ones come up.
+    """
     inside = record.box if sampling.extent == "brain" else whole(record.shape)
-    around = centred(inside, sampling.shape, record.shape)
-    return tuple(
+    # First and last place along each axis: within the extent, or one place around it.
+    room = [
         (start, start) if want >= n else (a, a + n - want)
-        for start, want, a, n in zip(around.start, sampling.shape, inside.start, inside.size)
-    )
+        for start, want, a, n in zip(
+            centred(inside, sampling.shape, record.shape).start, sampling.shape, inside.start, inside.size
+        )
+    ]
+    present = []
+    if sampling.sampling == "foreground" and wants_foreground(position, sampling.foreground):
+        present = [[code for code in codes if record.centres.get(code)] for codes in sampling.codes]
+        present = [codes for codes in present if codes]
+    if not present:
+        units = random_units(sampling.seed, position, _PLACE)
+        return tuple(low + int(next(units) * (high - low + 1)) for low, high in room)
+    units = random_units(sampling.seed, position, _CENTRE)
+    of_code, of_region, of_centre = (next(units) for _ in range(3))
+    codes = present[int(of_region * len(present))]
+    centres = record.centres[codes[int(of_code * len(codes))]]
+    centre = centres[int(of_centre * len(centres))]
+    before = [size // 4 + int(next(units) * max(size // 2, 1)) for size in sampling.shape]
+    return tuple(min(max(voxel - n, low), high) for voxel, n, (low, high) in zip(centre, before, room))
 
 
 def _mix(word: int) -> int:

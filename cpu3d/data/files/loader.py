@@ -3,19 +3,17 @@
 The half of the data path that needs files. The other half, `finish`, needs none and may run elsewhere.
 """
 
-import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, FrozenSet, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.augment import DRAWN, AugmentConfig, sample_params
+from cpu3d.data.augment import DRAWN, AugmentConfig, draw
 from cpu3d.data.files.pages import LookAhead
 from cpu3d.data.files.reader import Reader, ReadPlan, Slices, choose_read_mode, file_system, parts_of
-from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, crop
 from cpu3d.data.sampling import ALL, Share
 from cpu3d.data.store import Store, distinct
@@ -34,6 +32,9 @@ BOX = {
 
 SMALL = 8
 """A box below this part of its array is copied out of the file rather than left in a map."""
+
+IN_FLIGHT = 3
+"""Samples besides those being prepared whose maps TensorFlow may still hold: it lets go when it asks for the next."""
 
 
 @dataclass(frozen=True)
@@ -55,38 +56,33 @@ def open_reading(
     *,
     free_bytes: int,
     read_mode: Optional[str] = None,
-    page_budget_bytes: Optional[int] = None,
     patches: bool = False,
     share: Share = ALL,
 ) -> Reading:
     """Look at every array of these splits once, at no voxel, and choose how to read them.
 
-    `free_bytes` is the memory that a run may use here; `read_mode` is one of READ_MODES; `page_budget_bytes` says how
-    many pages to leave in memory, None leaves it to the plan; `patches` says that parts will be read, not volumes. The
-    workers of a run look at a `share` of the arrays each. Raises InputError for an unknown or empty split, for cases
-    without labels, for all arrays that are damaged, and for "ram" when they do not fit.
+    `free_bytes` is the memory that a run may use here, of which pages get half at most; `read_mode` is one of
+    READ_MODES; `patches` says that parts will be read, not volumes. The workers of a run look at a `share` of the
+    arrays each. Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are
+    damaged, and for "ram" when they do not fit.
     """
-    sizes: Dict[str, List[Tuple[str, int]]] = {split: [] for split in splits}
+    sizes: Dict[str, Dict[str, int]] = {split: {} for split in splits}
 
     def counted(split: str):
         for record in distinct(labelled(store, split)):
-            sizes[split].append((record.stem, record.image_bytes + record.label_bytes))
+            sizes[split][record.stem] = record.image_bytes + record.label_bytes
             yield record
 
     for split in splits:
         store.check(itertools.islice(counted(split), share.rank, None, share.workers))
-    split_bytes = {split: sum(size for _, size in found) for split, found in sizes.items()}
+    split_bytes = {split: sum(found.values()) for split, found in sizes.items()}
     total = sum(split_bytes.values())
-    plan = choose_read_mode(
-        read_mode, file_system=file_system(store.folder), needed_bytes=total, free_bytes=free_bytes, patches=patches
-    )
-    if page_budget_bytes is not None:
-        plan = dataclasses.replace(plan, page_budget_bytes=page_budget_bytes)
+    facts = {"file_system": file_system(store.folder), "needed_bytes": total, "free_bytes": free_bytes}
+    plan = choose_read_mode(read_mode, **facts, patches=patches)
     kept = set()
     for split, found in sizes.items():
-        ends = itertools.accumulate(size for _, size in found)
         budget = plan.page_budget_bytes * split_bytes[split] // total
-        kept |= {stem for (stem, _), end in zip(found, ends) if end <= budget}
+        kept |= {stem for stem, end in zip(found, itertools.accumulate(found.values())) if end <= budget}
     return Reading(Reader(store.folder, plan.mode), plan, split_bytes, frozenset(kept))
 
 
@@ -105,7 +101,8 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
 class Loader:
     """sample -> the arrays of `BOX`, in that order. Any number of threads may call it, in any order.
 
-    Samples are those of `share`, by their index; whose share is everything has sample n at position n.
+    Samples are those of `share`, by their index; whose share is everything has sample n at position n. `place_at` says
+    which part of which case comes at a position; `samples` are those of a pass.
     """
 
     def __init__(
@@ -119,70 +116,59 @@ class Loader:
         threads: int = 1,
         share: Share = ALL,
     ):
-        """`place_at` says which part of which case comes at a position; `samples` are those of a pass."""
         self._reader, self._place_at, self._share = reading.reader, place_at, share
         self._augment, self._seed = augment, seed
         reader, kept = reading.reader, reading.kept  # functions of no `self`: the look-ahead must not keep this alive
 
         def bring_in(sample: int) -> None:
             record, region = place_at(share.position(sample))
-            inside = occupied(record, region)
-            reader.advise(record, (slice(0, 0),) * 3 if inside is None else _slices(record, inside))
+            inside = region.overlap(record.box)
+            if inside:
+                reader.advise(record, _slices(record, inside))
 
-        def files_at(sample: int) -> Sequence[Path]:
+        def release(sample: int, in_use: range) -> None:
             record, _ = place_at(share.position(sample))
-            return () if record.stem in kept else [array_path(reader.folder, record, p) for p in parts_of(record)]
+            if record.stem not in kept | {place_at(share.position(other))[0].stem for other in in_use}:
+                reader.give_back(record)
 
-        # TensorFlow lets go of an array when it asks for the next.
-        self._ahead = LookAhead(bring_in, files_at, start=samples.start, stop=samples.stop, in_flight=threads + 1)
+        self._ahead = LookAhead(bring_in, release, samples=samples, in_flight=threads + IN_FLIGHT)
 
     def __call__(self, sample: int) -> Tuple[np.ndarray, ...]:
         self._ahead.at(int(sample))
         position = self._share.position(int(sample))
         record, region = self._place_at(position)
-        params = sample_params(self._augment, seed=self._seed, position=position, channels=record.channels)
-        box = {**self._arrays(record, region), **params.arrays(*normalisation(record), record.spacing_mm)}
+        scale, shift = normalisation(record)
+        case = {"scale": scale, "shift": shift, "spacing_mm": record.spacing_mm}
+        box = {**self._arrays(record, region), **draw(self._augment, seed=self._seed, position=position, **case)}
         return tuple(box[name] for name in BOX)
 
     def _arrays(self, record: CaseRecord, region: Region) -> Dict[str, np.ndarray]:
         """The stored arrays and what to take of them: mapped as they are where that is no copy, else the box alone."""
-        inside = occupied(record, region)
-        half = np.bool_(record.image_dtype == "float16")
+        inside = region.overlap(record.box)
+        at = (0, 0, 0)
         if inside is None:
             # Nothing but background: one voxel of it, and zeros around.
             bits, label = np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8)
-            inside, at = Region(region.start, (1, 1, 1)), (0, 0, 0)
-        elif self._maps(record, inside):
+            inside = Region(region.start, (1, 1, 1))
+        elif (
+            record.format == "npy"
+            and self._reader.mode != "pread"
+            and SMALL * math.prod(inside.size) >= math.prod(record.stored.size)
+        ):
             bits, label = (self._reader.array(record, part) for part in parts_of(record))
             at = tuple(a - b for a, b in zip(inside.start, record.stored.start))
         else:
             slices = _slices(record, inside)
             bits, label = (self._reader.box(record, part, slices) for part in parts_of(record))
-            at = (0, 0, 0)
         around = [(a - b, d - c) for a, b, c, d in zip(inside.start, region.start, inside.stop, region.stop)]
-        # float16 goes as its bits: a dataset has one dtype, and a view costs nothing.
         return {
-            "bits": bits.view(np.int16),
-            "is_half": half,
+            "bits": bits.view(np.int16),  # float16 goes as its bits: a dataset has one dtype, and a view costs nothing
+            "is_half": np.bool_(record.image_dtype == "float16"),
             "label": label,
             "start": np.int64(at),
             "size": np.int64(inside.size),
             "padding": np.int64(around),
         }
-
-    def _maps(self, record: CaseRecord, inside: Region) -> bool:
-        """Whether to take the mapped arrays: no copy, but a new map costs its page faults, more than a small copy."""
-        if record.format != "npy" or self._reader.mode == "pread":
-            return False
-        return self._reader.mode == "ram" or SMALL * math.prod(inside.size) >= math.prod(record.stored.size)
-
-
-def occupied(record: CaseRecord, region: Region) -> Optional[Region]:
-    """The part of `region` that lies in the case's brain: all that has to be read. None where they do not meet."""
-    start = tuple(max(a, b) for a, b in zip(region.start, record.box.start))
-    stop = tuple(min(a, b) for a, b in zip(region.stop, record.box.stop))
-    size = tuple(b - a for a, b in zip(start, stop))
-    return Region(start, size) if min(size) > 0 else None
 
 
 def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data import finish as finish_module
-from cpu3d.data.augment import AugmentConfig, sample_params
+from cpu3d.data.augment import AugmentConfig, draw
 from cpu3d.data.finish import Finish, padded
 
 CODES = ((1, 2, 3), (2, 3), (3,))
@@ -13,7 +13,7 @@ GRID = (13, 10, 9)
 """Voxels of every sample here."""
 
 
-def box(seed=0, *, half=False, inside=(9, 7, 6), start=(1, 0, 2), padding=((1, 3), (2, 1), (0, 3)), augment=None):
+def box(seed=0, *, half=False, inside=(9, 7, 6), start=(1, 0, 2), padding=((1, 3), (2, 1), (0, 3))):
     """A box of arrays that are larger than it, as a loader gives it, for a sample of `GRID`."""
     rng = np.random.default_rng(seed)
     whole = tuple(a + n + 1 for a, n in zip(start, inside))
@@ -22,15 +22,12 @@ def box(seed=0, *, half=False, inside=(9, 7, 6), start=(1, 0, 2), padding=((1, 3
     if half:
         bits = (bits / np.float32(300)).astype(np.float16).view(np.int16)
     label = np.where(rng.random(whole) < 0.1, rng.integers(0, 4, whole), 0).astype(np.uint8)
-    params = sample_params(augment or AugmentConfig(rotation_deg=15), seed=seed, position=7, channels=4)
+    case = {"scale": np.array([0.01, 0.02, 0.003, 0.4]), "shift": np.array([-1, 0.5, 0.25, 2]), "spacing_mm": (1, 1, 2)}
     return {
         "bits": tf.constant(bits),
         "is_half": tf.constant(half),
         "label": tf.constant(label),
-        "scale": tf.constant(np.float32([0.01, 0.02, 0.003, 0.4]) * np.float32(params.gain)),
-        "shift": tf.constant(np.float32([-1, 0.5, 0.25, 2])),
-        "flips": tf.constant(params.flips),
-        "planes": tf.constant(params.planes((1, 1, 2))),
+        **{k: tf.constant(v) for k, v in draw(AugmentConfig(rotation_deg=15), seed=seed, position=7, **case).items()},
         "start": tf.constant(start, tf.int64),
         "size": tf.constant(inside, tf.int64),
         "padding": tf.constant(padding, tf.int64),

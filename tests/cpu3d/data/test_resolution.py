@@ -66,14 +66,3 @@ def test_a_mask_keeps_what_half_a_network_voxel_or_more_holds():
     expected = np.zeros((1, 2, 2, 2, 2), np.uint8)
     expected[0, 0, 0, 0, 0] = expected[0, 1, 1, 1, 1] = 1
     np.testing.assert_array_equal(target, expected)
-
-
-def test_full_resolution_is_the_identity_to_the_bit():
-    resizing = Resizing((4, 4, 4), 1.0)
-    image = tf.constant(np.random.default_rng(2).normal(size=(1, 4, 4, 4, 2)).astype(np.float32))
-    mask = tf.cast(image > 0, tf.uint8)
-    assert resizing.field == (4, 4, 4)
-    for there, back in zip((image, mask, image), (*resizing.shrink_pair(image, mask), resizing.grow(image))):
-        np.testing.assert_array_equal(there, back)
-    np.testing.assert_array_equal(shrinking(5, 5, 1), np.eye(5))
-    np.testing.assert_array_equal(growing(5, 5, 1), np.eye(5))
