@@ -10,7 +10,7 @@ from typing import List, Optional
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
-from memory_estimator.schema import OptionError
+from memory_estimator.schema import OptionError, add_options, arguments
 
 COMMANDS = {
     "demo": "cpu3d.demo",
@@ -59,8 +59,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        return importlib.import_module(COMMANDS[args.command]).run(args)
+        return _run(sys.argv[1:] if argv is None else argv)
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -84,22 +83,24 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-def parse(argv: List[str]) -> argparse.Namespace:
-    """Read a command line; only the module of the subcommand that is asked for is imported."""
-    asked = argv[0] if argv else None
+# --- Private helpers ---
+
+
+def _run(argv: List[str]) -> int:
+    """Read a command line and run its subcommand, whose module is the only one imported."""
     parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
     for command, help_line in OVERVIEW.items():
-        module = importlib.import_module(COMMANDS[command]) if command == asked else None
-        sub = subparsers.add_parser(
-            command,
-            help=help_line,
-            description=module.__doc__ if module else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if module:
-            module.add_arguments(sub)
-    return parser.parse_args(argv)
+        sub = subparsers.add_parser(command, help=help_line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if argv[:1] == [command]:
+            module = importlib.import_module(COMMANDS[command])
+            sub.description = module.__doc__
+            # The actions of `store` and the kinds of `bench` are commands themselves.
+            getattr(module, "add_arguments", add_options)(sub, *getattr(module, "OPTIONS", ()))
+    args = parser.parse_args(argv)
+    if hasattr(module, "OPTIONS"):
+        return module.run(*arguments(module.OPTIONS, args, InputError))
+    return module.run(args)
 
 
 if __name__ == "__main__":
