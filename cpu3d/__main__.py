@@ -6,7 +6,8 @@ import faulthandler
 import importlib
 import os
 import sys
-from typing import List, Optional
+from types import ModuleType
+from typing import List, Optional, Tuple
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
@@ -59,7 +60,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        module, args = parse(sys.argv[1:] if argv is None else argv)
+        options = getattr(module, "OPTIONS", None)
+        return module.run(args) if options is None else module.run(*arguments(options, args, InputError))
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -83,11 +86,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-# --- Private helpers ---
-
-
-def _run(argv: List[str]) -> int:
-    """Read a command line and run its subcommand, whose module is the only one imported."""
+def parse(argv: List[str]) -> Tuple[ModuleType, argparse.Namespace]:
+    """Read a command line: the module of its subcommand, the only one imported, and the options."""
     parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
     for command, help_line in OVERVIEW.items():
@@ -98,9 +98,7 @@ def _run(argv: List[str]) -> int:
             # The actions of `store` and the kinds of `bench` are commands themselves.
             getattr(module, "add_arguments", add_options)(sub, *getattr(module, "OPTIONS", ()))
     args = parser.parse_args(argv)
-    if hasattr(module, "OPTIONS"):
-        return module.run(*arguments(module.OPTIONS, args, InputError))
-    return module.run(args)
+    return module, args
 
 
 if __name__ == "__main__":
