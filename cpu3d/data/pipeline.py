@@ -1,16 +1,15 @@
 """NumPy code as an op of a tf.data pipeline, and its errors as they were.
 
-TensorFlow keeps a Python function that a pipeline calls either until the process ends, and with it the files and
-threads of every dataset of a run, or as long as the Python object of the dataset, which a `tf.function`, `flat_map` or
-a variant outlives. Here the function is held by a tensor that the pipeline captures, so by TensorFlow's own counting:
-it lives as long as any pipeline that calls it, and not a second longer.
+TensorFlow keeps a Python function that a pipeline calls either until the process ends, and with it its files and
+threads, or as long as the Python object of the dataset, which a `tf.function`, `flat_map` or a variant outlives. Here
+a tensor that the pipeline captures holds the function: it lives as long as any pipeline that calls it.
 """
 
-import contextlib
+import collections
 import itertools
 import os
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Mapping, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +27,7 @@ _functions: Dict[int, Callable] = {}
 """By the number that is in their tensor. It begins anywhere, so that a pipeline of another process finds none here."""
 
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
-_failures: Dict[str, BaseException] = {}
+_failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=FAILURES)
 
 
 def python_op(
@@ -36,7 +35,7 @@ def python_op(
 ) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
     """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
 
-    Its InputError and OSError come out of `own_errors` as they were. Stateless for TensorFlow, because a stateful op
+    Its InputError and OSError come out of `Batches` as they were. Stateless for TensorFlow, because a stateful op
     would make a deterministic pipeline serial.
     """
     number = next(_numbers)
@@ -55,20 +54,8 @@ def python_op(
     return op
 
 
-@contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Take elements of a dataset in here: InputError and OSError of its loader are raised as they were."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        own = next((failure for mark, failure in list(_failures.items()) if mark in str(error.message)), None)
-        if own is None:
-            raise
-        raise own.with_traceback(None) from None
-
-
 class Batches:
-    """An iterator over a dataset that raises its loader's errors as they were. It keeps no batch."""
+    """An iterator over a dataset that raises its loader's InputError and OSError as they were. It keeps no batch."""
 
     def __init__(self, dataset: Iterable[Any]):
         self._elements = iter(dataset)
@@ -77,11 +64,13 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        with own_errors():
+        try:
             return next(self._elements)
-
-
-# --- Private helpers ---
+        except tf.errors.OpError as error:
+            own = next((failure for mark, failure in list(_failures) if mark in str(error.message)), None)
+            if own is None:
+                raise
+            raise own.with_traceback(None) from None
 
 
 @tf.autograph.experimental.do_not_convert
@@ -94,7 +83,5 @@ def _call(key: np.ndarray, number: np.ndarray) -> Any:
         return function(number)
     except (InputError, OSError) as error:
         mark = f"loader failure {next(_numbers)}:"
-        _failures[mark] = error
-        for old in list(_failures)[:-FAILURES]:
-            _failures.pop(old, None)
+        _failures.append((mark, error))
         raise RuntimeError(f"{mark} {error}") from None

@@ -1,8 +1,9 @@
 """Boxes in a volume: cropping, padding and the way back, and how much of a case the network sees of it."""
 
+import math
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import numpy as np
 
@@ -16,6 +17,16 @@ Shape3 = Tuple[int, int, int]
 
 EXTENTS = ("brain", "full")
 """How much of a case the network sees: its brain's box or its whole grid. Lossless either way, never downsampled."""
+
+
+def require(*rules: Tuple[str, str, Any, bool]) -> None:
+    """Raise one InputError with a line for every (name, rule, value, whether it holds) that does not hold."""
+    refuse(f"{name} must be {rule}, got {value!r}; give another" for name, rule, value, holds in rules if not holds)
+
+
+def is_integer(value: Any, at_least: float = -math.inf) -> bool:
+    """Whether a value, which may be NumPy's, is a whole number and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
 
 
 @dataclass(frozen=True)
@@ -38,16 +49,13 @@ class Region:
 
     def slices(self, shape: Shape3) -> Tuple[slice, slice, slice]:
         """The part of this box that lies inside a volume of `shape`."""
-        return tuple(
-            slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in zip(self.start, self.stop, shape)
-        )
+        ends = zip(self.start, self.stop, shape)
+        return tuple(slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in ends)
 
     def padding(self, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
         """Zeros to add before and after `slices(shape)` along each axis to fill this box."""
-        return tuple(
-            (part.start - a, b - part.stop) if part.stop > part.start else (0, b - a)
-            for part, a, b in zip(self.slices(shape), self.start, self.stop)
-        )
+        ends = zip(self.slices(shape), self.start, self.stop)
+        return tuple((p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends)
 
     def overlap(self, other: "Region") -> Optional["Region"]:
         """What this box and another have in common; None where they do not meet."""
@@ -108,12 +116,10 @@ def grid_size(store: "Store", *, extent: str, multiple: int) -> Shape3:
 
     Raises InputError for an unknown extent and for a multiple below 1.
     """
-    problems = []
-    if extent not in EXTENTS:
-        problems.append(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; give another")
-    if not isinstance(multiple, numbers.Integral) or multiple < 1:
-        problems.append(f"multiple must be an integer of at least 1, got {multiple!r}; give another")
-    refuse(problems)
+    require(
+        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
+        ("multiple", "an integer of at least 1", multiple, is_integer(multiple, 1)),
+    )
     return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
 
 

@@ -2,7 +2,7 @@
 
 Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2, so n of them cover n / resolution
 store voxels, and nothing drifts along a volume. Seeing averages, so that nothing folds over; answers are interpolated
-linearly. TensorFlow is imported where tensors come in.
+linearly.
 """
 
 import math
@@ -17,18 +17,12 @@ TIE = 1e-4
 
 
 def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
-    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor.
-
-    `resolution` is above 0 and at most 1.
-    """
+    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor."""
     return round_up(tuple(max(_ceil(n * resolution), 1) for n in grid), divisor)
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z that `seen` network voxels cover; those covered in part are among them.
-
-    Never below `at_least`, which is a guard: what `network_grid` gave for an extent covers that extent.
-    """
+    """Store voxels X, Y, Z, `at_least` so many, that `seen` network voxels cover; those covered in part among them."""
     return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 
@@ -36,8 +30,7 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     """(seen, field) float32: the weights with which one axis of store voxels becomes network voxels; rows sum to 1.
 
     A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
-    store voxels. At 1/2 that averages pairs, at 1/3 weighs three by 1/4, 1/2, 1/4, and towards 1 it becomes the
-    identity, where it is not defined. Constants and ramps stay what they are; plain area weights shift a ramp at 3/4.
+    store voxels: at 1/2 of pairs, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps; area weights shift one at 3/4.
     """
     length = 1 / resolution - 1
     centre = (np.arange(seen)[:, None] + 0.5) / resolution - 0.5
@@ -67,24 +60,19 @@ class Resizing:
         self._up = [growing(n, m, resolution) for n, m in zip(self.field, self.seen)]
 
     def shrink(self, image):
-        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype.
-
-        Computed in float32, as weights in bfloat16 would not sum to 1.
-        """
-        import tensorflow as tf
-
-        return tf.cast(_along_all(image, self._down, (1, 2, 3)), image.dtype)
+        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype, computed in float32."""
+        return _along(image, self._down, (1, 2, 3), image.dtype)
 
     def shrink_pair(self, image, target) -> Tuple:
         """`shrink`, and with it a target (N, X, Y, Z, R) uint8 of masks: 1 where half a voxel's mean or more is."""
         import tensorflow as tf
 
-        means = _along_all(target, self._down, (1, 2, 3))
+        means = _along(target, self._down, (1, 2, 3), tf.float32)
         return self.shrink(image), tf.cast(means >= 0.5 - TIE, target.dtype)
 
     def grow(self, logits):
         """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field."""
-        return _along_all(logits, self._up, (3, 2, 1))  # the axis that is one flat product while there is least of it
+        return _along(logits, self._up, (3, 2, 1), "float32")  # the axis that is one flat product while there is least
 
 
 def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
@@ -93,22 +81,18 @@ def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Option
     return Resizing(tuple(map(max, seen, at_least or seen)), resolution, grid)
 
 
-# --- Private helpers ---
-
-
 def _ceil(length: float) -> int:
     """Up to the next whole number, but not for a rounding error: 0.7 * 10 is 7."""
     return math.ceil(length - 1e-9)
 
 
 def _hat_integral(at: np.ndarray) -> np.ndarray:
-    """Integral of max(1 - |x|, 0) from -infinity to `at`."""
     at = np.clip(at, -1, 1)
-    return 0.5 + at - 0.5 * at * np.abs(at)
+    return 0.5 + at - 0.5 * at * np.abs(at)  # of max(1 - |x|, 0) from -infinity to `at`
 
 
-def _along_all(volume, matrices, axes: Tuple[int, ...]):
-    """Float32 (N, X, Y, Z, C) with the matrix (to, from) of X, of Y and of Z applied, in the order of `axes`."""
+def _along(volume, matrices, axes: Tuple[int, ...], dtype):
+    """(N, X, Y, Z, C) with the matrix (to, from) of X, of Y and of Z applied in float32, in the order of `axes`."""
     import tensorflow as tf
 
     volume = tf.cast(volume, tf.float32)
@@ -120,4 +104,4 @@ def _along_all(volume, matrices, axes: Tuple[int, ...]):
         else:
             volume = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :])))))
         volume = tf.reshape(volume, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))
-    return volume
+    return tf.cast(volume, dtype)

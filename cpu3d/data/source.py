@@ -8,36 +8,33 @@
     for image, target in patch_dataset(store, (96, 96, 96), sampling="foreground", batch=2):
         ...
 
-Voxels go from the page cache into TensorFlow without a copy on the way: a .npy map is C-ordered, native and aligned to
-64 bytes, so the tensor *is* the map. What is not touched (outside the patch, outside the brain's box) is not read.
+Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file. What is not
+touched (outside the patch, outside the brain's box) is not read.
 
 What is drawn for a sample, its case, place and augmentation, is a pure function of the seed and the sample's position
 in the endless stream of epochs: `start=k` gives exactly what an uninterrupted run gives from sample k on, whatever the
 threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
-import dataclasses
-import numbers
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
 from cpu3d.data.finish import Finish, padded
-from cpu3d.data.pipeline import Batches, own_errors, python_op
-from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, Shape3, case_region, grid_size
-from cpu3d.data.sampling import ALL, PatchSample, PatchSampling, Share, patch_at, sample_at
+from cpu3d.data.pipeline import Batches, python_op
+from cpu3d.data.region import Shape3, case_region, grid_size, is_integer, require
+from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, check_names, open_store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError
 from cpu3d.util.records import by
 from memory_estimator.host import read_host
 
 __all__ = [
-    "Batches", "Finish", "PatchSample", "PatchSampling", "Stream", "case_region", "finish_of", "grid_size", "normalise",
-    "open_reading", "open_store", "own_errors", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
+    "Batches", "Finish", "PatchSampling", "Stream", "case_region", "finish_of", "grid_size", "normalise",
+    "open_reading", "open_store", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
 ]  # fmt: skip
 
 
@@ -54,8 +51,7 @@ class Stream:
     batch: int = 1
     """Samples of a batch; a last incomplete one is dropped. It divides the worker's samples of a step."""
     share: Share = ALL
-    """Of several workers, whose samples: each is what it is without sharing. `start` and `stop` stay positions in the
-    stream of all workers, where a step begins. A share without steps gives its part of any positions."""
+    """Of several workers, whose samples. `start` and `stop` stay positions in the stream of all."""
     channels: Optional[Sequence[str]] = None
     regions: Optional[Sequence[str]] = None
     """Names of those wanted, in this order; None for all of the store's."""
@@ -69,16 +65,22 @@ class Stream:
     finished: bool = True
     """False for raw batches, for `finish_of` to be applied where the model runs."""
 
-    def check(self) -> None:
-        """Raise InputError with all that is out of range."""
-        found = []
-        for name, low in {"start": 0, "stop": 0, "seed": None, "batch": 1, "threads": 1}.items():
-            value = getattr(self, name)
-            integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if (not integer or (low is not None and value < low)) and (name, value) != ("stop", None):
-                rule = "an integer" if low is None else f"an integer of at least {low}"
-                found.append(f"{name} must be {rule}, got {value!r}; give another")
-        refuse(found or self.share.problems(start=self.start, stop=self.stop, batch=self.batch))
+    def __post_init__(self):
+        stop, step, part = 0 if self.stop is None else self.stop, self.share.batch or 1, self.share.part
+        least = (("start", 0, self.start), ("stop", 0, stop), ("batch", 1, self.batch), ("threads", 1, self.threads))
+        require(
+            *((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least),
+            ("seed", "an integer", self.seed, is_integer(self.seed)),
+        )
+        whole, divisor = (
+            f"a multiple of the {step} samples of a step",
+            f"a divisor of a worker's {part} samples of a step",
+        )
+        require(
+            ("start", whole, self.start, self.start % step == 0),
+            ("stop", whole, stop, stop % step == 0),
+            ("batch", divisor, self.batch, not self.share.batch or part % self.batch == 0),
+        )
 
 
 def volume_dataset(
@@ -97,10 +99,12 @@ def volume_dataset(
 
     `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no voxel; "full"
     keeps the whole grid. Both are padded with zeros to a multiple of `multiple`; `grid` asks for a size (X, Y, Z) of
-    your own, which must hold that much. Raises InputError for all arguments out of range and unknown names at once, for
-    an empty split, cases without labels, and files that are damaged.
+    your own, which must hold that much. Raises InputError for arguments out of range and unknown names, for an empty
+    split, cases without labels, and files that are damaged.
     """
-    return _dataset(store, Stream(**stream), lambda: _volume_size(store, grid, extent, multiple), shuffle, extent)
+    asked, size = Stream(**stream), _volume_size(store, grid, extent, multiple)
+    # What lies around the middle of the extent, and is as large as the largest of them, is a whole volume.
+    return _dataset(store, asked, PatchSampling(size, "centre", extent=extent, seed=asked.seed, shuffle=shuffle))
 
 
 def patch_dataset(
@@ -124,8 +128,8 @@ def patch_dataset(
     """
     asked = Stream(**stream)
     how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": asked.seed}
-    how.update(extent=extent, multiple=multiple, regions=asked.regions)
-    return _dataset(store, asked, lambda: patch_sampling(store, patch_shape, **how), shuffle, extent)
+    drawn = patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=asked.regions, **how)
+    return _dataset(store, asked, drawn, patches=True)
 
 
 def patch_sampling(
@@ -139,14 +143,10 @@ def patch_sampling(
 ) -> PatchSampling:
     """How `patch_dataset` draws patches from this store, given the same arguments; `drawn` are PatchSampling's own.
 
-    Raises InputError for values out of range and unknown names, all at once.
+    Raises InputError for values out of range and unknown names.
     """
-    finish, grid, sampling = _all(
-        lambda: finish_of(store, regions=regions),
-        lambda: grid_size(store, extent=extent, multiple=multiple),
-        lambda: PatchSampling(tuple(patch_shape), extent=extent, **drawn),
-    )
-    return dataclasses.replace(sampling, codes=finish.codes, grid=grid)
+    codes, grid = finish_of(store, regions=regions).codes, grid_size(store, extent=extent, multiple=multiple)
+    return PatchSampling(tuple(patch_shape), extent=extent, codes=codes, grid=grid, **drawn)
 
 
 def finish_of(
@@ -162,45 +162,16 @@ def finish_of(
     return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
 
 
-# --- Private helpers ---
-
-
-def _dataset(
-    store: Store,
-    asked: Stream,
-    what: Callable[[], Union[Shape3, PatchSampling]],
-    shuffle: bool,
-    extent: str,
-) -> tf.data.Dataset:
-    """The samples at `start` to `stop`: volumes of the size, or the patches, that `what` gives."""
-    records, drawn, picked, finish, _ = _all(
-        lambda: labelled(store, asked.split),
-        what,
-        lambda: _pick("channels", asked.channels, store.manifest.channels),
-        lambda: finish_of(store, regions=asked.regions, augment=asked.augment, dtype=asked.dtype),
-        asked.check,
-    )
-    cases, share, patches = len(records), asked.share, isinstance(drawn, PatchSampling)
-    size, epoch = (drawn.shape, cases * drawn.per_case) if patches else (drawn, cases)
-
-    def place_at(position: int) -> Tuple[CaseRecord, Region]:
-        if patches:
-            sample = patch_at(position, drawn, records)
-            return records[sample.index], sample.region
-        record = records[sample_at(position, cases=cases, seed=asked.seed, shuffle=shuffle).index]
-        return record, case_region(record, size, extent)
-
+def _dataset(store: Store, asked: Stream, sampling: PatchSampling, patches: bool = False) -> tf.data.Dataset:
+    """The samples at `start` to `stop`."""
+    records = labelled(store, asked.split)
+    picked = _pick("channels", asked.channels, store.manifest.channels)
+    finish = finish_of(store, regions=asked.regions, augment=asked.augment, dtype=asked.dtype)
+    share, size, epoch = asked.share, sampling.shape, len(records) * sampling.per_case
     stop = epoch - epoch % (share.batch or 1) if asked.stop is None else asked.stop
     own = share.indices(asked.start, max(stop, asked.start))
-    load = Loader(
-        _reading(store, asked, patches),
-        place_at,
-        augment=asked.augment,
-        seed=asked.seed,
-        samples=own,
-        threads=asked.threads,
-        share=share,
-    )
+    how = {"augment": asked.augment, "threads": asked.threads, "share": share}
+    load = Loader(_reading(store, asked, patches), records, sampling, samples=own, **how)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
@@ -231,11 +202,11 @@ def _dataset(
 def _reading(store: Store, asked: Stream, patches: bool) -> Reading:
     found, split = asked.read_mode, asked.split
     if not isinstance(found, Reading):
-        how = {"read_mode": found, "patches": patches, "share": asked.share}
-        return open_reading(store, (split,), free_bytes=read_host().free_bytes, **how)
-    if found.reader.folder != store.folder or split not in found.split_bytes:
+        free_bytes = read_host().free_bytes
+        return open_reading(store, (split,), free_bytes=free_bytes, read_mode=found, patches=patches, share=asked.share)
+    if found.reader.folder != store.folder or split not in found.splits:
         rule = f"read_mode must be a Reading opened for split {split} of {store.folder}"
-        raise InputError(f"{rule}, got one for {', '.join(found.split_bytes)} of {found.reader.folder}")
+        raise InputError(f"{rule}, got one for {', '.join(found.splits)} of {found.reader.folder}")
     return found
 
 
@@ -245,7 +216,7 @@ def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multi
     if grid is None:
         return fitting
     least, size = grid_size(store, extent=extent, multiple=1), tuple(grid)
-    if len(size) != 3 or not all(isinstance(n, numbers.Integral) and n >= m for n, m in zip(size, least)):
+    if len(size) != 3 or not all(map(is_integer, size, least)):
         rule = f"grid must be three integers of at least {by(least)}, the largest extent in the store"
         raise InputError(f"{rule}, got {by(size)}; give {by(fitting)}, or take patches (patch_dataset)")
     return size
@@ -257,16 +228,3 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
         return tuple(range(len(there)))
     check_names(what, wanted, there)
     return tuple(there.index(name) for name in wanted)
-
-
-def _all(*checks: Callable[[], Any]) -> List[Any]:
-    """What the checks return. Raises one InputError with the problems of all of them."""
-    results: List[Any] = []
-    problems: Dict[str, None] = {}
-    for check in checks:
-        try:
-            results.append(check())
-        except InputError as error:
-            problems.update(dict.fromkeys(error.problems))
-    refuse(problems)
-    return results

@@ -150,7 +150,6 @@ class Fit:
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
-            reads = self.feeds.reading.reader.reads
             reason = self.reason if self.is_over else STOPS.get(stop, "interrupted")
             self._log(
                 "end",
@@ -160,8 +159,6 @@ class Fit:
                 allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
                 wait_share=self.wait_share,
                 exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
-                bytes_read=reads.bytes_read,
-                zero_copy_ratio=reads.zero_copy_ratio,
             )
         self._wait_for_the_chief()
         if self.is_over:

@@ -4,7 +4,6 @@ A .npy file is for fast disks or data that stays in the page cache: nothing is u
 A .b2nd file is for slow disks and networks: less is read, and what is read has to be unpacked.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -13,7 +12,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -36,8 +35,6 @@ CHUNK_VOXELS = (128, 128, 128)
 """Of a .b2nd chunk, what is read at least. A chunk holds all channels: a patch needs them all, and takes three times as
 long from chunks of one channel."""
 
-Bytes = Union[bytes, memoryview]
-
 # --- Whole files ---
 
 
@@ -50,33 +47,27 @@ def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
     return raw[start : start + size_bytes].view(dtype).reshape(shape)
 
 
-def encode(array: np.ndarray, format_: str) -> List[Bytes]:
+def encode(array: np.ndarray, format_: str) -> List[Union[bytes, memoryview]]:
     """The file of a C-ordered array, in pieces to be written one after another."""
     if format_ == "npy":
         return [npy_header(array.dtype, array.shape), memoryview(array).cast("B")]
     import blosc2
 
     chunks = tuple(map(min, array.shape, (*CHUNK_VOXELS, *array.shape[3:])))
-    # Of the codecs and filters tried on MRI and CT the fastest to unpack; ZSTD is a tenth smaller.
-    parameters = {
-        "codec": blosc2.Codec.LZ4HC,
-        "clevel": 5,
-        "typesize": array.dtype.itemsize,
-        "filters": [blosc2.Filter.SHUFFLE],
-        "filters_meta": [0],
-        "nthreads": 1,
-    }
     blocks = tuple(map(min, chunks, (*BLOCK_VOXELS, *array.shape[3:])))
+    # Of the codecs and filters tried on MRI and CT the fastest to unpack; ZSTD is a tenth smaller.
+    codec = {"codec": blosc2.Codec.LZ4HC, "clevel": 5, "filters": [blosc2.Filter.SHUFFLE], "filters_meta": [0]}
+    parameters = {**codec, "typesize": array.dtype.itemsize, "nthreads": 1}
     return [blosc2.asarray(array, chunks=chunks, blocks=blocks, cparams=parameters).to_cframe()]
 
 
-def decode_b2nd(content: Bytes) -> np.ndarray:
+def decode_b2nd(content: Union[bytes, memoryview]) -> np.ndarray:
     """The array in the bytes of a .b2nd file, aligned for TensorFlow. Raises ValueError where they are damaged."""
     import blosc2
 
     content = bytes(content)  # the packed array reads from it and does not keep it
     try:
-        return _unpack(_plain(blosc2.ndarray_from_cframe(content)))
+        return _unpack(blosc2.ndarray_from_cframe(content))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"no whole Blosc2 array ({error})") from None
 
@@ -113,7 +104,7 @@ def file_sha256(path: Path) -> str:
 class ArrayFile:
     """An open array file and what its case's record says of it.
 
-    Every method raises InputError for a damaged or shorter file, and OSError, with the file's name, for a failing disk.
+    Every method raises InputError for a damaged or shorter file, and OSError for a failing disk.
     """
 
     path: Path
@@ -135,8 +126,7 @@ class ArrayFile:
 
     def map(self) -> np.ndarray:
         """The array of a .npy file as a read-only map, which goes with the last of its views."""
-        with self._named():
-            mapped = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, self.dtype, offset=len(self.header)).reshape(self.shape)
 
     def read(self) -> np.ndarray:
@@ -152,21 +142,25 @@ class ArrayFile:
         """
         out = aligned_empty([one.stop - one.start for one in slices], self.dtype)
         rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
-        starts, length = self._planes(slices)
-        self.ask_for(slices)
+        starts, length = self.ask_for(slices)
         for plane, start in zip(out, starts):
             self._fill(rows, start, length)
             plane[...] = rows[:, : out.shape[2]]
         return out
 
-    def ask_for(self, slices: Sequence[slice]) -> None:
-        """Have the kernel begin to read what is missing of a box of a .npy file, all of it at once.
+    def ask_for(self, slices: Sequence[slice]) -> Tuple[range, int]:
+        """(first bytes, their length) of a box's planes in a .npy file, all of which the kernel begins to read.
 
         Reads that wait one after another take longer: of a 96^3 patch of a CT, 5 times as long.
         """
-        starts, length = self._planes(slices)
+        (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
+        row = self.shape[2] * voxel_bytes
+        plane, corner = self.shape[1] * row, len(self.header) + y.start * row + z.start * voxel_bytes
+        length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
+        starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
         for start in starts:
             pages.bring_in(self.handle, start, length)
+        return starts, length
 
     def unpack(self, slices: Optional[Sequence[slice]] = None, *, check: bool) -> np.ndarray:
         """A .b2nd file's array, or a box of it, aligned; with `check` all of its bytes are compared with their hash.
@@ -179,47 +173,24 @@ class ArrayFile:
         self._fill(content, 0)
         if check and hashlib.sha256(content).hexdigest() != self.sha256:
             raise self._damaged("other bytes than were written")
-        content = content.tobytes()
+        content, path = content.tobytes(), f"/dev/fd/{self.handle}"
         try:
-            # The open file, and not whatever the path leads to by now. Not `blosc2.open`: from version 3 on that
+            # The open file, and not whatever its path leads to by now. Not `blosc2.open`: from version 3 on that
             # follows what a file's metadata name, other files and addresses in the network.
-            handle = f"/dev/fd/{self.handle}"
-            packed = _plain(blosc2.ndarray_from_cframe(content) if content else blosc2.blosc2_ext.open(handle, "r", 0))
-            if tuple(packed.shape) != self.shape or packed.dtype != self.dtype:
-                raise ValueError(f"{packed.dtype} {tuple(packed.shape)}")
-            return _unpack(packed, slices)
+            packed = blosc2.ndarray_from_cframe(content) if content else blosc2.blosc2_ext.open(path, "r", 0)
+            return _unpack(packed, slices, (self.shape, self.dtype))
         except (RuntimeError, ValueError) as error:
             raise self._damaged(error) from None
-
-    # --- Private helpers ---
-
-    def _planes(self, slices: Sequence[slice]) -> Tuple[List[int], int]:
-        """(first bytes, their length) of the parts of a .npy file that hold a box, one for each of its planes."""
-        (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
-        row = self.shape[2] * voxel_bytes
-        corner = len(self.header) + y.start * row + z.start * voxel_bytes
-        starts = [corner + i * self.shape[1] * row for i in range(x.start, x.stop)]
-        return starts, (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
 
     def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
         """Fill an array, or its first `length` bytes, from `offset` of the file on."""
         into, done = memoryview(array.reshape(-1).view(np.uint8))[:length], 0
-        with self._named():
-            while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
-                count = os.preadv(self.handle, [into[done:]], offset + done)
-                if count == 0:
-                    rule = f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
-                    raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
-                done += count
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Put the file's name into an error of the system that knows only its handle."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = error.filename or str(self.path)
-            raise
+        while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
+            count = os.preadv(self.handle, [into[done:]], offset + done)
+            if count == 0:
+                rule = f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
+                raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
+            done += count
 
     def _damaged(self, got) -> InputError:
         kind = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
@@ -228,27 +199,21 @@ class ArrayFile:
 
 def array_file(record: "CaseRecord", part: str, path: Path, handle: int) -> ArrayFile:
     """The open file of a case's image, `part` "x", or label, "y"."""
-    shape, dtype = tuple(record.stored.size), np.dtype("u1")
-    size_bytes, sha256 = record.label_bytes, record.label_sha256
+    shape, dtype, size_bytes, sha256 = record.stored.size, np.dtype("u1"), record.label_bytes, record.label_sha256
     if part == "x":
         shape, dtype = (*shape, record.channels), np.dtype(record.image_dtype).newbyteorder("<")
         size_bytes, sha256 = record.image_bytes, record.image_sha256
-    header = npy_header(dtype, shape) if record.format == "npy" else b""
-    return ArrayFile(path, handle, size_bytes, header, shape, dtype, sha256)
+    header = npy_header(dtype, tuple(shape)) if record.format == "npy" else b""
+    return ArrayFile(path, handle, size_bytes, header, tuple(shape), dtype, sha256)
 
 
-# --- Private helpers ---
-
-
-def _plain(packed):
-    """Refuse what is no array of its own: a proxy of another, an expression, a list of chunks."""
+def _unpack(packed, slices: Optional[Sequence[slice]] = None, expected: Optional[Tuple] = None) -> np.ndarray:
+    """A Blosc2 array, or a box of it. ValueError unless it holds its own voxels, of the (shape, dtype) expected."""
     meta = sorted(getattr(packed, "schunk", packed).meta)
-    if meta != ["b2nd"]:
+    if meta != ["b2nd"]:  # a proxy of another, an expression, a list of chunks
         raise ValueError(f"metadata {', '.join(meta) or 'of no array'}")
-    return packed
-
-
-def _unpack(packed, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+    if expected not in (None, (tuple(packed.shape), packed.dtype)):
+        raise ValueError(f"{packed.dtype} {tuple(packed.shape)}")
     slices = slices or [slice(0, n) for n in packed.shape]
     start, stop = [part.start for part in slices], [part.stop for part in slices]
     out = aligned_empty([b - a for a, b in zip(start, stop)], packed.dtype)

