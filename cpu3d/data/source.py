@@ -200,13 +200,14 @@ def _dataset(store: Store, asked: Stream, sampling: PatchSampling, patches: bool
 
 
 def _reading(store: Store, asked: Stream, patches: bool) -> Reading:
-    found, split = asked.read_mode, asked.split
+    found = asked.read_mode
     if not isinstance(found, Reading):
-        free_bytes = read_host().free_bytes
-        return open_reading(store, (split,), free_bytes=free_bytes, read_mode=found, patches=patches, share=asked.share)
-    if found.reader.folder != store.folder or split not in found.splits:
-        rule = f"read_mode must be a Reading opened for split {split} of {store.folder}"
-        raise InputError(f"{rule}, got one for {', '.join(found.splits)} of {found.reader.folder}")
+        how = {"free_bytes": read_host().free_bytes, "read_mode": found, "patches": patches, "share": asked.share}
+        return open_reading(store, (asked.split,), **how)
+    if found.reader.folder != store.folder:
+        raise InputError(
+            f"read_mode must be a Reading of {store.folder}, got one of {found.reader.folder}; open another"
+        )
     return found
 
 

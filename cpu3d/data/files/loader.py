@@ -46,8 +46,6 @@ class Reading:
 
     reader: Reader
     plan: ReadPlan
-    splits: Tuple[str, ...]
-    """Those that it was opened for."""
     kept: FrozenSet[str]
     """Stems of the arrays that stay in memory from one epoch to the next: the first that the page budget holds. They
     follow from the store and the budget alone, so all workers of a host keep the same."""
@@ -82,7 +80,7 @@ def open_reading(
     plan = choose_read_mode(read_mode, **facts, patches=patches)
     ends = zip(sizes, itertools.accumulate(sizes.values()))
     kept = frozenset(stem for stem, end in ends if end <= plan.page_budget_bytes)
-    return Reading(Reader(store.folder, plan.mode), plan, tuple(splits), kept)
+    return Reading(Reader(store.folder, plan.mode), plan, kept)
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:

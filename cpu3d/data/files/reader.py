@@ -153,8 +153,8 @@ class Reader:
         try:
             handle = open_regular(path)
         except (FileNotFoundError, NotRegularError) as error:
-            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-            raise InputError(f"store file {path} must be a file, got {found}; run `prepare` again") from None
+            rule = "exist, found none" if isinstance(error, FileNotFoundError) else f"be a file, got {error.strerror}"
+            raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
         try:
             file, status = array_file(record, part, path, handle), os.fstat(handle)
             if status.st_size != file.size_bytes:

@@ -27,7 +27,7 @@ class Work:
 
     def __init__(self, folder, decathlon, write_nifti, tiny_image, tiny_label, capsys):
         self.data, self.store = decathlon(folder / "data", 4), folder / "store"
-        self.image, self.label = (self.data / f"{kind}Tr/{BAD}.nii.gz" for kind in ("images", "labels"))
+        self.image = self.data / f"imagesTr/{BAD}.nii.gz"
         self.write, self.tiny_image, self.tiny_label, self.capsys = write_nifti, tiny_image, tiny_label, capsys
 
     def channels(self, number=2, dtype=np.int16):
@@ -43,29 +43,24 @@ class Work:
         lines = self.printed.err.splitlines()
         return code, [line[len("error: ") :] for line in lines if line.startswith("error: ")]
 
-    def refused(self, *rules):
-        """The bad case must be refused for reasons that match `rules`, in order, and the good ones must be kept."""
-        code, told = self.prepare()
+    def refused(self, rule):
+        """The bad case must be refused for a reason that matches `rule`, and the good ones must be kept."""
+        code, (reason, advice) = self.prepare()
         assert code == 2
-        assert len(told) == len(rules) + 1
-        for line, rule in zip(told, rules):
-            assert re.search(rule, line), line
-        assert "got 1 bad case; 3 good cases kept" in told[-1]
-        self.check_good(self.prepare("--skip-bad"))
-        (line,) = (self.store / "quarantine.jsonl").read_text().splitlines()
-        assert json.loads(line) == {"case_id": BAD, "reasons": told[:-1]}
-
-    def check_good(self, outcome):
-        assert outcome == (0, [])
+        assert re.search(rule, reason), reason
+        assert "got 1 bad case; 3 good cases kept" in advice
+        assert self.prepare("--skip-bad") == (0, [])
         store = open_store(self.store)
         store.check(store.cases("train"))
         assert [case.case_id for case in store.cases("train")] == list(GOOD)
-        for case_id in GOOD:
-            self.check_case(store, case_id)
+        self.check_good(store)
+        (line,) = (self.store / "quarantine.jsonl").read_text().splitlines()
+        assert json.loads(line) == {"case_id": BAD, "reasons": [reason]}
 
-    def check_case(self, store, case_id):
-        assert np.array_equal(store.image(case_id), self.channels(int(case_id[-1])))
-        assert np.array_equal(store.label(case_id), self.tiny_label(1, 2, 3))
+    def check_good(self, store):
+        for case_id in GOOD:
+            assert np.array_equal(store.image(case_id), self.channels(int(case_id[-1])))
+            assert np.array_equal(store.label(case_id), self.tiny_label(1, 2, 3))
 
 
 @pytest.fixture
@@ -73,25 +68,15 @@ def work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys):
     return Work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys)
 
 
-def flipped(content, at):
-    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
-
-
 @pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda content: flipped(content, len(content) // 3), id="a bit a third in"),
-        pytest.param(lambda content: flipped(content, len(content) // 2), id="a bit half way"),
-        pytest.param(lambda content: flipped(content, len(content) - 40), id="a bit near the end"),
-        pytest.param(lambda content: flipped(content, len(content) - 6), id="a bit of the CRC"),
-        pytest.param(lambda content: content[:-8], id="the trailer cut off"),
-        pytest.param(lambda content: content[:-2000], id="2000 bytes cut off"),
-    ],
+    ("what", "at"), [("flip", 0.3), ("flip", 0.5), ("flip", -40), ("flip", -6), ("cut", -8), ("cut", -2000)]
 )
-def test_a_truncated_or_corrupt_nii_gz_is_refused(work, damage):
+def test_a_truncated_or_corrupt_nii_gz_is_refused(work, what, at):
     noise = np.random.default_rng(0).integers(1, 3000, (16, 16, 16, 4)).astype(np.int16)
-    work.write(work.image, noise)
-    work.image.write_bytes(damage(work.image.read_bytes()))
+    content = bytearray(work.write(work.image, noise).read_bytes())
+    if what == "flip":
+        content[int(at * len(content)) if at > 0 else at] ^= 0x10
+    work.image.write_bytes(content[:at] if what == "cut" else content)
     work.refused(r"imagesTr/BRATS_002\.nii\.gz must be whole gzip data, got .*; it is damaged or cut, fetch it again")
 
 
@@ -110,8 +95,7 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(wo
     store = open_store(work.store)
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
-    for case_id in GOOD:
-        work.check_case(store, case_id)
+    work.check_good(store)
     sick[..., 2] = np.nan
     work.write(work.image, sick)
     (work.store / "manifest.json").unlink()

@@ -68,7 +68,7 @@ def test_the_thread_begins_with_the_first_sample_and_ends_with_its_owner(make_re
     reading = SimpleNamespace(reader=Reader(tmp_path), kept=frozenset())
     loader = Loader(reading, [make_record()], WHOLE, augment=NO_AUGMENT, samples=range(3))
     assert threads() == before
-    with pytest.raises(Exception, match="must be a file, got none"):
+    with pytest.raises(Exception, match="must exist, found none"):
         loader(0)
     (thread,) = threads() - before
     del loader

@@ -39,9 +39,11 @@ def case(tmp_path, stored_case):
     return tmp_path, stored_case(tmp_path, image, label), image, label
 
 
-def both_ways(record, box):
-    """Reading all of an image, and a box of it."""
-    return (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (box,) * 3))
+def refuses(folder, record, box, match, mode="mmap"):
+    """Whether reading all of an image and reading a box of it are refused for this reason."""
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (box,) * 3)):
+        with pytest.raises(InputError, match=match):
+            read(Reader(folder, mode))
 
 
 # --- Files ---
@@ -162,9 +164,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     os.truncate(path, length if length in (0, 50) else record.image_bytes + length)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
     message = f"store file {path} must be {record.image_bytes} bytes long, got {path.stat().st_size}; delete it and run"
-    for read in both_ways(record, slice(0, 1)):
-        with pytest.raises(InputError, match=re.escape(message)):
-            read(Reader(tmp_path, mode))
+    refuses(tmp_path, record, slice(0, 1), re.escape(message), mode)
     monkeypatch.undo()
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
 
@@ -191,9 +191,7 @@ def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
     content = bytearray(path.read_bytes())
     content[flipped] = bytes(byte ^ 1 for byte in content[flipped])
     path.write_bytes(content)
-    for read in both_ways(record, slice(0, 40)):
-        with pytest.raises(InputError, match=re.escape(f"store file {path} must be a .b2nd array of int16")):
-            read(Reader(tmp_path))
+    refuses(tmp_path, record, slice(0, 40), re.escape(f"store file {path} must be a .b2nd array of int16"))
     with pytest.raises(ValueError, match="no whole Blosc2 array"):
         decode_b2nd(content[: len(content) // 2])
 
@@ -213,18 +211,14 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_pat
     array_path(tmp_path, record, "x").write_bytes(content)
     record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(blosc2, "open", lambda *_, **__: pytest.fail("opened"))
-    for read in both_ways(record, slice(0, 1)):
-        with pytest.raises(InputError, match=rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(meta))}"):
-            read(Reader(tmp_path))
+    refuses(tmp_path, record, slice(0, 1), rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(meta))}")
 
 
 def test_a_packed_file_of_another_array_than_its_record_says_is_refused(tmp_path, stored_case):
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind="b2nd")
     record = dataclasses.replace(record, image_dtype="float16")
-    for read in both_ways(record, slice(0, 1)):
-        with pytest.raises(InputError, match=r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)"):
-            read(Reader(tmp_path))
+    refuses(tmp_path, record, slice(0, 1), r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)")
 
 
 @pytest.mark.parametrize("mode", MODES)
