@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data import sampling as module
 from cpu3d.data.region import Region, case_region
-from cpu3d.data.sampling import (
-    PatchSampling,
-    Share,
-    grid_starts,
-    patch_at,
-    patch_grid,
-    permutation,
-    random_words,
-    sample_at,
-)
+from cpu3d.data.sampling import PatchSampling, Share, grid_starts, patch_at, patch_grid, sample_at
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
@@ -44,8 +35,8 @@ def test_the_generator_is_splitmix64_to_the_published_bit():
 
 
 def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
-    assert permutation(8, seed=0, epoch=0) == ORDER
-    assert list(islice(random_words(1, 2, 3), 2)) == WORDS
+    assert module.permutation(8, seed=0, epoch=0) == ORDER
+    assert list(islice(module.random_words(1, 2, 3), 2)) == WORDS
     case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
     sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
     assert [(sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)] == PLACES
@@ -56,12 +47,9 @@ def test_every_epoch_holds_each_case_once(cases, seed, epoch):
     drawn = [sample_at(epoch * cases + place, cases=cases, seed=seed) for place in range(cases)]
     assert sorted(sample.index for sample in drawn) == list(range(cases))
     assert {sample.epoch for sample in drawn} == {epoch}
-
-
-@pytest.mark.parametrize(("position", "cases"), [(-1, 3), (0, 0)])
-def test_positions_before_the_start_and_empty_splits_are_refused(position, cases):
-    with pytest.raises(ValueError, match="position must be >= 0 and cases >= 1"):
-        sample_at(position, cases=cases, seed=0)
+    for wrong in ({"position": -1, "cases": cases}, {"position": 0, "cases": 0}):
+        with pytest.raises(ValueError, match="position must be >= 0 and cases >= 1"):
+            sample_at(**wrong, seed=seed)
 
 
 # --- Patches ---
@@ -176,17 +164,12 @@ def shares(workers, batch):
     return [Share(rank, workers, batch) for rank in range(workers)]
 
 
-def test_two_workers_take_half_of_every_step_by_hand():
+def test_samples_are_dealt_to_workers_by_hand():
     first, second = shares(2, 6)
     assert first.positions(0, 12) == (0, 1, 2, 6, 7, 8)
-    assert second.positions(0, 12) == (3, 4, 5, 9, 10, 11)
     assert second.positions(6, 12) == (9, 10, 11)
-    assert second.indices(6, 12) == range(3, 6)
-    assert second.part == 3
-
-
-def test_without_steps_samples_are_dealt_one_at_a_time_and_none_is_left_out():
-    dealt = [Share(rank, 3, 6).singly().positions(0, 8) for rank in range(3)]
+    assert (second.indices(6, 12), second.part) == (range(3, 6), 3)
+    dealt = [share.singly().positions(0, 8) for share in shares(3, 6)]  # without steps
     assert dealt == [(0, 3, 6), (1, 4, 7), (2, 5)]
     assert Share(2, 3).positions(0, 2) == ()
 

@@ -66,18 +66,13 @@ def test_what_is_encoded_comes_back_bit_by_bit_with_the_same_hash(format_, shape
     assert voxels_sha256(back) == voxels_sha256(np.asfortranarray(array)) == voxels_sha256(array)
 
 
-def test_a_npy_file_begins_as_numpy_would_begin_it_and_its_voxels_are_aligned():
-    array = voxels()[0]
-    theirs = io.BytesIO()
-    np.save(theirs, array)
-    assert b"".join(bytes(piece) for piece in encode(array, "npy")) == theirs.getvalue()
+def test_a_npy_file_is_numpy_s_and_the_hash_tells_dtype_shape_and_every_voxel():
+    label, theirs = voxels()[1], io.BytesIO()
+    np.save(theirs, label)
+    assert b"".join(bytes(piece) for piece in encode(label, "npy")) == theirs.getvalue()
     assert {len(npy_header("<i2", shape)) % 64 for shape in [(1, 1, 1), (512, 512, 1000, 4)]} == {0}
-
-
-def test_the_hash_of_voxels_tells_dtype_shape_and_every_voxel():
-    array = voxels()[1]
-    others = [array.astype(np.int8), array.reshape(6, 7, 5), array ^ (np.arange(210).reshape(SHAPE) == 7)]
-    assert len({voxels_sha256(one) for one in [array, *others]}) == 4
+    others = [label.astype(np.int8), label.reshape(6, 7, 5), label ^ (np.arange(210).reshape(SHAPE) == 7)]
+    assert len({voxels_sha256(one) for one in [label, *others]}) == 4
 
 
 # --- Reading ---
@@ -103,10 +98,8 @@ def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path
 def arrays_and_boxes(draw):
     """(shape, channels, slices), boxes that are whole along some axes and empty ones among them."""
     shape = tuple(draw(st.integers(1, 12)) for _ in range(3))
-    slices = tuple(slice(a, draw(st.integers(a, n))) for a, n in ((draw(st.integers(0, n)), n) for n in shape))
-    whole = draw(st.tuples(*[st.booleans()] * 3))
-    slices = tuple(slice(0, n) if all_ else part for all_, part, n in zip(whole, slices, shape))
-    return shape, draw(st.integers(1, 3)), slices
+    ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) if draw(st.booleans()) else (0, n) for n in shape]
+    return shape, draw(st.integers(1, 3)), tuple(slice(*pair) for pair in ends)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,18 +162,15 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
 
 
-@pytest.mark.parametrize(
-    "other", [np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")]
-)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_of_another_array_is_refused(case, other, mode):
+def test_a_file_of_another_array_is_refused(case, mode):
     folder, record, _, _ = case
     path = array_path(folder, record, "x")
-    np.save(path, other)
-    assert path.stat().st_size == record.image_bytes
-    message = f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete"
-    with pytest.raises(InputError, match=re.escape(message)):
-        Reader(folder, mode).array(record, "x")
+    for other in (np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")):
+        np.save(path, other)
+        assert path.stat().st_size == record.image_bytes
+        message = f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete"
+        refuses(folder, record, slice(0, 1), re.escape(message), mode)
 
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
@@ -253,24 +243,23 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
         Reader(folder, "pread").array(record, "x")
 
 
-@pytest.mark.parametrize(
-    ("mode", "module", "name"), [("pread", os, "preadv"), ("mmap", os, "preadv"), ("ram", mmap, "mmap")]
-)
+@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", mmap, "mmap")])
 def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode, module, name):
     folder, record, _, _ = case
+    reader = Reader(folder, mode)
+    assert reader.problems(record) == []
 
     def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module, name, fail)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        Reader(folder, mode).array(record, "x")
+        reader.array(record, "x")
     assert raised.value.filename == str(array_path(folder, record, "x"))
 
 
-def test_problems_names_every_bad_file_of_a_case(case, make_record):
+def test_problems_names_every_bad_file_of_a_case(case):
     folder, record, _, _ = case
-    assert Reader(folder).problems(record) == []
     os.truncate(array_path(folder, record, "x"), 10)
     array_path(folder, record, "y").unlink()
     found = [line.split(" must ")[0] for line in Reader(folder).problems(record)]
@@ -291,12 +280,10 @@ def choose(asked=None, kind="ext4", needed=10, free=100, patches=True):
 @pytest.mark.parametrize(
     ("facts", "mode"),
     [
-        ({}, "ram"),
         ({"needed": 25}, "ram"),
         ({"needed": 26}, "mmap"),
         ({"patches": False}, "mmap"),
         ({"kind": ""}, "ram"),
-        ({"kind": "overlay", "patches": False}, "mmap"),
         *(({"kind": kind}, "pread") for kind in ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")),
     ],
 )
@@ -311,8 +298,6 @@ def test_the_budget_is_half_of_what_is_free_and_all_the_files_in_ram():
     assert choose("ram", needed=100).page_budget_bytes == 100 * 2**30
     with pytest.raises(InputError, match=r"ram must hold 101\.0 GiB .* got 100\.0 GiB free"):
         choose("ram", needed=101)
-    with pytest.raises(InputError, match="read mode must be one of mmap, pread, ram, got 'disk'"):
-        choose("disk")
 
 
 def test_the_last_of_the_longest_mount_points_above_a_path_is_the_one_it_lies_on(monkeypatch):
