@@ -25,14 +25,10 @@ def test_upsampling_then_convolving_is_what_the_cheap_order_computes():
     np.testing.assert_allclose(late, early, rtol=1e-5, atol=1e-5)
 
 
-def test_deep_supervision_gives_one_map_per_decoder_level():
-    model = build_unet3d(UNetConfig(filters=2, depth=4, deep_supervision=True), (16, 16, 8), batch_size=1)
-    shapes = [tuple(logits.shape[1:4]) for logits in model.outputs]
-    assert shapes == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
-
-
-def test_bfloat16_computes_in_bfloat16_and_keeps_weights_in_float32():
-    model = build_unet3d(UNetConfig(filters=2, depth=2, dtype="bfloat16"), (4, 4, 4), batch_size=1)
+def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weights_in_float32():
+    config = UNetConfig(filters=2, depth=4, deep_supervision=True, dtype="bfloat16")
+    model = build_unet3d(config, (16, 16, 8), batch_size=1)
+    assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
     assert {layer.output.dtype for layer in model.layers} == {tf.bfloat16}
     assert {weight.dtype for weight in model.weights} == {tf.float32}
 

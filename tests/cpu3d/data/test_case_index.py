@@ -3,7 +3,6 @@ import random
 
 import pytest
 
-from cpu3d.data import store as case_index
 from cpu3d.data.records import to_json
 from cpu3d.data.store import CaseIndex, distinct, heads
 from cpu3d.errors import InputError
@@ -32,8 +31,7 @@ def written(tmp_path, make_record):
 def test_records_come_back_as_they_were_written_in_any_order(written):
     records, path = written
     index = opened(path)
-    places = list(range(len(records))) * 3
-    random.Random(0).shuffle(places)
+    places = random.Random(0).sample(range(4), 4) * 2
     assert [index[place] for place in places] == [records[place] for place in places]
     assert index == records == opened(path)
     assert index != records[:3]
@@ -42,15 +40,17 @@ def test_records_come_back_as_they_were_written_in_any_order(written):
         index[4]
 
 
-def test_of_records_that_share_their_arrays_the_first_is_parsed_and_no_other(tmp_path, make_record, monkeypatch):
+def test_of_records_that_share_their_arrays_the_first_is_given_and_no_other_parsed(tmp_path, make_record):
     quoted = 'a"stem":"b\\'
     stems = ["one", quoted, "one", "\u00fc", quoted, "\u00fc"]
     records = [make_record(str(n), stem=stem, patient_id='"stem":"x"') for n, stem in enumerate(stems)]
-    index = opened(write(tmp_path / "cases.jsonl", records), [record.case_id for record in records])
-    parsed, real = [], case_index.case_from_json
-    monkeypatch.setattr(case_index, "case_from_json", lambda line: parsed.append(json.loads(line)) or real(line))
-    assert [record.case_id for record in distinct(index)] == [line["case_id"] for line in parsed] == ["0", "1", "3"]
-    assert [record.case_id for record in distinct(index.select((5, 4, 3, 2)))] == ["5", "4", "2"]
+    path = write(tmp_path / "cases.jsonl", records)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"channel_std", b"channel_???")  # a record that cannot be parsed
+    path.write_bytes(b"".join(lines))
+    index = opened(path, [record.case_id for record in records])
+    assert [record.case_id for record in distinct(index)] == ["0", "1", "3"]
+    assert [record.case_id for record in distinct(index.select((5, 4, 3)))] == ["5", "4"]
     assert list(distinct(records)) == [records[0], records[1], records[3]]
 
 

@@ -68,12 +68,11 @@ def draw(sampling, records, count=200):
 @st.composite
 def cases(draw):
     """A case with a box in its grid, and centres of codes 1 and 2 in the box."""
-    shape = draw(SHAPES)
-    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    size = tuple(draw(st.integers(1, n - a)) for a, n in zip(start, shape))
-    voxel = st.tuples(*[st.integers(a, a + n - 1) for a, n in zip(start, size)])
+    ends = [sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True))) for _ in range(3)]
+    box = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    voxel = st.tuples(*[st.integers(a, b - 1) for a, b in ends])
     centres = {code: tuple(draw(st.lists(voxel, min_size=1, max_size=3))) for code in (1, 2)}
-    return record(shape, Region(start, size), centres)
+    return record(tuple(b + draw(st.integers(0, 3)) for _, b in ends), box, centres)
 
 
 @pytest.mark.parametrize(("extent", "start"), [("brain", (7, 7, 6)), ("full", (8, 7, 7))])
