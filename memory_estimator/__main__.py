@@ -10,26 +10,25 @@ Planning for a host that is not this one: its memory, its kind of CPU and its co
 
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
     python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
-    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10 --against 90 4
+    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10
 
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
-from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
 from memory_estimator.job import (
     ENGINES,
@@ -43,7 +42,7 @@ from memory_estimator.job import (
     statistics_note,
 )
 from memory_estimator.scaling import report as scaling_report
-from memory_estimator.scaling.model import price_of_one
+from memory_estimator.scaling.model import of_one
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
@@ -196,19 +195,24 @@ def _answer_for_hosts(
     worker_memory_bytes: Optional[int],
 ) -> int:
     """Time on several hosts. Memory is looked at where that of a host was given: this one's says nothing of it."""
-    price_of_worker = price_of_one(price, options.most_workers)
+    workers = options.most_workers
+
+    def price_of_worker(one: Job) -> Estimate:
+        every = dataclasses.replace(one, batch=one.batch * workers, micro_batch=one.micro, cases=0)
+        return of_one(price(every), workers) if workers > 1 else price(one)
+
     if worker_memory_bytes and policy_is_open(args):
         job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy)
-    request = scaling_report.request_from(options, price(job), constants.of(job.engine, job.unet.dtype))
+    found = constants.of(job.engine, job.unet.dtype)
+    content, tables = scaling_report.several_hosts(options, price(job), found)
     worker = price_of_worker(job)
     fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
-    if options.picture:
-        _write_picture(options.picture, scaling_report.draw_scaling(request))
     if hasattr(args, "json"):
-        content = {**scaling_report.to_json(request), "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}
-        print(json.dumps(content))
+        print(json.dumps({**content, "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}))
     else:
-        scaling_report.print_scaling(request)
+        console = new_console()
+        for part in (job.describe(), *tables):
+            console.print(part)
         if worker_memory_bytes:
             print(f"a worker {verdict(worker, worker_memory_bytes, 'its share of a host')}")
     return FITS if fits else DOES_NOT_FIT
@@ -293,13 +297,6 @@ def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[
         }
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
     return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
-
-
-def _write_picture(path: Path, content: bytes) -> None:
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
 
 
 if __name__ == "__main__":
