@@ -127,7 +127,6 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
         ("--shape 64 64 64 --gpu-memory 16", "memory must be a number with its unit"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
-        ("--shape 64 64 64 --threads 2 --hosts 1 --picture nowhere/x.png", "picture nowhere/x.png must be a file"),
         ("--run nowhere", "must hold a config.json"),
         ("--batch 2", "shape must be given, got none"),
     ],
