@@ -7,7 +7,9 @@ replays its requests, `timing.py` turns it into seconds.
 
 import re
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from memory_estimator.step.scratch import Buffers
 
 GRANULE_BYTES = 256
 """TensorFlow's allocator rounds every request up to this."""
@@ -51,6 +53,26 @@ class StepOp:
     """Bytes read and written, each tensor once: the least any implementation moves."""
     in_channels: int = 0
     out_channels: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kind: str,
+        reads: Tuple[str, ...],
+        writes: Tuple[Tensor, ...],
+        buffers: Buffers,
+        takes_over: Optional[str],
+        *work: int,
+    ) -> "StepOp":
+        """With the tensors of its buffers; `work` are the fields from `flops` on."""
+        scratch = tuple(
+            Tensor(f"{name}/scratch{i}", size, "scratch", () if i else buffers.touched)
+            for i, size in enumerate(buffers.scratch)
+            if size
+        )
+        keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
+        return cls(name, kind, reads, writes, scratch, takes_over, keeps, buffers.hidden, *work)
 
 
 @dataclass(frozen=True)
@@ -100,12 +122,10 @@ class Timeline:
         return self.moments[self.peak].live_bytes
 
 
-@dataclass(frozen=True)
-class Request:
-    """One call to the allocator."""
+class Request(NamedTuple):
+    """One call to the allocator, which takes the memory of a tensor, or gives it back under the same name."""
 
     name: str
-    """Of the tensor: memory is given back under the name it was taken under."""
     bytes: int
     """Positive takes, negative gives back; not rounded."""
     op: str = ""
@@ -126,7 +146,7 @@ def timeline(program: Program) -> Timeline:
     kept = tuple(tensor for op in program.ops for tensor in op.keeps)
     live = {tensor.name: tensor for tensor in program.resident + kept}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
-    for op, taken, given in _walk(program.ops, _names(program.resident)):
+    for op, taken, given in _walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
             raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; mend the program")
@@ -152,7 +172,7 @@ def requests(program: Program, steps: int, after: bool = False) -> Iterator[Requ
     if program.region_bytes:
         yield Request("region", program.region_bytes, touched=((0, 0),))
         yield Request("region", -program.region_bytes)
-    stays = _names(program.resident)
+    stays = {tensor.name for tensor in program.resident}
     made = {tensor.name for op in program.before for tensor in op.writes}
     sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
     yield from (Request(name, size) for name, size in sizes.items())
@@ -168,6 +188,22 @@ def requests(program: Program, steps: int, after: bool = False) -> Iterator[Requ
             for name in given:
                 owner = holder.pop(name, name)
                 yield Request(owner, -sizes.pop(owner), op.name)
+
+
+def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
+    """(operation, tensors it takes, names given back after it) in order."""
+    last: Dict[str, int] = {}
+    for index, op in enumerate(ops):
+        for name in (*op.reads, *(tensor.name for tensor in op.writes)):
+            last[name] = index
+    gone: Dict[int, List[str]] = {}
+    for name, index in last.items():
+        if name not in stays:
+            gone.setdefault(index, []).append(name)
+    for index, op in enumerate(ops):
+        taken = (op.writes[1:] if op.takes_over else op.writes) + op.scratch
+        given = [tensor.name for tensor in reversed(op.scratch)]
+        yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]
 
 
 # --- Before the first step: the allocator's regions keep traces of it ---
@@ -190,48 +226,24 @@ def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
     for tensor, dtype in inputs:
         bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
         values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
-
-        def part(name: str, value_bytes: int, tensor: Tensor = tensor, values: int = values) -> Tensor:
-            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
-
+        floats = {part: Tensor(f"{tensor.name}/{part}", 4 * values, tensor.group) for part in _DRAWN}
         if "float" in dtype:
-            noise, scaled = part("noise", 4), part("scaled", 4)
-            shifted = tensor if dtype == "float32" else part("shifted", 4)
-            drawn += [_made("pointwise", noise), _made("pointwise", scaled, noise)]
-            drawn.append(_made("pointwise", shifted, scaled, noise))
+            shifted = tensor if dtype == "float32" else floats["shifted"]
+            drawn += [_made("pointwise", floats["noise"]), _made("pointwise", floats["scaled"], floats["noise"])]
+            drawn.append(_made("pointwise", shifted, floats["scaled"], floats["noise"]))
             if dtype != "float32":
                 cast.append(_made("pointwise", tensor))
                 wide.append(shifted.name)
         else:
-            numbers, hits = part("drawn", 4), part("hits", 1)
-            drawn.append(_made("pointwise", numbers))
+            hits = Tensor(f"{tensor.name}/hits", values, tensor.group)
+            drawn.append(_made("pointwise", floats["drawn"]))
             cast += [_made("pointwise", hits), _made("pointwise", tensor, hits)]
-            wide.append(numbers.name)
+            wide.append(floats["drawn"].name)
     return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
 
 
-# --- Private helpers ---
+_DRAWN = ("noise", "scaled", "shifted", "drawn")
 
 
 def _made(kind: str, written: Tensor, *read: Tensor) -> StepOp:
     return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))
-
-
-def _names(tensors: Sequence[Tensor]) -> Set[str]:
-    return {tensor.name for tensor in tensors}
-
-
-def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
-    """(operation, tensors it takes, names given back after it) in order."""
-    last: Dict[str, int] = {}
-    for index, op in enumerate(ops):
-        for name in (*op.reads, *(tensor.name for tensor in op.writes)):
-            last[name] = index
-    gone: Dict[int, List[str]] = {}
-    for name, index in last.items():
-        if name not in stays:
-            gone.setdefault(index, []).append(name)
-    for index, op in enumerate(ops):
-        taken = (op.writes[1:] if op.takes_over else op.writes) + op.scratch
-        given = [tensor.name for tensor in reversed(op.scratch)]
-        yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]

@@ -13,6 +13,23 @@ import math
 from dataclasses import dataclass
 from typing import Tuple
 
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory of an operation that is neither its input nor its output, in bytes."""
+
+    scratch: Tuple[int, ...] = ()
+    """Of the allocator, for the duration of the operation."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
+    keeps: int = 0
+    """Of the allocator, from its first run on."""
+    hidden: int = 0
+    """Outside the allocator, for the duration of the operation."""
+
+
+NONE = Buffers()
+
 ALIGNMENT_BYTES = 8 * 1024
 """Barriers, guards and alignment: what the log shows beyond the buffers themselves."""
 
@@ -41,6 +58,29 @@ class FilterGradient:
     def taps(self) -> int:
         """Voxels of the kernel."""
         return self.kernel ** (2 if self.flat else 3)
+
+
+# --- The buffers of an operation. ITEX takes them from the allocator, and with them the kernel once more in the layout
+# that oneDNN prefers: its forward kernels keep that copy, the others take it anew each time. Stock TensorFlow leaves
+# both to oneDNN, outside the allocator. ---
+
+
+def filter_gradient_buffers(job: FilterGradient, dtype: str, threads: int, written_bytes: int, itex: bool) -> Buffers:
+    """Of a filter gradient that writes so many bytes."""
+    if not itex:
+        return Buffers(hidden=hidden_filter_gradient_bytes(job, dtype, threads))
+    scratch = (filter_gradient_bytes(job, dtype, threads), written_bytes)
+    return Buffers(scratch=scratch, touched=filter_gradient_touched(job, dtype, threads))
+
+
+def up_convolution_buffers(input_bytes: int, kernel_bytes: int, threads: int, itex: bool) -> Buffers:
+    """Of an up-convolution, which copies its input, a sample at a time; outside the allocator once for all threads."""
+    if not itex:
+        return Buffers(hidden=input_bytes)
+    return Buffers(scratch=(up_convolution_bytes(input_bytes, threads), kernel_bytes))
+
+
+# --- oneDNN's scratch by its rules ---
 
 
 def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
