@@ -102,10 +102,20 @@ def estimate_step(
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
-    held, made = _variables_made(list(unique.values()))
-    orders = (program_of(execution_order(nodes, order), held, made, threads) for order in range(ORDERS))
-    programs = (dataclasses.replace(program, region_bytes=region_bytes) for program in orders)
-    replays = sorted(((use(program), program) for program in programs), key=lambda replay: replay[0].peak_bytes)
+    held: List[Tensor] = []
+    made: List[StepOp] = []
+    for index, variable in enumerate(unique.values()):
+        size = variable.dtype.size * variable.shape.num_elements()
+        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
+        held.append(tensor)
+        is_kernel = variable.trainable and len(variable.shape) > 1  # made by Keras' usual three operations
+        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
+    replays = []
+    for chance in range(ORDERS):
+        program = program_of(execution_order(nodes, chance), held, made, threads)
+        program = dataclasses.replace(program, region_bytes=region_bytes)
+        replays.append((use(program), program))
+    replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
     line = timeline(program)
     return Replay(
@@ -125,9 +135,6 @@ def running_engine() -> str:
     return "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
 
 
-# --- Private helpers ---
-
-
 def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
     import tensorflow as tf
 
@@ -142,15 +149,3 @@ def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
         return tf.add_n([tf.reduce_mean(single(each, found)) for each, found in pairs])
 
     return mean_of_all
-
-
-def _variables_made(variables: Sequence[Any]) -> Tuple[List[Tensor], List[StepOp]]:
-    """The memory of `variables` (tf.Variable), and how they were made: a kernel by Keras' usual three operations."""
-    held, made = [], []
-    for index, variable in enumerate(variables):
-        size = variable.dtype.size * variable.shape.num_elements()
-        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
-        held.append(tensor)
-        is_kernel = variable.trainable and len(variable.shape) > 1
-        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
-    return held, made
