@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.files import read_json, typed
-from memory_estimator.schema import add_options, given, option
+from memory_estimator.schema import add_options, option
 from memory_estimator.units import count_of
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
@@ -254,43 +254,36 @@ class Architecture:
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
 
+MICRO_BATCH_HELP = (
+    "volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with batch "
+    "norm the whole batch, whose statistics are of what is computed together)"
+)
+
+
 @dataclass(frozen=True)
-class NetworkOptions(Architecture):
-    """Every setting of the network that memory and time depend on, the batch and the input shape aside."""
+class JobOptions(Architecture):
+    """What makes a `Job`: where it comes from, the network, and how it is trained."""
 
     channels: int = option(4, "image channels", "C")
     classes: int = option(3, "output regions", "K")
-
-
-@dataclass(frozen=True)
-class JobOptions(NetworkOptions):
-    """What makes a `Job`: where it comes from, the network, and how it is trained."""
-
     recipe: Optional[str] = option(
-        None, help="a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
+        None, "a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
     )
-    run: Optional[Path] = option(
-        None, help="the job of a run folder that `train` has written", one_of="source", metavar="DIR"
-    )
-    shape: Optional[Tuple[int, int, int]] = option(None, help="voxels", metavar=("X", "Y", "Z"))
-    batch: int = option(1, help="volumes a step", metavar="B")
-    micro_batch: int = option(
-        0,
-        help="volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with "
-        "batch norm the whole batch, whose statistics are of what is computed together)",
-        metavar="M",
-    )
-    dtype: str = option("bfloat16", help="compute dtype", choices=DTYPES)
+    run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
+    shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
+    batch: int = option(1, "volumes a step", "B")
+    micro_batch: int = option(0, MICRO_BATCH_HELP, "M")
+    dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("adam", choices=OPTIMIZERS)
     policy: str = option(
         AUTO,
-        help="memory policy (default: auto, the fastest that fits; with --run the run's own)",
+        "memory policy (default: auto, the fastest that fits; with --run the run's own)",
         choices=(AUTO, *POLICIES),
     )
     engine: str = option(
-        AUTO, help="default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
+        AUTO, "default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
     )
-    threads: Optional[int] = option(None, help="default: this host's physical cores", metavar="N")
+    threads: Optional[int] = option(None, "default: this host's physical cores", "N")
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -311,10 +304,7 @@ def source_job(args: argparse.Namespace) -> Optional[Job]:
     """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
     if hasattr(args, "recipe"):
         return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine())
-    if hasattr(args, "run"):
-        engine = getattr(args, "engine", AUTO)
-        return job_of_run(args.run, installed_engine(), None if engine == AUTO else engine)
-    return None
+    return job_of_run(args.run, installed_engine(), getattr(args, "engine", AUTO)) if hasattr(args, "run") else None
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
@@ -322,16 +312,18 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
 
     A policy that is left open is `base`'s for the time being. Raises ValueError for settings out of range.
     """
-    if base is None and not hasattr(args, "shape"):
+    found = {name: value for name, value in vars(args).items() if value != AUTO}
+    if base is None and "shape" not in found:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+    if "shape" in found:
+        found["shape"] = tuple(found["shape"])
+    if "classes" in found:
+        found["outputs"] = found.pop("classes")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
-    found = _given(args, "batch", "micro_batch", "optimizer", "engine", "threads", "cases", "from_store")
-    if hasattr(args, "shape"):
-        found["shape"] = tuple(args.shape)
-    network = {**given(NetworkOptions, args), **_given(args, "dtype", "policy")}
-    if "classes" in network:
-        network["outputs"] = network.pop("classes")
-    job = dataclasses.replace(base.with_unet(**network), **found)
+    network, own = ({f.name for f in dataclasses.fields(kind)} & set(found) for kind in (UNetConfig, Job))
+    job = dataclasses.replace(
+        base.with_unet(**{name: found[name] for name in network}), **{name: found[name] for name in own}
+    )
     if 0 < job.cases < job.batch:
         raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job
@@ -345,7 +337,7 @@ def policy_is_open(args: argparse.Namespace) -> bool:
 # --- The job of a run that `train` has written, from its config.json ---
 
 
-def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Optional[str] = None) -> Job:
+def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
     """What training the run in `folder` asks of a host.
 
     `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases, or of
@@ -353,11 +345,9 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
     Raises ValueError for a folder without config.json, a damaged one, or one of another version.
     """
     path, content = _read_run(folder)
-    engine = engine or (auto_engine if content["engine"] == AUTO else content["engine"])
+    engine = content["engine"] if engine == AUTO else engine
     cases = _training_cases(Path(content["store"]), content.get("fold", ""))
     try:
-        if engine not in ENGINES:
-            raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; add --engine to choose one")
         return Job(
             unet=content["unet"],
             shape=content["grid"],
@@ -365,7 +355,7 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
             # A run from before there was a choice computes its batch at once.
             micro_batch=content.get("micro_batch", content["batch"]),
             optimizer=content["optimizer"],
-            engine=engine,
+            engine=auto_engine if engine == AUTO else engine,
             averaged=content["ema"] > 0,
             from_store=True,
             resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
@@ -436,8 +426,3 @@ def _training_cases(store: Path, fold: str) -> int:
         return cases - len(range(part - 1, cases, parts))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
-
-
-def _given(args: argparse.Namespace, *names: str) -> Dict[str, Any]:
-    """Of these options, those that were given and are not left open."""
-    return {name: getattr(args, name) for name in names if getattr(args, name, AUTO) != AUTO}

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
@@ -22,8 +22,6 @@ from memory_estimator.files import read_records, write_whole
 from memory_estimator.job import AUTO, Job
 from memory_estimator.schema import add_options, from_args, option
 from models.config import UNetConfig
-
-KIND = "memory"
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
 """The record that comes with the project; it may not be there."""
@@ -55,8 +53,13 @@ MARGIN_BYTES = 64 * 2**20
 RESERVE_SHARE = 0.03
 """Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average."""
 
-UNKNOWN = Accuracy("", 0, Bound(0.0, 0.0), Bound(0.0, 0.0), Bound(0.0, 0.0), 0.0, 0)
-"""Stands in while the errors themselves are computed."""
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    record: Path = option(help="what `bench validate` has measured", positional=True)
+    out: Optional[Path] = option(None, help="file to write (default: print)", metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -94,33 +97,18 @@ class Row:
     """A measured step beside what was predicted of it. Errors are signed shares of what was measured."""
 
     measured: Measured
-    allocator_peak_bytes: int
     process_peak_bytes: int
-    upper_bound_bytes: int
-    step_s: float
-
-    @property
-    def allocator_error(self) -> Optional[float]:
-        measured = self.measured.allocator_peak_bytes
-        return None if measured is None else self.allocator_peak_bytes / measured - 1
-
-    @property
-    def process_error(self) -> float:
-        return self.process_peak_bytes / self.measured.process_peak_bytes - 1
+    """Predicted."""
+    allocator_error: Optional[float]
+    process_error: float
+    slack: float
+    """How far the upper bound lies above the measured peak; negative is a broken promise."""
+    step_error: float
 
     @property
     def is_beyond_floor(self) -> bool:
         """Whether the process's peak is off by more than runtimes differ."""
         return abs(self.process_peak_bytes - self.measured.process_peak_bytes) > PROCESS_FLOOR_BYTES
-
-    @property
-    def slack(self) -> float:
-        """How far the upper bound lies above the measured peak; negative is a broken promise."""
-        return self.upper_bound_bytes / self.measured.process_peak_bytes - 1
-
-    @property
-    def step_error(self) -> float:
-        return self.step_s / self.measured.step_s - 1
 
     @property
     def misses(self) -> Tuple[str, ...]:
@@ -156,12 +144,15 @@ class Target:
     """The most that it may be."""
     found: float
     """NaN where nothing was measured, which meets nothing."""
-    is_share: bool = True
-    """False for a count."""
 
     @property
     def met(self) -> bool:
         return self.found <= self.demanded
+
+    @property
+    def is_share(self) -> bool:
+        """False for a count."""
+        return self.demanded != 0
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
@@ -170,7 +161,7 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
     for a line that is damaged or of another schema.
     """
-    read = read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None)
+    read = read_records(path, "memory", lambda record: measured_from(record) if has_known_engine(record) else None)
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
 
 
@@ -182,14 +173,8 @@ def measured_from(record: Mapping[str, Any]) -> Measured:
         return Measured(job_from(record), failure=record["error"], **about)
     step_s = record["step_s"]
     shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
-    return Measured(
-        job_from(record),
-        step_s=step_s,
-        process_peak_bytes=record["process_peak_bytes"],
-        allocator_peak_bytes=record["allocator_peak_bytes"],
-        step_spread=(longest - shortest) / step_s,
-        **about,
-    )
+    peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
+    return Measured(job_from(record), step_s=step_s, step_spread=(longest - shortest) / step_s, **peaks, **about)
 
 
 def has_known_engine(record: Mapping[str, Any]) -> bool:
@@ -215,9 +200,20 @@ def job_from(record: Mapping[str, Any]) -> Job:
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
-    names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-    pairs = ((one, predict(one)) for one in measured if not one.failure)
-    return [Row(one, *(getattr(found, name) for name in names)) for one, found in pairs]
+    rows = []
+    for one in measured:
+        if not one.failure:
+            found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+            row = Row(
+                one,
+                found.process_peak_bytes,
+                allocator_error=None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+                process_error=found.process_peak_bytes / process - 1,
+                slack=found.upper_bound_bytes / process - 1,
+                step_error=found.step_s / one.step_s - 1,
+            )
+            rows.append(row)
+    return rows
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -244,8 +240,7 @@ def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
     beyond = max((abs(row.process_error) for row in rows if row.is_beyond_floor), default=0.0) if rows else math.nan
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
     found = (allocator.median, abs(allocator.worst), process.median, beyond, exceeded, bound.mean, step.median)
-    pairs = zip(TARGETS.items(), (*found, abs(step.worst)))
-    return tuple(Target(name, most, one, is_share=most != 0) for (name, most), one in pairs)
+    return tuple(Target(*demanded, one) for demanded, one in zip(TARGETS.items(), (*found, abs(step.worst))))
 
 
 def digest(rows: Sequence[Row], record: str) -> Accuracy:
@@ -272,27 +267,17 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
     return replace(found, exceeded=sum(one < 0 for one in slack), mean_slack=round(statistics.fmean(slack), 4))
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    record: Path = option(help="what `bench validate` has measured", positional=True)
-    out: Optional[Path] = option(None, help="file to write (default: print)", metavar="FILE")
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     """Print the digest of a record, or write it. Exit codes: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memory_estimator.validation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m memory_estimator.validation", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options)
     options = from_args(Options, parser.parse_args(argv))
     try:
         constants = functools.lru_cache(maxsize=None)(shipped_constants)
-        rows = compare(read_measured(options.record), lambda one: estimate(one.job, constants(one.isa), UNKNOWN))
-        text = json.dumps(digest(rows, options.record.as_posix()).to_json(), indent=1) + "\n"
+        unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
+        rows = compare(read_measured(options.record), lambda one: estimate(one.job, constants(one.isa), unknown))
+        text = json.dumps(asdict(digest(rows, options.record.as_posix())), indent=1) + "\n"
         if options.out:
             write_whole(options.out, text.encode("utf-8"))
         else:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES
 from memory_estimator.scaling.model import ASSUMED, Point, Scaling, pooled, predicted_errors, read_scaling
@@ -92,9 +91,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--threads must be given with {described[0]}, got none; add a worker's cores on that host")
 
 
-def several_hosts(
-    options: ScalingOptions, one: Estimate, constants: HostConstants
-) -> Tuple[Dict[str, Any], List[Table]]:
+def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], List[Table]]:
     """The answer as JSON content and as tables, from the estimate of `one` worker.
 
     Raises ValueError for a rate, a time or a record that cannot be read.
@@ -106,7 +103,7 @@ def several_hosts(
     volume_s = (options.step_s or one.step_s) / job.batch
     # Of a training step, what predicts: all up to the first gradient, the loss among it.
     program = training_step(job)
-    times = op_seconds(program, constants, job)
+    times = op_seconds(program, one.constants, job)
     first = next(index for index, op in enumerate(program.ops) if "gradient" in op.kind)
     growing = Scaling(
         volume_s,

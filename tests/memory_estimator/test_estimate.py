@@ -11,7 +11,6 @@ from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.planner import with_policy
 from memory_estimator.step.program import Moment, Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
@@ -86,7 +85,7 @@ def test_a_step_is_its_micro_batches_and_one_update():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(with_policy(RECIPES["brats-regions"].job, "speed"), threads=2)
+    job = dataclasses.replace(RECIPES["brats-regions"].job.with_unet(policy="speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
@@ -148,25 +147,19 @@ def test_weights_and_slots_are_those_of_keras(norm, optimizer):
     assert held("optimizer slots") == size(slots)
 
 
-def changed(**changes):
-    return lambda content: json.dumps({**content, **changes})
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda content: json.dumps(content)[:-20], "must be complete JSON of schema 1"),
-        (lambda content: "[]", "must be complete JSON of schema 1"),
-        (lambda content: "{}", "must be complete JSON of schema 1, got KeyError"),
-        (changed(schema=7), "must be complete JSON of schema 1, got .*schema 7"),
-        (changed(step_s={"median": 0.1}), "must be complete JSON"),
-        (changed(margin={}), "must be complete JSON"),
+        lambda content: json.dumps(content)[:-20],
+        lambda content: "[]",
+        lambda content: "{}",
+        lambda content: json.dumps({**content, "step_s": {"median": 0.1}}),
     ],
 )
-def test_a_damaged_digest_is_refused_by_its_file(damage, message, tmp_path):
+def test_a_damaged_digest_is_refused_by_its_file(damage, tmp_path):
     path = tmp_path / "accuracy.json"
     path.write_text(damage(json.loads(SHIPPED.read_text())))
-    with pytest.raises(ValueError, match=rf"accuracy .*accuracy\.json {message}"):
+    with pytest.raises(ValueError, match=r"accuracy .*accuracy\.json must be complete JSON"):
         load_accuracy(path)
 
 

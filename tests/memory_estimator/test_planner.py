@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.planner import (
-    advice,
-    batches,
     fastest_that_fits,
     gpu_bytes,
     largest_number,
@@ -22,9 +20,6 @@ from memory_estimator.planner import (
     patch_for,
     patch_shapes,
     plan,
-    savings,
-    widths,
-    with_policy,
 )
 from models.config import POLICIES, UNetConfig
 
@@ -81,8 +76,8 @@ def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, 
 def test_what_a_plan_finds_fits_and_the_next_does_not(budget):
     found = plan(JOB, Priced, budget)
     for one, chain, number in (
-        (found["batch"], batches(JOB), lambda job: job.batch),
-        (found["filters"], widths(JOB), lambda job: job.unet.filters // 8),
+        (found["batch"], lambda n: dataclasses.replace(JOB, batch=n, micro_batch=n), lambda job: job.batch),
+        (found["filters"], lambda n: JOB.with_unet(filters=8 * n), lambda job: job.unet.filters // 8),
     ):
         if one is None:
             assert cost(chain(1)) > budget
@@ -97,23 +92,12 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     assert found["filters"] is None  # 8 filters at batch 16 are eight volumes
     # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than 0.3125.
     assert found["extent"].job.shape == (160, 160, 112)
-    lean = plan(with_policy(JOB, "lean"), Priced, 5 * one_volume + 1000)
+    lean = plan(JOB.with_unet(policy="lean"), Priced, 5 * one_volume + 1000)
     assert (lean["batch"].job.batch, lean["filters"].job.unet.filters) == (10, 8)
     # One volume at a time of any batch is a job of one volume, but for the batch at once, which stays the same.
     singly = plan(dataclasses.replace(JOB, micro_batch=1), Priced, 5 * one_volume + 1000)
     assert (singly["batch"], singly["filters"].job.unet.filters) == (found["batch"], 80)
     assert singly["filters"].job.parts == 16
-
-
-def test_savings_are_the_single_changes_that_save_the_largest_first():
-    found = savings(JOB, Priced)
-    assert [option.change for option in found[:3]] == ["--micro-batch 1", "--shape 144 192 144", "--policy lean"]
-    peaks = [option.estimate.process_peak_bytes for option in found]
-    assert peaks == sorted(peaks)
-    assert all(peak < Priced(JOB).process_peak_bytes for peak in peaks)
-    changes = {option.change for option in found}
-    assert {"--policy balanced", "--micro-batch 8", "--dtype bfloat16", "--filters 8"} < changes
-    assert not {"--optimizer sgd", "--policy speed", "--batch 16"} & changes  # cost the same here
 
 
 def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
@@ -127,8 +111,8 @@ def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
-    prices = {policy: Made(with_policy(JOB, policy), *both) for policy, both in zip(POLICIES, figures)}
-    choice = fastest_that_fits(with_policy(JOB, "lean"), lambda job: prices[job.policy], budget)
+    prices = {policy: Made(JOB.with_unet(policy=policy), *both) for policy, both in zip(POLICIES, figures)}
+    choice = fastest_that_fits(JOB.with_unet(policy="lean"), lambda job: prices[job.policy], budget)
     fitting = [one for one in prices.values() if one.upper_bound_bytes <= budget]
     assert choice.fits == bool(fitting)
     assert choice.estimate in (fitting or prices.values())
@@ -155,12 +139,14 @@ def test_changes_are_put_together_where_none_is_enough_alone():
     assert cost(only.estimate.job) <= budget
 
 
-def test_advice_is_what_would_fit_or_that_nothing_does_and_none_for_what_fits():
+def test_each_change_that_is_enough_alone_is_named_with_what_it_takes():
     one_volume = 240 * 240 * 160 * 16 * 4
-    assert advice(Priced(JOB), Priced, 20 * one_volume) == []
-    found = advice(Priced(JOB), Priced, one_volume * 8 + 1000)
-    assert found[0] == "fits with --policy lean: up to 4.39 GiB, 1.3 s a volume"
-    assert advice(Priced(JOB), Priced, 5) == ["nothing smaller fits either; use another host"]
+    found = nearest(JOB, Priced, one_volume * 8 + 1000)
+    assert str(found[0]) == "--policy lean: up to 4.39 GiB, 1.3 s a volume"
+    assert [option.change for option in found[1:]] == [
+        *("--micro-batch 8", "--dtype bfloat16", "--shape 176 176 112", "--filters 8")
+    ]
+    assert nearest(JOB, Priced, 5) == []
 
 
 GIB = 2**30

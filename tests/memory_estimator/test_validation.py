@@ -10,7 +10,6 @@ from memory_estimator.job import Job
 from memory_estimator.validation import (
     RESERVE_SHARE,
     Measured,
-    Row,
     compare,
     digest,
     job_from,
@@ -145,13 +144,11 @@ def test_targets_are_judged_by_medians_worst_errors_and_bounds():
 
 
 GB = 10**9
+PEAKS = ("process_peak_bytes", "allocator_peak_bytes")
 
 
 def pair(predicted, measured, side=128, step_error=0.1):
-    one = Measured(
-        Job(shape=(side, side, side)), step_s=1.0, process_peak_bytes=measured, allocator_peak_bytes=measured
-    )
-    return Row(one, predicted, predicted, 0, 1 + step_error)
+    return row(predicted, predicted, 0, 1 + step_error, (side,) * 3, **dict.fromkeys(PEAKS, measured))
 
 
 FITTED = pair(100 * GB, 100 * GB, side=96)
