@@ -122,9 +122,6 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
     )
 
 
-# --- Private helpers ---
-
-
 def _failed(why: str, code: int) -> int:
     print(f"error: {why}", file=sys.stderr)
     return code
@@ -222,7 +219,9 @@ def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
     error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
     origin = "; ".join((f"{constants.origin}, {constants.name}", *caveats))
     return [
-        Table(("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.peak_op} runs", names=3),
+        Table(
+            ("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3
+        ),
         Table(("", "", error), predicted, "Predicted", names=3),
         Table(("", "bytes", "counted under"), largest, "The largest tensors at the peak", names=3),
         f"speed and baseline: {origin} ({constants.record})",

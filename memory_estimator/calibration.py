@@ -216,9 +216,6 @@ FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if fiel
 """What a file holds; the other fields say what became of it since."""
 
 
-# --- Private helpers ---
-
-
 def _wrong(constants: HostConstants) -> Iterator[str]:
     """The figures that cannot be, and those that are missing."""
     for name in ("threads", "cache_bytes", "saturating_threads"):

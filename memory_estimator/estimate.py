@@ -153,11 +153,6 @@ class Estimate:
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
     @property
-    def peak_op(self) -> str:
-        """The operation that runs when most is live."""
-        return self.timeline.moments[self.timeline.peak].op
-
-    @property
     def largest(self) -> Tuple[Tensor, ...]:
         """The five largest tensors at the peak."""
         return self.timeline.peak_tensors[:5]
@@ -170,7 +165,7 @@ class Estimate:
         return {
             **{name: getattr(self, name) for name in names},
             "components": [dataclasses.asdict(line) for line in self.components],
-            "peak_op": self.peak_op,
+            "peak_op": self.timeline.peak_op,
             "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
             "errors": {
                 "measured": bound.configurations > 0,
@@ -204,7 +199,7 @@ def estimate(
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(moment.hidden_bytes for moment in line.moments)
+    hidden = max(op.hidden_bytes for op in program.ops)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
@@ -254,9 +249,6 @@ def live_at_peak(line: Timeline) -> List[Component]:
             source = f"{source}: {', '.join(names[:3])}{more}"
         found.append((order.index(rule), group, Component(group, sum(map(_resident_bytes, tensors)), source)))
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
-
-
-# --- Private helpers ---
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, int]:

@@ -129,9 +129,6 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-# --- Private helpers ---
-
-
 def _typed_record(content: Any, kind: Any, name: str) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"{name} must be a {_words(kind)}, got {_short(content)}")

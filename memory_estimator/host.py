@@ -226,8 +226,6 @@ def cpu_list(text: str) -> List[int]:
     return [cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)]
 
 
-# --- Private helpers ---
-
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 """Of a cgroup: the file of its limit, of what it uses, and what of that are pages of files."""

@@ -374,9 +374,6 @@ def notes_on_run(folder: Union[str, Path]) -> List[str]:
     return [card] * (device != "cpu") + [validation] * (not whole)
 
 
-# --- Private helpers ---
-
-
 class _NeededOfRun(TypedDict):
     unet: UNetConfig
     grid: Tuple[int, int, int]

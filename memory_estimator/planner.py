@@ -271,9 +271,6 @@ def gpu_bytes(job: Job) -> int:
     return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
 
 
-# --- Private helpers ---
-
-
 def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last: int) -> Optional[Estimate]:
     """The largest of a chain's jobs, from 1 to `last`, whose upper bound is within the budget; None where none is."""
     found = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)

@@ -178,9 +178,6 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
     return words
 
 
-# --- Private helpers ---
-
-
 def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
     return ((field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
 

@@ -112,9 +112,6 @@ def new_console() -> "rich.console.Console":
     return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
 
 
-# --- Private helpers ---
-
-
 def _html_cell(cell: str) -> str:
     text = html.escape(cell)
     return f"<td><b>{text}</b></td>" if isinstance(cell, Bold) else f"<td>{text}</td>"

@@ -138,9 +138,6 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
     return order
 
 
-# --- Private helpers ---
-
-
 def _optimized(trace: Any) -> Any:
     """The GraphDef that the executor is given, after all of TensorFlow's and the plug-in's passes."""
     import tensorflow as tf

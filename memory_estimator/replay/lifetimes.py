@@ -10,7 +10,7 @@ from typing import Dict, Optional, Sequence, Tuple
 
 from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
-from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made
+from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
 
 Source = Tuple[str, int]
 """(node, index of its output)."""
@@ -36,9 +36,6 @@ def program_of(order: Sequence[Node], variables: Sequence[Tensor], made: Sequenc
     returned = [node.inputs[0] for node in order if node.op == "_Retval"]
     ops.append(StepOp("return", "slice", reads=memory.tensors(returned)))
     return Program(tuple(resident), tuple(ops), (*made, *inputs_made(given)))
-
-
-# --- Private helpers ---
 
 
 class _Memory:
@@ -108,7 +105,16 @@ def _operation(node: Node, memory: _Memory, threads: int) -> StepOp:
     kind, over, reads = op_rules.kind(node), memory.overwritable(node), memory.tensors(node.inputs)
     writes = memory.place(node, op_rules.outputs(node, inputs), kind)
     writes = writes[::-1] if node.op in op_rules.LAST_FIRST else writes
-    traffic = sum(given.bytes for given in (*inputs, *node.outputs))
     channels = op_rules.filters(node, inputs)[-2:] or (0, 0)
-    buffers, flops = op_rules.buffers(node, inputs, threads), op_rules.flops(node, inputs)
-    return StepOp.of(node.name, kind, reads, writes, buffers, over, flops, traffic, *channels)
+    return StepOp(
+        node.name,
+        kind,
+        reads,
+        writes,
+        takes_over=over,
+        flops=op_rules.flops(node, inputs),
+        traffic_bytes=sum(given.bytes for given in (*inputs, *node.outputs)),
+        in_channels=channels[0],
+        out_channels=channels[1],
+        **buffers_of(node.name, op_rules.buffers(node, inputs, threads)),
+    )

@@ -117,13 +117,12 @@ def estimate_step(
         replays.append((use(program), program))
     replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
-    line = timeline(program)
     return Replay(
         program=program,
-        timeline=line,
+        timeline=timeline(program),
         allocator_peak_bytes=used.peak_bytes,
         resident_bytes=used.resident_bytes + used.small_bytes,
-        hidden_bytes=max(moment.hidden_bytes for moment in line.moments),
+        hidden_bytes=max(op.hidden_bytes for op in program.ops),
         range_bytes=(replays[0][0].peak_bytes, replays[-1][0].peak_bytes),
     )
 

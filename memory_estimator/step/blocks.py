@@ -145,9 +145,6 @@ def backward(writer: Writer, block: Block) -> None:
         writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
 
 
-# --- Private helpers ---
-
-
 def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
     """The first convolution's output: one for each entry, summed; the up-sampled one is made when its turn comes."""
     op, group = block.conv1, writer.kept_at(block.conv1) if block.keeps_hidden else "transients"

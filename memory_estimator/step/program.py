@@ -7,7 +7,7 @@ replays its requests, `timing.py` turns it into seconds.
 
 import re
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from memory_estimator.step.scratch import Buffers
 
@@ -54,26 +54,6 @@ class StepOp:
     in_channels: int = 0
     out_channels: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        kind: str,
-        reads: Tuple[str, ...],
-        writes: Tuple[Tensor, ...],
-        buffers: Buffers,
-        takes_over: Optional[str],
-        *work: int,
-    ) -> "StepOp":
-        """With the tensors of its buffers; `work` are the fields from `flops` on."""
-        scratch = tuple(
-            Tensor(f"{name}/scratch{i}", size, "scratch", () if i else buffers.touched)
-            for i, size in enumerate(buffers.scratch)
-            if size
-        )
-        keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
-        return cls(name, kind, reads, writes, scratch, takes_over, keeps, buffers.hidden, *work)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -92,34 +72,21 @@ class Program:
     """What runs between two steps now and then: a validation. Its `keeps` are other tensors than those of `ops`."""
 
 
-# --- Memory over the time of one step ---
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What is held while one operation runs."""
-
-    op: str
-    live_bytes: int
-    """At its most: outputs and scratch taken, nothing given back yet."""
-    hidden_bytes: int
-    """Scratch outside the allocator at that time."""
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """A step's memory, an entry an operation."""
+    """A step's memory."""
 
-    moments: Tuple[Moment, ...]
-    peak: int
-    """Index of the moment with the most live bytes; the first of equals."""
+    live_bytes: Tuple[int, ...]
+    """While each operation runs, at its most: outputs and scratch taken, nothing given back yet."""
+    peak_op: str
+    """The operation that runs when most is live; the first of equals."""
     peak_tensors: Tuple[Tensor, ...]
     """Everything live then, the largest first."""
 
     @property
     def peak_bytes(self) -> int:
         """Most live bytes of the step."""
-        return self.moments[self.peak].live_bytes
+        return max(self.live_bytes)
 
 
 class Request(NamedTuple):
@@ -139,10 +106,18 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
+def buffers_of(name: str, buffers: Buffers) -> Dict[str, Any]:
+    """The fields of the operation `name` that its buffers make."""
+    sizes = [(f"{name}/scratch{i}", size, () if i else buffers.touched) for i, size in enumerate(buffers.scratch)]
+    keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
+    scratch = tuple(Tensor(part, size, "scratch", touched) for part, size, touched in sizes if size)
+    return {"scratch": scratch, "keeps": keeps, "hidden_bytes": buffers.hidden}
+
+
 def timeline(program: Program) -> Timeline:
     """Live bytes of a step, from the second on. Raises ValueError where an operation reads a tensor that is gone."""
-    moments: List[Moment] = []
-    best, peak, peak_tensors = -1, 0, ()
+    live_bytes: List[int] = []
+    best, peak_op, peak_tensors = -1, "", ()
     kept = tuple(tensor for op in program.ops for tensor in op.keeps)
     live = {tensor.name: tensor for tensor in program.resident + kept}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
@@ -156,12 +131,11 @@ def timeline(program: Program) -> Timeline:
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
         if held > best:
-            best, peak = held, len(moments)
-            peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
-        moments.append(Moment(op.name, held, op.hidden_bytes))
+            best, peak_op, peak_tensors = held, op.name, tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
+        live_bytes.append(held)
         for name in given:
             held -= rounded(live.pop(name).bytes)
-    return Timeline(tuple(moments), peak, peak_tensors)
+    return Timeline(tuple(live_bytes), peak_op, peak_tensors)
 
 
 def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
@@ -212,7 +186,7 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
 def kernel_made(kernel: Tensor) -> List[StepOp]:
     """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
     drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
-    return [_made("update", drawn), _made("update", wide, drawn), _made("update", kernel, drawn, wide)]
+    return [_made(drawn, kind="update"), _made(wide, drawn, kind="update"), _made(kernel, drawn, wide, kind="update")]
 
 
 def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
@@ -226,24 +200,24 @@ def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
     for tensor, dtype in inputs:
         bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
         values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
-        floats = {part: Tensor(f"{tensor.name}/{part}", 4 * values, tensor.group) for part in _DRAWN}
+
+        def part(name: str, value_bytes: int = 4, tensor: Tensor = tensor, values: int = values) -> Tensor:
+            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
+
         if "float" in dtype:
-            shifted = tensor if dtype == "float32" else floats["shifted"]
-            drawn += [_made("pointwise", floats["noise"]), _made("pointwise", floats["scaled"], floats["noise"])]
-            drawn.append(_made("pointwise", shifted, floats["scaled"], floats["noise"]))
+            noise, scaled = part("noise"), part("scaled")
+            shifted = tensor if dtype == "float32" else part("shifted")
+            drawn += [_made(noise), _made(scaled, noise), _made(shifted, scaled, noise)]
             if dtype != "float32":
-                cast.append(_made("pointwise", tensor))
+                cast.append(_made(tensor))
                 wide.append(shifted.name)
         else:
-            hits = Tensor(f"{tensor.name}/hits", values, tensor.group)
-            drawn.append(_made("pointwise", floats["drawn"]))
-            cast += [_made("pointwise", hits), _made("pointwise", tensor, hits)]
-            wide.append(floats["drawn"].name)
+            numbers, hits = part("drawn"), part("hits", 1)
+            drawn.append(_made(numbers))
+            cast += [_made(hits), _made(tensor, hits)]
+            wide.append(numbers.name)
     return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
 
 
-_DRAWN = ("noise", "scaled", "shifted", "drawn")
-
-
-def _made(kind: str, written: Tensor, *read: Tensor) -> StepOp:
+def _made(written: Tensor, *read: Tensor, kind: str = "pointwise") -> StepOp:
     return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))

@@ -192,9 +192,6 @@ def mask_touched(size_bytes: int, engine: str) -> Tuple[Tuple[int, int], ...]:
     return () if engine == "itex" else ((0, size_bytes // 4),)
 
 
-# --- Private helpers ---
-
-
 def _buffers(job: FilterGradient) -> Tuple[Tuple[int, int], Tuple[int, int], int]:
     """One group's: (blocks of channels, bytes of a block) of both transposed maps, and bytes of float32 weights."""
     in_block = VECTOR if job.kernel == 1 else min(job.in_channels, VECTOR)

@@ -113,9 +113,6 @@ def tensor_bytes(program: Program) -> Dict[str, int]:
     return {tensor.name: tensor.bytes for tensor in (*program.resident, *made)}
 
 
-# --- Private helpers ---
-
-
 def _kernel_bytes(op: StepOp, sizes: Mapping[str, int]) -> int:
     """Of the kernel that a convolution reads, or of the gradient that it writes."""
     if op.kind.endswith("filter_gradient"):

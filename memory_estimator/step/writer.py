@@ -7,7 +7,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import region_bytes
-from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
+from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
 from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import LayerOp, layer_plan
 
@@ -95,10 +95,19 @@ class Writer:
 
         `layer` is the one whose channels it works on, where its speed hangs on them.
         """
-        traffic = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
-        channels = (layer.in_channels, layer.shape[3]) if layer else (0, 0)
         self._ops.append(
-            StepOp.of(name, kind, tuple(reads), tuple(writes), buffers, takes_over, flops, traffic, *channels)
+            StepOp(
+                name,
+                kind,
+                tuple(reads),
+                tuple(writes),
+                takes_over=takes_over,
+                flops=flops,
+                traffic_bytes=sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes),
+                in_channels=layer.in_channels if layer else 0,
+                out_channels=layer.shape[3] if layer else 0,
+                **buffers_of(name, buffers),
+            )
         )
 
     def make(self, name: str, kind: str, reads: Sequence[str], size_bytes: int, group: str = "transients", **more):

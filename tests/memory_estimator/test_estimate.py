@@ -11,7 +11,7 @@ from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.step.program import Moment, Tensor, Timeline
+from memory_estimator.step.program import Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes
@@ -113,7 +113,7 @@ PEAK = (
 
 
 def held(*tensors):
-    return live_at_peak(Timeline((Moment("op", 0, 0),), 0, tensors))
+    return live_at_peak(Timeline((0,), "op", tensors))
 
 
 def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
