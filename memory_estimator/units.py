@@ -63,11 +63,3 @@ def parse_rate(text: str) -> float:
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
     unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
     return float(match[1]) * unit
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of a time such as "50us" or "1.5 ms". Raises ValueError unless it is a number, 0 or more, with a unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)", text.strip())
-    if not match:
-        raise ValueError(f"time must be a number with its unit, got {text!r}; write it like 50us, 2ms or 1s")
-    return float(match[1]) * {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]

@@ -8,7 +8,7 @@ worker updates its own weights. A step lasts as long as
     in parts                     gradients are added up and the weights updated after, not both at once as by one worker
     packing                      all gradients into one float32 vector, and out of the sum
     the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector (`exchange_s`)
-    data                         what reading the share takes longer than computing it, and a wait that is always there
+    data                         a wait that is always there; data are taken to be read in time
 
 one after the other: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one
 host what workers lose to each other; without its record it is assumed.
@@ -20,7 +20,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_records
@@ -116,7 +116,6 @@ class Point:
     step_s: float
     """All parts one after the other."""
     cases_per_s: float
-    """Of all workers."""
     network_share: float
     """Of a step, exchanging."""
     efficiency: float
@@ -138,8 +137,6 @@ class Scaling:
     costs: ExchangeCosts
     forward_s: float = 0.0
     """Seconds to predict a volume, for validation."""
-    case_bytes: int = 0
-    """Read of a store for a volume."""
     in_parts: bool = False
     """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
     workers_per_host: int = 1
@@ -147,10 +144,6 @@ class Scaling:
     """Of a host's link, each way, as it is sold."""
     latency_s: float = 50e-6
     """Of a message between two hosts; what a message costs inside one comes on top."""
-    storage_bytes_per_s: float = math.inf
-    """What each host reads by itself."""
-    shared_bytes_per_s: float = math.inf
-    """What all hosts together read, as from one file server."""
     cases: int = 0
     """Of an epoch; 0 is unknown."""
     epochs: int = 1
@@ -174,18 +167,15 @@ class Scaling:
         # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
         network_s, latency_s = (1 / self.network_bytes_per_s, self.latency_s) if hosts > 1 else (0, 0)
         passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
-        rate = min(self.storage_bytes_per_s, self.shared_bytes_per_s / hosts)
         slowest_s = compute_s * costs.spread * largest_of(workers)
         in_parts_s = passed_bytes * costs.in_parts_s_per_byte * (not self.in_parts)
         packing_s = passed_bytes * costs.packing_s_per_byte
         exchanging_s = exchange_s(self.gradient_bytes, workers, **passing, call_s=costs.call_s)
-        data_s = max(DATA_WAIT_SHARE * compute_s, share * per_host * self.case_bytes / rate - compute_s)
+        data_s = DATA_WAIT_SHARE * compute_s
         step_s = compute_s + slowest_s + in_parts_s + packing_s + exchanging_s + data_s
         batch, epoch_s = share * workers, None
         if self.cases >= batch:
-            each = -(-self.validation_cases // workers)
-            validation_s = max(each * self.forward_s * slower, each * per_host * self.case_bytes / rate)
-            epoch_s = self.cases // batch * step_s + validation_s
+            epoch_s = self.cases // batch * step_s + -(-self.validation_cases // workers) * self.forward_s * slower
         return Point(
             hosts=hosts,
             workers=workers,
@@ -203,14 +193,6 @@ class Scaling:
             epoch_s=epoch_s,
             total_s=None if epoch_s is None else self.epochs * epoch_s,
         )
-
-    def rates(self, learning_rate: float, point: Point) -> Dict[str, float]:
-        """The learning rate at a point, from one that suits one worker; it does not change with a fixed batch.
-
-        "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
-        """
-        times = point.batch / (self.batch or self.batch_per_worker)
-        return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
 
 
 def of_one(whole: Estimate, workers: int) -> Estimate:

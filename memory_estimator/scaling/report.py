@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import DTYPE_BYTES
 from memory_estimator.scaling.model import ASSUMED, Point, Scaling, pooled, predicted_errors, read_scaling
 from memory_estimator.schema import given, option
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.table import Table
-from memory_estimator.units import count_of, format_bytes, format_seconds, parse_duration, parse_rate
+from memory_estimator.units import count_of, format_bytes, format_seconds, parse_rate
 from models.layer_plan import layer_plan
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
@@ -29,13 +28,13 @@ HOSTS_HELP = (
 POSITIVE = {"above": 0, "below": math.inf}
 
 SECTIONS = {
-    "work": ("volume_s", "gradient_bytes", "forward_s", "case_bytes", "in_parts"),
-    "hosts": ("workers_per_host", "network_bytes_per_s", "latency_s", "storage_bytes_per_s", "shared_bytes_per_s"),
+    "work": ("volume_s", "gradient_bytes", "forward_s", "in_parts"),
+    "hosts": ("workers_per_host", "network_bytes_per_s", "latency_s"),
     "training": ("cases", "epochs", "validation_cases"),
 }
 """Of `Scaling`, in JSON: one worker's work, what the workers run on, and how much there is to do."""
 
-NOT_COUNTED = "start-up, checkpoints, restarts, other traffic; whether a larger batch learns as much an epoch"
+NOT_COUNTED = "start-up, checkpoints, restarts, other traffic, slow storage; whether a larger batch learns as much"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class ScalingOptions:
     hosts: Optional[Tuple[int, ...]] = option(None, help=HOSTS_HELP, metavar="N", at_least=1, empty=True)
     workers_per_host: int = option(1, help="processes of a host, as one a socket", metavar="W", at_least=1)
     link: str = option("25Gbit/s", help="of a host's link, as it is sold", metavar="RATE")
-    latency: str = option("50us", help="of a message between two hosts", metavar="TIME")
     step_s: Optional[float] = option(
         None, help="a measured step of one worker, of --batch volumes (default: estimated)", metavar="S", **POSITIVE
     )
@@ -54,9 +52,6 @@ class ScalingOptions:
     global_batch: Optional[int] = option(
         None, help="of all, where that stays (default: --batch for each of the most workers)", metavar="G", at_least=1
     )
-    learning_rate: float = option(2e-3, help="that suits one worker's batch", metavar="R", **POSITIVE)
-    storage: str = option("", help="what each host reads, such as 2GB/s (default: enough)", metavar="RATE")
-    shared_storage: str = option("", help="what all hosts together read (default: enough)", metavar="RATE")
     record: Optional[Path] = option(
         None, help=f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", metavar="FILE"
     )
@@ -94,7 +89,7 @@ def check_options(args: argparse.Namespace) -> None:
 def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], List[Table]]:
     """The answer as JSON content and as tables, from the estimate of `one` worker.
 
-    Raises ValueError for a rate, a time or a record that cannot be read.
+    Raises ValueError for a rate or a record that cannot be read.
     """
     job = one.job
     path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
@@ -110,14 +105,9 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         gradient_bytes=4 * sum(op.trainable for op in layer_plan(job.unet, job.shape)),
         costs=dataclasses.replace(costs, origin=f"{costs.origin} ({path.name})" if path else costs.origin),
         forward_s=volume_s * (sum(times[:first]) / sum(times)),
-        # What a store holds of a voxel: int16 channels, or in part float16, and labels of a byte.
-        case_bytes=math.prod(job.shape) * (DTYPE_BYTES["bfloat16"] * job.unet.channels + 1),
         in_parts=job.parts > 1,
         workers_per_host=options.workers_per_host,
         network_bytes_per_s=parse_rate(options.link),
-        latency_s=parse_duration(options.latency),
-        storage_bytes_per_s=parse_rate(options.storage) if options.storage else math.inf,
-        shared_bytes_per_s=parse_rate(options.shared_storage) if options.shared_storage else math.inf,
         cases=job.cases,
         epochs=options.epochs,
         validation_cases=options.validation_cases,
@@ -134,14 +124,13 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         "job": job.to_json(),
         "gradient_bytes": growing.gradient_bytes,
         "costs": dataclasses.asdict(growing.costs),
-        "learning_rate": options.learning_rate,
         "notes": [f"{what}: {much}" for what, much in rests],
         "errors": {"shares": errors, "in_sample": len(records) == 1},
     }
     for section, names in SECTIONS.items():
-        content[section] = {name: None if basis[name] == math.inf else basis[name] for name in names}
+        content[section] = {name: basis[name] for name in names}
     workers = f"{count_of(growing.workers_per_host, 'worker')} a host, {format_bytes(growing.gradient_bytes)} exchanged"
-    same = f"The batch stays {fixed.batch}, learning rate {options.learning_rate:g}: the same training; {workers}"
+    same = f"The batch stays {fixed.batch}: the same training; {workers}"
     grows = f"The batch grows, {growing.batch_per_worker} a worker: fewer, larger steps; {workers}"
     tables = []
     for name, scaling, title in (("fixed", fixed, same), ("growing", growing, grows)):
@@ -162,9 +151,6 @@ def _times(scaling: Scaling, options: ScalingOptions, title: str) -> Tuple[List[
     if scaling.cases:
         cells["an epoch"] = lambda point: "-" if point.epoch_s is None else format_seconds(point.epoch_s)
         cells["in all"] = lambda point: "-" if point.total_s is None else format_seconds(point.total_s)
-    if not scaling.batch:
-        for rule in ("sqrt", "linear"):
-            cells[f"{rule} rate"] = lambda point, rule=rule: f"{scaling.rates(options.learning_rate, point)[rule]:.2g}"
     rows, lines, problems = [], [], []
     for hosts in options.numbers:
         try:
@@ -175,6 +161,6 @@ def _times(scaling: Scaling, options: ScalingOptions, title: str) -> Tuple[List[
             lines.append([str(hosts), *("-" for _ in cells)])
             problems.append(f"{count_of(hosts, 'host')}: {problem}")
         else:
-            rows.append({**vars(point), "learning_rates": scaling.rates(options.learning_rate, point)})
+            rows.append(vars(point))
             lines.append([str(hosts), *(cell(point) for cell in cells.values())])
     return rows, Table(["hosts", *cells], lines, title, "\n".join(problems), names=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memory_estimator.units import format_bytes, format_seconds, parse_bytes, parse_duration, parse_rate
+from memory_estimator.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,3 @@ def test_a_rate_that_is_none_or_could_be_either_is_refused_with_an_example(text)
         ValueError, match=r"rate must be a positive number with its unit, got .*; write it like 25Gbit/s"
     ):
         parse_rate(text)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("0s", 0.0)])
-def test_a_short_time_is_read(text, seconds):
-    assert parse_duration(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["50", "-1s", "1min", "us", "1e3s"])
-def test_a_time_without_a_unit_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"time must be a number with its unit, got .*; write it like 50us"):
-        parse_duration(text)
