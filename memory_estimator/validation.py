@@ -1,12 +1,11 @@
 """The estimator held against measured steps: what `bench memory` recorded, what is predicted of the same jobs.
 
-    python -m memory_estimator.validation records/memory.jsonl --out memory_estimator/accuracy.json
+    python -m memory_estimator.validation records/memory.jsonl > memory_estimator/accuracy.json
 
 works out anew how far predictions are off, and the upper bound's margin. To be run after `bench validate`, and whenever
 a rule or a constant of the estimator has changed.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -18,9 +17,8 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
-from memory_estimator.files import read_records, write_whole
+from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job
-from memory_estimator.schema import add_options, from_args, option
 from models.config import UNetConfig
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
@@ -52,14 +50,6 @@ MARGIN_BYTES = 64 * 2**20
 
 RESERVE_SHARE = 0.03
 """Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    record: Path = option(help="what `bench validate` has measured", positional=True)
-    out: Optional[Path] = option(None, help="file to write (default: print)", metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -268,20 +258,16 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Print the digest of a record, or write it. Exit codes: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m memory_estimator.validation", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser, Options)
-    options = from_args(Options, parser.parse_args(argv))
+    """Print the digest of a record. Exit codes: 0 done, 2 bad input."""
+    names = sys.argv[1:] if argv is None else argv
+    if len(names) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    constants = functools.lru_cache(maxsize=None)(shipped_constants)
+    unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
     try:
-        constants = functools.lru_cache(maxsize=None)(shipped_constants)
-        unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
-        rows = compare(read_measured(options.record), lambda one: estimate(one.job, constants(one.isa), unknown))
-        text = json.dumps(asdict(digest(rows, options.record.as_posix())), indent=1) + "\n"
-        if options.out:
-            write_whole(options.out, text.encode("utf-8"))
-        else:
-            print(text, end="")
+        rows = compare(read_measured(Path(names[0])), lambda one: estimate(one.job, constants(one.isa), unknown))
+        print(json.dumps(asdict(digest(rows, names[0])), indent=1))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

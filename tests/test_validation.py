@@ -10,7 +10,7 @@ from memory_estimator.validation import digest, targets
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = f"records/{VALIDATION}"
-REMAKE_ACCURACY = f"run python -m memory_estimator.validation {RECORD} --out memory_estimator/accuracy.json"
+REMAKE_ACCURACY = f"run python -m memory_estimator.validation {RECORD} > memory_estimator/accuracy.json"
 REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
 
 NOT_MET = {

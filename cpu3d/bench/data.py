@@ -40,10 +40,9 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.records import read_records, versions
-from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
-from memory_estimator.table import Table, new_console
+from memory_estimator.table import PALETTE, Table, new_console, new_figure, png
 
 HELP = "measure how long loading takes: the store against nibabel, with warm and with cold pages"
 

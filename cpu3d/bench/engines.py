@@ -15,9 +15,8 @@ from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, times
 from cpu3d.bench.step import StepOptions, add_step_options, measure, step_request
 from cpu3d.errors import InputError
-from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.schema import from_args, option
-from memory_estimator.table import Table
+from memory_estimator.table import PALETTE, Table, new_figure, png
 from memory_estimator.units import GIB
 from models.config import DTYPES
 

@@ -26,9 +26,8 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record, versions
-from memory_estimator.figure import PALETTE, plain
 from memory_estimator.schema import option
-from memory_estimator.table import Table, new_console
+from memory_estimator.table import PALETTE, Table, new_console, plain
 
 LOOK_EVERY_S = 0.02
 """Between two looks at a measuring process; a look takes 0.1 ms of another core."""

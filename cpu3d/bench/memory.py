@@ -30,9 +30,8 @@ from cpu3d.host.memory import Resident, resident
 from cpu3d.util.atomic import writable_folder
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.figure import PALETTE, new_figure, png
 from memory_estimator.schema import from_args, option
-from memory_estimator.table import Table
+from memory_estimator.table import PALETTE, Table, new_figure, png
 from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine
 from memory_estimator.validation import job_from as measured_job
