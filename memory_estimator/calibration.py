@@ -81,12 +81,10 @@ class HostConstants:
         name, origin and record are those of what is used. Raises ValueError where neither does."""
         if dtype in self.costs.get(engine, {}):
             return self
-        if self.others is None:
-            known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
-            raise ValueError(
-                f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`"
-            )
-        return self.others.of(engine, dtype)
+        if self.others:
+            return self.others.of(engine, dtype)
+        known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
+        raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
     def caveats(self, host: Optional[Host] = None) -> List[str]:
         """Why the figures may be less than measured for `host`, a phrase each; None is a host that is not this one."""
@@ -94,10 +92,8 @@ class HostConstants:
         if host and host.cpu_model != self.cpu:
             if self.origin == "measured":
                 found.append(f"measured on {self.cpu}, for {host.cpu_model} assumed")
-            if not host.isa:
-                found.append("this CPU's instructions are unknown, AVX512 assumed")
-            elif "avx512f" not in host.isa:
-                found.append("AVX512 assumed, which this CPU has not: it takes longer")
+            if "avx512f" not in host.isa:
+                found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
         if self.measured_threads:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found
@@ -108,13 +104,11 @@ class HostConstants:
 
     def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
         """Group -> feature -> seconds a unit, stand-ins among them. Raises ValueError where they are not known."""
-        groups = self.of(engine, dtype).costs[engine][dtype]
-        assumed = {
-            group: {feature: times * cost for feature, cost in groups.get(other, {}).items()}
-            for group, (other, times) in STAND_INS.items()
-            if not groups.get(group)
-        }
-        return {**groups, **assumed}
+        groups = dict(self.of(engine, dtype).costs[engine][dtype])
+        for group, (other, times) in STAND_INS.items():
+            if not groups.get(group):
+                groups[group] = {feature: times * cost for feature, cost in groups.get(other, {}).items()}
+        return groups
 
     def for_threads(self, threads: int) -> "HostConstants":
         """These constants with another number of threads.
@@ -146,8 +140,7 @@ def part_of(feature: str) -> str:
 def runtime_ops(program: Program) -> int:
     """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled.
 
-    Measured: a residual block's shortcut, or a norm taken sample by sample, adds next to nothing. The planes and
-    samples of one filter gradient share what is compiled.
+    A shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled.
     """
     first = ("", "sample0/plane0")
     return sum(
@@ -239,13 +232,11 @@ def _wrong(constants: HostConstants) -> Iterator[str]:
 def _scaled(costs: Costs, slower: Callable[[str, str], float]) -> Costs:
     """Costs times `slower(dtype, part_of(feature))`."""
 
-    def scaled(groups: Dict[str, Dict[str, float]], dtype: str) -> Dict[str, Dict[str, float]]:
-        return {
-            group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in found.items()}
-            for group, found in groups.items()
-        }
-
-    return {
-        engine: {dtype: scaled(groups, dtype) for dtype, groups in by_dtype.items()}
-        for engine, by_dtype in costs.items()
-    }
+    found: Costs = {}
+    for engine, by_dtype in costs.items():
+        for dtype, groups in by_dtype.items():
+            found.setdefault(engine, {})[dtype] = {
+                group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in each.items()}
+                for group, each in groups.items()
+            }
+    return found

@@ -13,7 +13,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
@@ -112,28 +112,21 @@ class Row:
         return tuple(name for name, is_wrong in wrong.items() if is_wrong)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How large some errors are."""
+class Spread(NamedTuple):
+    """How large some errors are: the median of their sizes, the largest one and the mean with their signs."""
 
     count: int
     median: float
-    """Of the absolute values."""
     worst: float
-    """The largest one, with its sign."""
     mean: float
-    """Of the signed values."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is demanded of one figure over all held-out steps, and what was found."""
+class Target(NamedTuple):
+    """The most that a figure may be over all held-out steps, and what was found: NaN, which meets nothing, of none."""
 
     name: str
     demanded: float
-    """The most that it may be."""
     found: float
-    """NaN where nothing was measured, which meets nothing."""
 
     @property
     def met(self) -> bool:
@@ -151,20 +144,21 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
     for a line that is damaged or of another schema.
     """
-    read = read_records(path, "memory", lambda record: measured_from(record) if has_known_engine(record) else None)
+
+    def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
+        if not has_known_engine(record):
+            return None
+        host = record["host"]
+        about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+        if record.get("error"):
+            return Measured(job_from(record), failure=record["error"], **about)
+        step_s = record["step_s"]
+        shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
+        peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
+        return Measured(job_from(record), step_s=step_s, step_spread=(longest - shortest) / step_s, **peaks, **about)
+
+    read = read_records(path, "memory", measured_from)
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
-
-
-def measured_from(record: Mapping[str, Any]) -> Measured:
-    """One record, or one result of `bench memory`. Raises KeyError, TypeError or ValueError where it is none."""
-    host = record["host"]
-    about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
-    if record.get("error"):
-        return Measured(job_from(record), failure=record["error"], **about)
-    step_s = record["step_s"]
-    shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
-    peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
-    return Measured(job_from(record), step_s=step_s, step_spread=(longest - shortest) / step_s, **peaks, **about)
 
 
 def has_known_engine(record: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ each such rule names the engine, "itex" being TensorFlow with Intel's extension 
 it was read off the allocator's log, operation by operation.
 """
 
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
 from memory_estimator.step.scratch import (
     Buffers,
@@ -93,13 +93,25 @@ def convolve(writer: Writer, op: LayerOp, source: str, result: str, group: str =
 
 
 def filter_gradient(
-    writer: Writer, op: LayerOp, source: str, upstream: str, kind: str = "conv", seen: Optional[FilterGradient] = None
+    writer: Writer,
+    op: LayerOp,
+    source: str,
+    upstream: str,
+    seen: Optional[FilterGradient] = None,
+    name: str = "",
+    planes: int = 1,
+    samples: int = 1,
 ) -> None:
-    """Of the whole volume at once; `seen` is how oneDNN sees it, where that is not as a convolution on one grid."""
-    grid, size = op.shape[:3], writer.kernel_bytes(op)
-    seen = seen or FilterGradient(writer.job.micro, grid, grid, op.in_channels, op.shape[3], op.kernel, 1, False)
-    reads, flops = [source, upstream], writer.job.micro * op.flops
-    _filter_gradient(writer, op, filter_gradient_name(op), kind, reads, size, seen, flops)
+    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples.
+
+    `seen` is how oneDNN sees it, where that is not as a convolution on one grid.
+    """
+    job, grid, kind = writer.job, op.shape[:3], "up_conv" if op.kind == "up_conv" else "conv"
+    size, flops = writer.kernel_bytes(op) // planes, job.micro * op.flops // (samples * planes)
+    seen = seen or FilterGradient(job.micro, grid, grid, op.in_channels, op.shape[3], op.kernel, 1, False)
+    more = {"buffers": filter_gradient_buffers(seen, job.unet.dtype, job.threads, size, writer.itex), "flops": flops}
+    name, kind = name or filter_gradient_name(op), f"{kind}_filter_gradient"
+    writer.make(name, kind, [source, upstream], size, "gradients", layer=op, **more)
 
 
 def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
@@ -107,12 +119,11 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
     planes, *grid = op.shape[:3]
     samples, flat = min(writer.job.micro, MOST_SAMPLES), (1, *grid)
     seen = FilterGradient(planes, flat, flat, op.in_channels, op.shape[3], op.kernel, 1, False, flat=True)
-    name, size = filter_gradient_name(op), writer.kernel_bytes(op)
-    flops, total = writer.job.micro * op.flops // (samples * op.kernel), ""
+    name, size, total = filter_gradient_name(op), writer.kernel_bytes(op), ""
     for sample in range(samples):
         pieces = [f"{name}/sample{sample}/plane{plane}" for plane in range(op.kernel)]
         for piece in pieces:
-            _filter_gradient(writer, op, piece, "conv", [source, upstream], size // op.kernel, seen, flops)
+            filter_gradient(writer, op, source, upstream, seen, piece, op.kernel, samples)
         last = sample == samples - 1
         whole = name if last and not total else f"{name}/sample{sample}"
         writer.make(whole, "join", pieces, size, "gradients")
@@ -120,22 +131,6 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
             summed = name if last else f"{name}/sum{sample}"
             whole = writer.make(summed, "pointwise", [total, whole], size, "gradients", takes_over=total)
         total = whole
-
-
-def _filter_gradient(
-    writer: Writer,
-    op: LayerOp,
-    name: str,
-    kind: str,
-    reads: List[str],
-    size: int,
-    seen: FilterGradient,
-    flops: int,
-) -> None:
-    job = writer.job
-    buffers = filter_gradient_buffers(seen, job.unet.dtype, job.threads, size, writer.itex)
-    kind = f"{kind}_filter_gradient"
-    writer.make(name, kind, reads, size, "gradients", buffers=buffers, flops=flops, layer=op)
 
 
 def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -> str:
@@ -171,7 +166,7 @@ def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
     """
     below, fine = writer.layers[op.inputs[0]], op.shape
     seen = FilterGradient(writer.job.micro, fine[:3], below.shape[:3], fine[3], below.shape[3], 2, 2, False)
-    filter_gradient(writer, op, below.name, upstream, "up_conv", seen)
+    filter_gradient(writer, op, below.name, upstream, seen)
     return input_gradient(writer, op, below, upstream)
 
 
