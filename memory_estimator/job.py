@@ -59,11 +59,9 @@ class Job:
 
     def __post_init__(self):
         self.unet.check_shape(self.shape)
-        for name in ("batch", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
-        if self.cases < 0:
-            raise ValueError(f"cases must be at least 0, got {self.cases}; 0 is unknown")
+        for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
@@ -85,12 +83,6 @@ class Job:
         return self.batch // self.micro
 
     @property
-    def canonical(self) -> "Job":
-        """The same job with a micro-batch that the rule gives left to the rule: equal jobs then compare equal."""
-        by_rule = dataclasses.replace(self, micro_batch=0)
-        return by_rule if by_rule.micro == self.micro else self
-
-    @property
     def voxels(self) -> int:
         """Of a micro-batch, so of all that is computed at a time."""
         return self.micro * math.prod(self.shape)
@@ -105,14 +97,13 @@ class Job:
         parts = (
             f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
-            "residual" if unet.residual else "",
-            "deep supervision" if unet.deep_supervision else "",
-            f"batch {self.batch}",
-            f"{self.micro} at a time" if self.parts > 1 else "",
+            *["residual"] * unet.residual,
+            *["deep supervision"] * unet.deep_supervision,
+            f"batch {self.batch}" + (f", {self.micro} at a time" if self.parts > 1 else ""),
             f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
             count_of(self.threads, "thread"),
         )
-        return ", ".join(filter(None, parts))
+        return ", ".join(parts)
 
     def to_json(self) -> Dict[str, Any]:
         """As JSON content, with the policy and the micro-batch that the rules give."""
@@ -131,26 +122,21 @@ def micro_of(norm: str, batch: int, micro_batch: int) -> int:
 def check_micro_batch(batch: int, micro_batch: int) -> None:
     """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule, which always can be."""
     if micro_batch < 0 or (micro_batch and batch % micro_batch):
-        raise ValueError(
-            f"micro_batch must divide the batch of {batch}, got {micro_batch}; "
-            f"give one of {', '.join(map(str, divisors(batch)))}"
-        )
+        allowed = ", ".join(map(str, divisors(batch)))
+        raise ValueError(f"micro_batch must divide the batch of {batch}, got {micro_batch}; give one of {allowed}")
 
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
     if norm != "batch" or micro == batch:
         return ""
-    return (
-        f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, so training differs from that "
-        "on whole batches"
-    )
+    return f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
 
 
 def divisors(number: int) -> Tuple[int, ...]:
     """From 1 to `number`: the micro-batches that a batch can be computed in."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return (*small, *(number // n for n in reversed(small) if n * n != number))
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def itex_is_installed() -> bool:
@@ -374,7 +360,7 @@ def notes_on_run(folder: Union[str, Path]) -> List[str]:
     return [card] * (device != "cpu") + [validation] * (not whole)
 
 
-class _NeededOfRun(TypedDict):
+class _Needed(TypedDict):
     unet: UNetConfig
     grid: Tuple[int, int, int]
     batch: int
@@ -384,7 +370,7 @@ class _NeededOfRun(TypedDict):
     store: str
 
 
-class _Run(_NeededOfRun, total=False):
+class _Run(_Needed, total=False):
     """Those fields of config.json that an estimate needs."""
 
     micro_batch: int
