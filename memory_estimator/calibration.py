@@ -111,11 +111,8 @@ class HostConstants:
         return groups
 
     def for_threads(self, threads: int) -> "HostConstants":
-        """These constants with another number of threads.
-
-        Work divides evenly, which a socket full of cores comes close to; traffic does up to `saturating_threads`; what
-        TensorFlow does between operations takes as long.
-        """
+        """These constants with another number of threads. Work divides evenly, which a socket full of cores comes close
+        to; traffic does up to `saturating_threads`; what TensorFlow does between operations takes as long."""
         if threads == self.threads:
             return self
         moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
@@ -138,10 +135,8 @@ def part_of(feature: str) -> str:
 
 
 def runtime_ops(program: Program) -> int:
-    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled.
-
-    A shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled.
-    """
+    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled. A
+    shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled."""
     first = ("", "sample0/plane0")
     return sum(
         "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first
@@ -150,11 +145,9 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema.
-
-    A file may hold what makes it differ from another one beside it, which it names as "like": fields in place of its,
-    and in "faster" by how much work (by dtype) and traffic go faster.
-    """
+    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. A file may
+    hold what makes it differ from another one beside it, which it names as "like": fields in place of its, and in
+    "faster" by how much work (by dtype) and traffic go faster."""
     path = Path(path)
     try:
         content = read_json(path)
@@ -184,11 +177,9 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
-    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones.
-
-    The own ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of
-    another CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged.
-    """
+    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones. The own
+    ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of another
+    CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged."""
     host = host or read_host()
     shipped = shipped_constants(host.isa).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None

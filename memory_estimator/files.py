@@ -23,10 +23,8 @@ class NotRegularError(OSError, ValueError):
 
 
 def open_regular(path: Union[str, Path]) -> int:
-    """A handle for reading a regular file, or a link to one; the caller closes it.
-
-    Raises NotRegularError for anything else, which is not opened, and OSError as `os.open`.
-    """
+    """A handle for reading a regular file, or a link to one; the caller closes it. Raises NotRegularError for anything
+    else, which is not opened, and OSError as `os.open`."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -60,10 +58,8 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]]) -> List[T]:
-    """What `use` makes of each record of a kind in a file of JSON lines, None left out.
-
-    Raises ValueError for a missing file, and for a line that is damaged, of another schema or refused by `use`.
-    """
+    """What `use` makes of each record of a kind in a file of JSON lines, None left out. Raises ValueError for a missing
+    file, and for a line that is damaged, of another schema or refused by `use`."""
     path, found = Path(path), []
     if not path.is_file():
         raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")

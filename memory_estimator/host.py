@@ -79,11 +79,9 @@ class Host:
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
-
-    Never fails for a file that is missing, as many are in containers: it falls back to the next best
-    source, and in the end to one core per CPU on one socket.
-    """
+    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil. Never
+    fails for a file that is missing, as many are in containers: it falls back to the next best source, and in the end
+    to one core per CPU on one socket."""
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
         import psutil
@@ -135,10 +133,8 @@ class Node(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets.
-
-    A CPU that /sys does not place is a core of its own on socket 0.
-    """
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. A CPU that /sys
+    does not place is a core of its own on socket 0."""
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
@@ -272,11 +268,9 @@ def _sizes(text: str) -> Dict[str, int]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> List[Path]:
-    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it.
-
-    Version 2 has one tree, version 1 one a controller, and a machine may have both. A container often names
-    a path of the host's in /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way.
-    """
+    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it. Version 2 has one
+    tree, version 1 one a controller, and a machine may have both. A container often names a path of the host's in
+    /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way."""
     folders: List[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -111,11 +111,9 @@ class Job:
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
-    """Volumes computed at a time: `micro_batch`, and by rule where that is 0.
-
-    The rule is 1 where the norm is per sample: the sum of the gradients is then the whole batch's, to rounding, in the
-    least memory. With batch norm, whose statistics are of what is computed together, it is the whole batch.
-    """
+    """Volumes computed at a time: `micro_batch`, and by rule where that is 0. The rule is 1 where the norm is per
+    sample: the sum of the gradients is then the whole batch's, to rounding, in the least memory. With batch norm, whose
+    statistics are of what is computed together, it is the whole batch."""
     return micro_batch or (batch if norm == "batch" else 1)
 
 
@@ -294,10 +292,8 @@ def source_job(args: argparse.Namespace) -> Optional[Job]:
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
-    """The job of the options of `add_job_options`; what was not given is as in `base`.
-
-    A policy that is left open is `base`'s for the time being. Raises ValueError for settings out of range.
-    """
+    """The job of the options of `add_job_options`; what was not given is as in `base`. A policy that is left open is
+    `base`'s for the time being. Raises ValueError for settings out of range."""
     found = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in found:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
@@ -324,12 +320,10 @@ def policy_is_open(args: argparse.Namespace) -> bool:
 
 
 def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
-    """What training the run in `folder` asks of a host.
-
-    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases, or of
-    patches, is what follows from the run's store, where this is still there, else unknown.
-    Raises ValueError for a folder without config.json, a damaged one, or one of another version.
-    """
+    """What training the run in `folder` asks of a host. `engine` replaces the run's own; `auto_engine` stands in where
+    the run left it open. The number of cases, or of patches, is what follows from the run's store, where this is still
+    there, else unknown. Raises ValueError for a folder without config.json, a damaged one, or one of another
+    version."""
     path, content = _read_run(folder)
     engine = content["engine"] if engine == AUTO else engine
     cases = _training_cases(Path(content["store"]), content.get("fold", ""))
@@ -396,10 +390,8 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
 
 
 def _training_cases(store: Path, fold: str) -> int:
-    """0 where the store is gone or cannot be read: the run's memory does not hang on it.
-
-    A fold holds out one of its parts of the training and validation cases; counted as if each case had its own patient.
-    """
+    """0 where the store is gone or cannot be read: the run's memory does not hang on it. A fold holds out one of its
+    parts of the training and validation cases; counted as if each case had its own patient."""
     try:
         split = read_json(store / "manifest.json")["split"]
         if not fold:

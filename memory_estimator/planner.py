@@ -82,9 +82,7 @@ class Choice:
 
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
-
-    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them.
-    """
+    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them."""
     by_time = sorted((price(job.with_unet(policy=policy)) for policy in POLICIES), key=lambda one: one.step_s)
     for place, one in enumerate(by_time):
         if one.upper_bound_bytes <= budget_bytes:
@@ -97,10 +95,8 @@ def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
-
     All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
-    one of them and a set of gradients. No batch is larger than the training cases, where their number is known.
-    """
+    one of them and a set of gradients. No batch is larger than the training cases, where their number is known."""
     chains = {
         "batch": lambda number: dataclasses.replace(job, batch=number, micro_batch=number),
         "filters": lambda number: job.with_unet(filters=STEP_OF_FILTERS * number),
@@ -211,20 +207,16 @@ def nearest(
 
 
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
-    """With the largest of `patch_shapes` of its volumes that a GPU trains; None where not even the smallest fits.
-
-    As many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm.
-    """
+    """With the largest of `patch_shapes` of its volumes that a GPU trains; None where not even the smallest fits. As
+    many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm."""
     jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
     found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
     return jobs[found - 1] if found else None
 
 
 def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits.
-
-    `name` is what the error calls the memory.
-    """
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits. `name` is
+    what the error calls the memory."""
     found = largest_patch(job, memory_bytes)
     if found:
         return found.shape
@@ -245,10 +237,8 @@ def least_patch(volume: Shape3, divisor: int) -> Shape3:
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
     """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
-
     Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
-    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are.
-    """
+    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are."""
     shape = list(least_patch(volume, divisor))
     shapes = [tuple(shape)]
     while shapes[-1] != tuple(volume):

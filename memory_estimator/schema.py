@@ -70,10 +70,8 @@ def add_options(
     choices: Optional[Mapping[str, Sequence[Any]]] = None,
     group: str = "",
 ) -> None:
-    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
-
-    `choices` are of named fields, in place of their own; `group` is the heading of options that have none.
-    """
+    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute. `choices` are
+    of named fields, in place of their own; `group` is the heading of options that have none."""
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]

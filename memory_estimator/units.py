@@ -14,10 +14,8 @@ GIB = UNITS["GiB"]
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit.
-
-    A bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits.
-    """
+    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit. A
+    bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits."""
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
     if not match:
         raise ValueError(f"memory must be a number with its unit, got {text!r}; write it like 384GiB or 1.5TiB")
@@ -55,9 +53,7 @@ def count_of(number: int, noun: str) -> str:
 
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError unless it is positive with a unit.
-
-    "25Gb/s" is refused: half of its readers take it for bytes.
-    """
+    "25Gb/s" is refused: half of its readers take it for bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
     if not match or not float(match[1]):
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")

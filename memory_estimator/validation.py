@@ -139,11 +139,9 @@ class Target(NamedTuple):
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
-    """The measured steps of a record file, one a job and host: the newest, in the place of the oldest.
-
-    Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
-    for a line that is damaged or of another schema.
-    """
+    """The measured steps of a record file, one a job and host: the newest, in the place of the oldest. Lines of an
+    engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and for a line
+    that is damaged or of another schema."""
 
     def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
         if not has_known_engine(record):
@@ -230,12 +228,10 @@ def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
 
 
 def digest(rows: Sequence[Row], record: str) -> Accuracy:
-    """Errors over the rows that no constant was fitted to, and a margin for upper bounds, made without these rows.
-
-    The margin is the least, in steps of half a per cent, that leaves no peak of the fitted shapes above its bound, and
-    RESERVE_SHARE. Whether it holds is for the held-out rows to say (`targets`).
-    Raises ValueError where the record lacks either.
-    """
+    """Errors over the rows that no constant was fitted to, and a margin for upper bounds, made without these rows. The
+    margin is the least, in steps of half a per cent, that leaves no peak of the fitted shapes above its bound, and
+    RESERVE_SHARE. Whether it holds is for the held-out rows to say (`targets`). Raises ValueError where the record
+    lacks either."""
     held_out = [row for row in rows if row.measured.held_out]
     fitted = [row for row in rows if not row.measured.held_out]
     for some, what in ((held_out, "above"), (fitted, "of at most")):

@@ -60,9 +60,7 @@ class Node:
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     """The nodes of `step` (a tf.function) on inputs like `specs` (tf.TensorSpec), producers first, and its trace.
-
-    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch.
-    """
+    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch."""
     import tensorflow as tf
 
     # Traced anew: the graphs of a function that has run before have been made, and are not handed out again.
@@ -103,14 +101,10 @@ def plain(op: str) -> str:
 
 
 def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
-    """`nodes` of a graph in the order they run.
-
-    The order in which the graph's inputs become ready comes from a set of addresses: it differs from
-    process to process. Each `chance` is one such order; 0 is the order of the graph.
-
-    What a finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one
-    at once when nothing else is waiting in line, and else from the top of a stack when the line is empty.
-    """
+    """`nodes` of a graph in the order they run. The order in which the graph's inputs become ready comes from a set of
+    addresses: it differs from process to process. Each `chance` is one such order; 0 is the order of the graph. What a
+    finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one at once
+    when nothing else is waiting in line, and else from the top of a stack when the line is empty."""
     # A node's readers become ready in the order in which TensorFlow built them: producers first, and of the nodes that
     # could come next the one listed first.
     place = {node.name: index for index, node in enumerate(nodes)}
@@ -164,11 +158,9 @@ def _optimized(trace: Any) -> Any:
 
 
 def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[str, List[Any]]:
-    """The tensors of the operations that the passes have added, by TensorFlow's own shape functions.
-
-    In a graph in which all that is known is a placeholder, for the plug-in's operations have no shape functions.
-    Constants stay: shapes are computed from them.
-    """
+    """The tensors of the operations that the passes have added, by TensorFlow's own shape functions. In a graph in
+    which all that is known is a placeholder, for the plug-in's operations have no shape functions. Constants stay:
+    shapes are computed from them."""
     import tensorflow as tf
 
     graph = tf.compat.v1.GraphDef()
@@ -231,10 +223,8 @@ def _output(definition: Any, tensor: Any) -> Output:
 
 
 def _readiness(nodes: Sequence[Node]) -> Tuple[List[Node], Callable[[Node], Iterator[Node]]]:
-    """The nodes that wait for none, and what gives those that a finished node makes ready.
-
-    First come the readers of its outputs, then those that only wait for it.
-    """
+    """The nodes that wait for none, and what gives those that a finished node makes ready. First come the readers of
+    its outputs, then those that only wait for it."""
     pending = {node.name: len(node.inputs) + len(node.after) for node in nodes}
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
     reads = [(source, node) for node in nodes for source, _ in node.inputs]

@@ -93,12 +93,10 @@ def estimate_model(
 def estimate_step(
     step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2, region_bytes: int = 0
 ) -> Replay:
-    """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec).
-
-    `variables` are those that are there in the order they were made, which the allocator's regions depend on; those
-    that the step uses beside them are found. `region_bytes` is as of `memory_estimator.step.program.Program`.
-    Raises ValueError as `estimate_model`.
-    """
+    """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec). `variables` are those that
+    are there in the order they were made, which the allocator's regions depend on; those that the step uses beside them
+    are found. `region_bytes` is as of `memory_estimator.step.program.Program`. Raises ValueError as
+    `estimate_model`."""
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}

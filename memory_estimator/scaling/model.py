@@ -81,11 +81,9 @@ ASSUMED = ExchangeCosts(
 def exchange_s(
     vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float = 0.0, call_s: float = 0.0
 ) -> float:
-    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker.
-
-    Each piece goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at
-    once with all others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the pace.
-    """
+    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker. Each piece
+    goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at once with
+    all others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the pace."""
     if workers == 1:
         return 0.0
     pieces = math.ceil(vector_bytes / PIECE_BYTES)
@@ -197,9 +195,7 @@ class Scaling:
 
 def of_one(whole: Estimate, workers: int) -> Estimate:
     """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
-
-    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`.
-    """
+    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`."""
     if workers == 1:
         return whole
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
@@ -211,10 +207,8 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The records in a file: the newest of each step, cores, engine and CPU.
-
-    Raises ValueError for a file that is missing or has none, and for a line that is damaged or of another schema.
-    """
+    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for a file that is
+    missing or has none, and for a line that is damaged or of another schema."""
 
     def checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
         costs_of(record)
@@ -266,11 +260,9 @@ def pooled(records: Sequence[Mapping[str, Any]]) -> ExchangeCosts:
 
 
 def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
-    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones.
-
-    Each is predicted from its own record's one worker and the constants of the *other* records. Where there is no
-    other, they are its own, which flatters.
-    """
+    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones. Each is
+    predicted from its own record's one worker and the constants of the *other* records. Where there is no other, they
+    are its own, which flatters."""
     errors = []
     for record in records:
         costs = pooled([one for one in records if one is not record] or [record])

@@ -68,10 +68,8 @@ class ScalingOptions:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that need --hosts, or that exclude it, and where a described host has no cores.
-
-    This host's would say nothing: seconds, and scratch memory, go by a worker's threads.
-    """
+    """Raise ValueError for options that need --hosts, or that exclude it, and where a described host has no cores. This
+    host's would say nothing: seconds, and scratch memory, go by a worker's threads."""
     found = given(ScalingOptions, args)
     if "hosts" not in found:
         if found:
@@ -87,10 +85,8 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], List[Table]]:
-    """The answer as JSON content and as tables, from the estimate of `one` worker.
-
-    Raises ValueError for a rate or a record that cannot be read.
-    """
+    """The answer as JSON content and as tables, from the estimate of `one` worker. Raises ValueError for a rate or a
+    record that cannot be read."""
     job = one.job
     path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
     records = read_scaling(path) if path else ()

@@ -75,11 +75,9 @@ def use(program: Program) -> Use:
 
 
 def fits_regions(program: Program, limit_bytes: int) -> bool:
-    """Whether three steps get through with regions of at most `limit_bytes` together.
-
-    With oneDNN on, the limit is the machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is
-    left, and a tensor never lies in two regions. So a job may fail whose tensors would fit one beside the other.
-    """
+    """Whether three steps get through with regions of at most `limit_bytes` together. With oneDNN on, the limit is the
+    machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is left, and a tensor never lies in two
+    regions. So a job may fail whose tensors would fit one beside the other."""
     try:
         Allocator(limit_bytes).play(requests(program, 3, after=True))
     except NoRegionError:
@@ -150,10 +148,8 @@ class Allocator:
                 self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's.
-
-        Raises NoRegionError where the limit leaves no region large enough.
-        """
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's. Raises
+        NoRegionError where the limit leaves no region large enough."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -186,10 +182,8 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks.
-
-        A chunk's spare end stays untouched. The tables are filled when a region is made.
-        """
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks. A
+        chunk's spare end stays untouched. The tables are filled when a region is made."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))

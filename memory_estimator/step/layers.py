@@ -51,9 +51,7 @@ def forward(writer: Writer, op: LayerOp) -> None:
 
 def backward(writer: Writer, op: LayerOp) -> None:
     """A layer's backward pass: takes the gradient that has arrived at its output, and hands gradients to its inputs.
-
-    The filter gradient comes first and the input gradient waits for it (models/ordered.py).
-    """
+    The filter gradient comes first and the input gradient waits for it (models/ordered.py)."""
     kind, source, upstream = op.kind, op.inputs[0], writer.arrived(op)
     if kind in ("conv", "head", "shortcut"):
         entry = op.inputs[-1]
@@ -102,10 +100,8 @@ def filter_gradient(
     planes: int = 1,
     samples: int = 1,
 ) -> None:
-    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples.
-
-    `seen` is how oneDNN sees it, where that is not as a convolution on one grid.
-    """
+    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples. `seen` is how
+    oneDNN sees it, where that is not as a convolution on one grid."""
     job, grid, kind = writer.job, op.shape[:3], "up_conv" if op.kind == "up_conv" else "conv"
     size, flops = writer.kernel_bytes(op) // planes, job.micro * op.flops // (samples * planes)
     seen = seen or FilterGradient(job.micro, grid, grid, op.in_channels, op.shape[3], op.kernel, 1, False)
@@ -134,10 +130,8 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
 
 
 def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -> str:
-    """Of the convolution's input, a map like the output of `below`; returns its name.
-
-    To oneDNN the input gradient of an up-convolution is a forward convolution.
-    """
+    """Of the convolution's input, a map like the output of `below`; returns its name. To oneDNN the input gradient of
+    an up-convolution is a forward convolution."""
     kind = "up_conv" if op.kind == "up_conv" else "conv"
     kernel = writer.kernel_bytes(op) if writer.itex else 0
     return writer.make(
@@ -160,10 +154,8 @@ def up_convolve(writer: Writer, op: LayerOp, result: str, group: str = "transien
 
 
 def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
-    """Of an up-convolution; returns the name of its input's gradient.
-
-    The mirror of a convolution: to its filter gradient the output's gradient is the map that the filter slides over.
-    """
+    """Of an up-convolution; returns the name of its input's gradient. The mirror of a convolution: to its filter
+    gradient the output's gradient is the map that the filter slides over."""
     below, fine = writer.layers[op.inputs[0]], op.shape
     seen = FilterGradient(writer.job.micro, fine[:3], below.shape[:3], fine[3], below.shape[3], 2, 2, False)
     filter_gradient(writer, op, below.name, upstream, seen)
@@ -175,10 +167,8 @@ def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
 
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
     """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
-
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
-    a bias and a ReLU, which any engine then writes over it.
-    """
+    a bias and a ReLU, which any engine then writes over it."""
     size, samples, engine = writer.map_bytes(op), writer.normed_apart, writer.job.engine
     if not writer.norm_reads_source:
         writer.make(result, "pointwise", [source], size, group, takes_over=source if alone else None)
@@ -199,11 +189,9 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
 
 
 def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, result: str) -> str:
-    """Of `source`, whose norm is `result`; returns its name.
-
-    Sample by sample as the forward pass, each cut out of the gradient; the parts are joined at the end. ITEX takes ReLU
-    and norm at once; stock TensorFlow takes the ReLU first, in place.
-    """
+    """Of `source`, whose norm is `result`; returns its name. Sample by sample as the forward pass, each cut out of the
+    gradient; the parts are joined at the end. ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first,
+    in place."""
     down, samples = f"{op.name}/gradient_below", writer.normed_apart
     if not writer.norm_reads_source:
         down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
@@ -249,10 +237,8 @@ def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
 
 def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> None:
     """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
-
     Exact up to MOST_PLANES voxels a side of the fine grid. Beyond that the pieces add up to the same bytes but are
-    fewer and larger: live bytes stay exact, what the allocator counts moves by some per cent.
-    """
+    fewer and larger: live bytes stay exact, what the allocator counts moves by some per cent."""
     fine, grows = writer.map_bytes(op), eighths[0] == 1
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
         planes = op.shape[axis] // (2 if grows else 1)
@@ -288,10 +274,8 @@ def cast_target(writer: Writer, head: LayerOp) -> None:
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
-    """From a head's output to its gradient: at once, or, where memory is saved, slab by slab.
-
-    By slabs: sums first, then the gradient, for which all maps are made again; its pieces are joined.
-    """
+    """From a head's output to its gradient: at once, or, where memory is saved, slab by slab. By slabs: sums first,
+    then the gradient, for which all maps are made again; its pieces are joined."""
     name, elements = f"{head.name}/loss", writer.job.micro * head.elements
     if writer.job.policy == "speed":
         writer.receive(head.name, _loss_part(writer, head, name, f"{head.name}/target", sums=True, gradient=True))

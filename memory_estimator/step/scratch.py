@@ -93,10 +93,8 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
 
 def filter_gradient_touched(job: FilterGradient, dtype: str, threads: int) -> Tuple[Tuple[int, int], ...]:
     """Where that scratch is written, as offsets in bytes: each group of threads fills its share of maps of its own.
-
     Read off the pages of a process (/proc/self/pagemap) with two threads: of the map that the filter slides over a
-    group fills the last share, of the other its own, and of the head's as much as it has channels. () is everywhere.
-    """
+    group fills the last share, of the other its own, and of the head's as much as it has channels. () is everywhere."""
     groups = depth_groups(job, threads)
     if dtype != "bfloat16" or groups == 1:
         return ()
@@ -125,11 +123,9 @@ def up_convolution_bytes(input_bytes: int, threads: int) -> int:
 
 
 def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
-    """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator.
-
-    Its thread pool has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of
-    channels of both maps and fills its share of a sample's depth, or whole samples where there are enough of them.
-    """
+    """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator. Its thread pool
+    has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of channels of both
+    maps and fills its share of a sample's depth, or whole samples where there are enough of them."""
     if dtype != "bfloat16":
         return 0
     in_block, groups = min(job.in_channels, VECTOR), depth_groups(job, threads)
@@ -139,10 +135,8 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
 
 
 def depth_groups(job: FilterGradient, threads: int) -> int:
-    """How many groups of threads share the depth, each with transposed maps and weights of its own.
-
-    oneDNN's own search: the split of threads over depth, output and input channels that moves the least memory.
-    """
+    """How many groups of threads share the depth, each with transposed maps and weights of its own. oneDNN's own
+    search: the split of threads over depth, output and input channels that moves the least memory."""
     slabs = job.batch * job.target[0]
     if job.kernel == 1:
         return min(threads, slabs)  # a kernel of its own, which splits the voxels alone

@@ -53,9 +53,7 @@ def training_step(job: Job) -> Program:
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     """What `cpu3d.training.validation` does with a volume or a window: the layers one after the other, and the scores.
-
-    Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready.
-    """
+    Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready."""
     unet = replace(job.unet, policy="speed", deep_supervision=False)
     writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]

@@ -91,10 +91,8 @@ class Writer:
         flops: int = 0,
         layer: Optional[LayerOp] = None,
     ) -> None:
-        """Add an operation; its traffic is what it reads and writes, each once.
-
-        `layer` is the one whose channels it works on, where its speed hangs on them.
-        """
+        """Add an operation; its traffic is what it reads and writes, each once. `layer` is the one whose channels it
+        works on, where its speed hangs on them."""
         self._ops.append(
             StepOp(
                 name,
@@ -118,10 +116,8 @@ class Writer:
     # --- Gradients of maps ---
 
     def receive(self, name: str, *gradients: str) -> None:
-        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image.
-
-        Shares of several readers are added as soon as they are there; of a reader that has `gradients` only then.
-        """
+        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image. Shares
+        of several readers are added as soon as they are there; of a reader that has `gradients` only then."""
         if self.layers[name].kind == "input":
             return
         several = name in self._arrived
@@ -134,10 +130,8 @@ class Writer:
         return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
 
     def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
-        """Of maps that nobody else reads: of two in the memory of the second, which has just been written.
-
-        ITEX adds three in new memory.
-        """
+        """Of maps that nobody else reads: of two in the memory of the second, which has just been written. ITEX adds
+        three in new memory."""
         if len(maps) == 1:
             return maps[0]
         over = maps[-1] if len(maps) == 2 or not self.itex else None
@@ -161,9 +155,7 @@ class Writer:
 
     def update(self) -> None:
         """What ends a step: all gradients cast and (Adam) squared, then weight by weight, with a temporary of its size.
-
-        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those.
-        """
+        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
         adam, summed = self.job.optimizer == "adam", self.job.parts > 1
 
         def cast(op: LayerOp) -> str:
