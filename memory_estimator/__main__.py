@@ -41,6 +41,11 @@ from models.config import POLICIES
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
 
+CALIBRATION_HELP = (
+    f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} (default: this host's own, "
+    "else its kind's)"
+)
+
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]
 """JSON content, and the same for reading."""
 
@@ -49,23 +54,15 @@ Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]
 class Options(JobOptions):
     """What is asked of a job, besides `ScalingOptions`."""
 
-    cases: int = option(0, help="training cases of an epoch (default: unknown)", metavar="N")
+    cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
-        False,
-        help="count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)",
+        False, "count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)"
     )
-    host_memory: str = option(
-        "", help="memory to fit into, such as 1.5TiB (default: free on this host)", metavar="SIZE"
-    )
-    calibration: str = option(
-        "",
-        help=f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} "
-        "(default: this host's own, else its kind's)",
-        metavar="FILE",
-    )
-    plan: bool = option(False, help="what fits that memory")
-    gpu_memory: str = option("", help="the largest patch that a GPU of this size trains", metavar="SIZE")
-    json: bool = option(False, help="print one JSON object")
+    host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
+    calibration: str = option("", CALIBRATION_HELP, "FILE")
+    plan: bool = option(False, "what fits that memory")
+    gpu_memory: str = option("", "the largest patch that a GPU of this size trains", "SIZE")
+    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -97,11 +94,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memory_estimator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m memory_estimator", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options)
     add_options(parser, ScalingOptions, group=GROUP)
     return parser

@@ -159,22 +159,21 @@ class Estimate:
 
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
-        bound, time = self.accuracy, dataclasses.asdict(self.accuracy.step_s)
+        bound = self.accuracy
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
         margin = ("margin_share", "margin_bytes", "exceeded", "mean_slack")
         return {
             **{name: getattr(self, name) for name in names},
-            "components": [dataclasses.asdict(line) for line in self.components],
+            "components": [vars(line) for line in self.components],
             "peak_op": self.timeline.peak_op,
             "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
             "errors": {
                 "measured": bound.configurations > 0,
-                "allocator_peak_bytes": dataclasses.asdict(bound.allocator_peak),
-                "process_peak_bytes": dataclasses.asdict(bound.process_peak),
+                "allocator_peak_bytes": vars(bound.allocator_peak),
+                "process_peak_bytes": vars(bound.process_peak),
                 "upper_bound_bytes": {name: getattr(bound, name) for name in margin},
-                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), time),
-                "record": bound.record,
-                "configurations": bound.configurations,
+                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), vars(bound.step_s)),
+                **{name: getattr(bound, name) for name in ("record", "configurations")},
             },
             "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
             "job": self.job.to_json(),

@@ -26,21 +26,15 @@ class Bold(str):
 
 
 class Good(str):
-    """A cell that tells of something as it should be: green on a terminal."""
-
-    style = "green"
+    style = "green"  # something is as it should be
 
 
 class Poor(Bold):
-    """A cell to look at: yellow on a terminal."""
-
-    style = "yellow"
+    style = "yellow"  # to be looked at
 
 
 class Bad(Bold):
-    """A cell that tells of a failure: red on a terminal."""
-
-    style = "bold red"
+    style = "bold red"  # a failure
 
 
 @dataclass(frozen=True)
@@ -61,16 +55,9 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            title=Text(self.title) if self.title else None,
-            caption=Text(self.caption) if self.caption else None,
-            title_justify="left",
-            caption_justify="left",
-            show_header=any(self.columns),
-            box=box.SIMPLE_HEAD,
-            collapse_padding=True,
-            pad_edge=False,
-        )
+        look = {"title_justify": "left", "caption_justify": "left", "collapse_padding": True, "pad_edge": False}
+        table = RichTable(box=box.SIMPLE_HEAD, show_header=any(self.columns), **look)
+        table.title, table.caption = (Text(part) if part else None for part in (self.title, self.caption))
         for position, name in enumerate(self.columns):
             left = position < self.names
             table.add_column(Text(name), justify="left" if left else "right", overflow="fold")

@@ -25,7 +25,6 @@ HOSTS_HELP = (
     f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
     "its cores, --host-memory of one host"
 )
-POSITIVE = {"above": 0, "below": math.inf}
 
 SECTIONS = {
     "work": ("volume_s", "gradient_bytes", "forward_s", "in_parts"),
@@ -41,19 +40,19 @@ NOT_COUNTED = "start-up, checkpoints, restarts, other traffic, slow storage; whe
 class ScalingOptions:
     """--hosts and what belongs to it."""
 
-    hosts: Optional[Tuple[int, ...]] = option(None, help=HOSTS_HELP, metavar="N", at_least=1, empty=True)
-    workers_per_host: int = option(1, help="processes of a host, as one a socket", metavar="W", at_least=1)
-    link: str = option("25Gbit/s", help="of a host's link, as it is sold", metavar="RATE")
+    hosts: Optional[Tuple[int, ...]] = option(None, HOSTS_HELP, "N", at_least=1, empty=True)
+    workers_per_host: int = option(1, "processes of a host, as one a socket", "W", at_least=1)
+    link: str = option("25Gbit/s", "of a host's link, as it is sold", "RATE")
     step_s: Optional[float] = option(
-        None, help="a measured step of one worker, of --batch volumes (default: estimated)", metavar="S", **POSITIVE
+        None, "a measured step of one worker, of --batch volumes (default: estimated)", "S", above=0, below=math.inf
     )
-    epochs: int = option(1, help="of --cases each", metavar="E", at_least=1)
-    validation_cases: int = option(0, help="predicted after every epoch", metavar="N", at_least=0)
+    epochs: int = option(1, "of --cases each", "E", at_least=1)
+    validation_cases: int = option(0, "predicted after every epoch", "N", at_least=0)
     global_batch: Optional[int] = option(
-        None, help="of all, where that stays (default: --batch for each of the most workers)", metavar="G", at_least=1
+        None, "of all, where that stays (default: --batch for each of the most workers)", "G", at_least=1
     )
     record: Optional[Path] = option(
-        None, help=f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", metavar="FILE"
+        None, f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", "FILE"
     )
 
     @property
