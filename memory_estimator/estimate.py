@@ -55,9 +55,6 @@ NAMED_SINGLY = ("transients", "scratch")
 """Groups that live during few operations alone: the bill says which tensors they are."""
 
 
-# --- How far predictions have been off ---
-
-
 @dataclass(frozen=True)
 class Bound:
     """Errors as shares of what was measured, without their signs."""
@@ -104,9 +101,6 @@ def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
         raise ValueError(
             f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the record"
         ) from None
-
-
-# --- The estimate ---
 
 
 @dataclass(frozen=True)

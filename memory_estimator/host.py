@@ -108,9 +108,6 @@ def read_host(root: Union[str, Path] = "/") -> Host:
     )
 
 
-# --- Read elsewhere too: `root` is the folder that the host's /proc and /sys lie in ---
-
-
 class Cpu(NamedTuple):
     """A CPU as Linux counts them: a hyper-thread where a core has several."""
 

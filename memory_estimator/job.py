@@ -147,8 +147,6 @@ def installed_engine() -> str:
     return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
 
 
-# --- Recipes ---
-
 BRAIN_BOX = (144, 192, 144)
 """The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
 136 voxels; the box of a store of one's own is in the first lines of `train`."""
@@ -220,9 +218,6 @@ RECIPES: Dict[str, Recipe] = {
 }
 
 DEFAULT_RECIPE = "brats-regions"
-
-
-# --- The command line of a job: for the estimator, and for what measures its predictions ---
 
 
 @dataclass(frozen=True)
@@ -314,9 +309,6 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
 def policy_is_open(args: argparse.Namespace) -> bool:
     """Whether the policy is to be picked: where none was given, but for a run, which has its own."""
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
-
-
-# --- The job of a run that `train` has written, from its config.json ---
 
 
 def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:

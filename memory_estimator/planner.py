@@ -90,9 +90,6 @@ def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     return Choice(min(by_time, key=lambda one: one.upper_bound_bytes), fits=False, passed_over=())
 
 
-# --- The largest that fits ---
-
-
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
     All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
@@ -142,9 +139,6 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
             high, above = guess, found
         halved = 2 * (high - low) <= left
     return low
-
-
-# --- Changes after which it fits ---
 
 
 def nearest(
@@ -201,9 +195,6 @@ def nearest(
         if reached.upper_bound_bytes <= budget_bytes:
             return [Option(" ".join(changes), reached)]
     return []
-
-
-# --- What a GPU could train of the same network: patches, since a whole volume does not fit ---
 
 
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:

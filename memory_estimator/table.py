@@ -104,8 +104,6 @@ def new_console() -> "rich.console.Console":
     return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
 
 
-# --- Charts ---
-
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's colours, which a colour-blind reader can tell apart."""
 

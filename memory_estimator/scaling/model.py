@@ -203,9 +203,6 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
     return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
 
 
-# --- Records of `bench scaling` ---
-
-
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
     """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for a file that is
     missing or has none, and for a line that is damaged or of another schema."""

@@ -80,9 +80,6 @@ def backward(writer: Writer, op: LayerOp) -> None:
         writer.receive(source, upsample_gradient(writer, op, upstream))
 
 
-# --- Convolutions ---
-
-
 def convolve(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
     """`result` from the map `source`, with the kernel of `op`."""
     buffers = Buffers(keeps=writer.kernel_bytes(op) if writer.itex else 0)
@@ -162,9 +159,6 @@ def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
     return input_gradient(writer, op, below, upstream)
 
 
-# --- Norms and ReLUs ---
-
-
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
     """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
@@ -221,9 +215,6 @@ def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> st
     return writer.make(name, "pointwise", [upstream, output], writer.map_bytes(op), takes_over=over)
 
 
-# --- Up-sampling by nearest neighbours, axis by axis: Keras cuts the map into planes and joins each plane twice ---
-
-
 def upsample(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
     """`result` from the coarser map `source`."""
     _resample(writer, op, source, result, group, [1, 2, 4, 8])
@@ -256,9 +247,6 @@ def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str,
         )
         writer.run(f"{result}/join{axis}", "join", [piece.name for piece in pieces], [joined])
         source = joined.name
-
-
-# --- The loss: soft Dice and cross-entropy as `cpu3d.training.losses`, in float32 maps of regions ---
 
 
 def cut_target(writer: Writer, head: LayerOp) -> None:

@@ -178,9 +178,6 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
         yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]
 
 
-# --- Before the first step: the allocator's regions keep traces of it ---
-
-
 def kernel_made(kernel: Tensor) -> List[StepOp]:
     """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
     drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))

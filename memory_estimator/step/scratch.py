@@ -80,9 +80,6 @@ def up_convolution_buffers(input_bytes: int, kernel_bytes: int, threads: int, it
     return Buffers(scratch=(up_convolution_bytes(input_bytes, threads), kernel_bytes))
 
 
-# --- oneDNN's scratch by its rules ---
-
-
 def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
     """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
     if dtype != "bfloat16":
@@ -165,9 +162,6 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
             if now <= best:
                 best, found = now, groups
     return min(slabs, threads) if threads / 2 < found < threads else found
-
-
-# --- The mask of a norm fused with its ReLU, which keeps for the gradient where the ReLU was open ---
 
 
 def is_narrow(channels: int, dtype: str) -> bool:

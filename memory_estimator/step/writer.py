@@ -77,8 +77,6 @@ class Writer:
         """Of a layer's output, for all volumes computed at a time."""
         return self.job.micro * op.elements * DTYPE_BYTES[op.dtype]
 
-    # --- Operations ---
-
     def run(
         self,
         name: str,
@@ -113,8 +111,6 @@ class Writer:
         self.run(name, kind, reads, [self.tensor(name, size_bytes, group)], **more)
         return name
 
-    # --- Gradients of maps ---
-
     def receive(self, name: str, *gradients: str) -> None:
         """A reader's share in the gradient of the output of layer `name`, which goes no further than the image. Shares
         of several readers are added as soon as they are there; of a reader that has `gradients` only then."""
@@ -136,8 +132,6 @@ class Writer:
             return maps[0]
         over = maps[-1] if len(maps) == 2 or not self.itex else None
         return self.make(name, "pointwise", maps, size_bytes, takes_over=over)
-
-    # --- Weights. Norms' and biases count in one lump: together they are smaller than what the allocator looks at. ---
 
     def kernel_bytes(self, op: LayerOp) -> int:
         """Of a kernel in the compute dtype, and in the layout that oneDNN prefers."""
