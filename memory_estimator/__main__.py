@@ -193,15 +193,13 @@ def _several_hosts(
 
 
 def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
-    """The bill, the predictions with their errors, the largest tensors, and what speed and baseline rest on."""
+    """The bill, the predictions with their errors, and what speed and baseline rest on."""
     job, bound, constants = found.job, found.accuracy, found.constants
     bill = [(line.name, format_bytes(line.bytes), line.source) for line in found.components]
-    largest = [(tensor.name, format_bytes(tensor.bytes), tensor.group) for tensor in found.largest]
     time, epoch = bound.error("step_s"), ("epoch", "-", "add --cases N")
     if found.epoch_s is not None:
         epoch = ("epoch", format_seconds(found.epoch_s), f"{time}; {job.cases} cases, validation not counted")
     margin = f"{bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
-    margin += f"; exceeded by {bound.exceeded} of {bound.configurations}" if bound.configurations else ""
     predicted = (
         ("allocator peak", format_bytes(found.allocator_peak_bytes), bound.error("allocator_peak")),
         ("process peak", format_bytes(found.process_peak_bytes), bound.error("process_peak")),
@@ -217,7 +215,6 @@ def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
             ("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3
         ),
         Table(("", "", error), predicted, "Predicted", names=3),
-        Table(("", "bytes", "counted under"), largest, "The largest tensors at the peak", names=3),
         f"speed and baseline: {origin} ({constants.record})",
     ]
 

@@ -78,10 +78,6 @@ class Accuracy:
     margin_share: float
     """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
     margin_bytes: int
-    exceeded: Optional[int] = None
-    """How many of the configurations took more than their upper bound; None where that was not counted."""
-    mean_slack: Optional[float] = None
-    """How far the upper bounds lay above the measured peaks on average, as a share of these."""
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """What has to be free for a predicted peak: the peak and the margin."""
@@ -146,26 +142,19 @@ class Estimate:
         """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
-    @property
-    def largest(self) -> Tuple[Tensor, ...]:
-        """The five largest tensors at the peak."""
-        return self.timeline.peak_tensors[:5]
-
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
         bound = self.accuracy
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
-        margin = ("margin_share", "margin_bytes", "exceeded", "mean_slack")
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
             "peak_op": self.timeline.peak_op,
-            "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
             "errors": {
                 "measured": bound.configurations > 0,
                 "allocator_peak_bytes": vars(bound.allocator_peak),
                 "process_peak_bytes": vars(bound.process_peak),
-                "upper_bound_bytes": {name: getattr(bound, name) for name in margin},
+                "upper_bound_bytes": {name: getattr(bound, name) for name in ("margin_share", "margin_bytes")},
                 **dict.fromkeys(("step_s", "volume_s", "epoch_s"), vars(bound.step_s)),
                 **{name: getattr(bound, name) for name in ("record", "configurations")},
             },

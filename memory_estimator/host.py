@@ -5,12 +5,10 @@ cgroup and CPU mask leave: sizing threads by the machine is what makes 64 thread
 """
 
 import math
-import os
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
@@ -74,8 +72,8 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        names = {"cpu": self.cpu_model, "cores": self.usable_cores, "memory_bytes": self.memory_bytes}
-        return {**names, "isa": list(self.isa)}
+        found = {"cpu": self.cpu_model, "cores": self.usable_cores, "memory_bytes": self.memory_bytes}
+        return {**found, "isa": list(self.isa)}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
@@ -86,10 +84,9 @@ def read_host(root: Union[str, Path] = "/") -> Host:
     if not (root / "proc/meminfo").is_file():
         import psutil
 
-        memory, logical = psutil.virtual_memory(), psutil.cpu_count() or os.cpu_count() or 1
-        model = platform.processor() or f"{platform.machine()} ({sys.platform})"
+        memory, logical = psutil.virtual_memory(), psutil.cpu_count() or 1
         cores = psutil.cpu_count(logical=False) or logical
-        return Host(model, 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
+        return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
     first = _fields(_read(root / "proc/cpuinfo").partition("\n\n")[0])
     places, memory = cpu_places(root), meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
@@ -138,10 +135,9 @@ def cpu_places(root: Path) -> List[Cpu]:
         for cpu in cpu_list(_read(path))
     }
     mask = cpu_list(_fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", ""))
-    online = cpu_list(_read(root / "sys/devices/system/cpu/online")) or mask or range(_listed_cpus(root))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    for cpu in sorted(set(mask) & set(online) or set(online)):  # a mask may name CPUs that are not there
+    for cpu in sorted({*mask} & _online(root)) or sorted(_online(root)):  # a mask may name CPUs that are not there
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         core = cores.setdefault(_read(topology / "thread_siblings_list") or f"cpu{cpu}", len(cores))
         socket = _read(topology / "physical_package_id")  # -1 where the machine does not know
@@ -151,7 +147,7 @@ def cpu_places(root: Path) -> List[Cpu]:
 
 def online_cpus(root: Path) -> int:
     """CPUs of the machine, whether this process may use them or not."""
-    return len(cpu_list(_read(root / "sys/devices/system/cpu/online"))) or _listed_cpus(root)
+    return len(_online(root))
 
 
 def node_memory(root: Path) -> List[Node]:
@@ -254,9 +250,10 @@ def _fields(text: str) -> Dict[str, str]:
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
 
 
-def _listed_cpus(root: Path) -> int:
-    """How many /proc/cpuinfo lists, at least 1."""
-    return max(1, sum(line.startswith("processor") for line in _read(root / "proc/cpuinfo").splitlines()))
+def _online(root: Path) -> Set[int]:
+    """As /sys has them, else as many as /proc/cpuinfo lists."""
+    listed = sum(line.startswith("processor") for line in _read(root / "proc/cpuinfo").splitlines()) or 1
+    return set(cpu_list(_read(root / "sys/devices/system/cpu/online")) or range(listed))
 
 
 def _sizes(text: str) -> Dict[str, int]:

@@ -9,7 +9,7 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.schema import add_options, option
@@ -174,7 +174,7 @@ _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs"
 # `--calibration avx512_bf16 --threads 2`; validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
     # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). Dice WT 0.92, TC 0.94, ET 0.78 on
-    # two untouched phantoms, which says nothing of real tumours; of 24 steps WT 0.91, of 16 0.86.
+    # two untouched phantoms, which says nothing of real tumours.
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
@@ -187,17 +187,13 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices (`train` sees the store's whole one), but computed one volume at a
-    # time where the paper took 16 at once, so that batch norm's statistics are of one volume. Predicted 23 GiB under
-    # balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch. The paper's memory was close to 1 TB, its
-    # time 30 s a volume on 80 cores.
+    # As published, on a grid cropped to 144 slices, but one volume at a time where the paper took 16 at once. Predicted
+    # 23 GiB under balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
         Job(
             UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
-            (240, 240, 144),
-            batch=16,
-            micro_batch=1,
+            *((240, 240, 144), 16, 1),
             cases=484,
         ),
         _PAPER,
@@ -208,8 +204,8 @@ RECIPES: Dict[str, Recipe] = {
         "The three regions from all four modalities, whole brains; the default.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
     ),
-    # Assumed 3.5 GiB of the card at 128 x 128 x 128, for the two patches are computed one after the other; its time is
-    # not predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
+    # Assumed 3.5 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
+    # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
     "gpu-patch": Recipe(
         "What GPU users do: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
@@ -316,22 +312,20 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str 
     the run left it open. The number of cases, or of patches, is what follows from the run's store, where this is still
     there, else unknown. Raises ValueError for a folder without config.json, a damaged one, or one of another
     version."""
-    path, content = _read_run(folder)
-    engine = content["engine"] if engine == AUTO else engine
-    cases = _training_cases(Path(content["store"]), content.get("fold", ""))
+    path, run = _read_run(folder)
+    engine = run.engine if engine == AUTO else engine
     try:
         return Job(
-            unet=content["unet"],
-            shape=content["grid"],
-            batch=content["batch"],
-            # A run from before there was a choice computes its batch at once.
-            micro_batch=content.get("micro_batch", content["batch"]),
-            optimizer=content["optimizer"],
+            unet=run.unet,
+            shape=run.grid,
+            batch=run.batch,
+            micro_batch=run.batch if run.micro_batch is None else run.micro_batch,
+            optimizer=run.optimizer,
             engine=auto_engine if engine == AUTO else engine,
-            averaged=content["ema"] > 0,
+            averaged=run.ema > 0,
             from_store=True,
-            resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
-            cases=cases * content.get("patches_per_case", 1),
+            resampled=any(run.augment.get(name) for name in ("rotation_deg", "scaling")),
+            cases=_training_cases(Path(run.store), run.fold) * run.patches_per_case,
         )
     except ValueError as error:
         raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
@@ -339,14 +333,16 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str 
 
 def notes_on_run(folder: Union[str, Path]) -> List[str]:
     """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
-    _, content = _read_run(folder)
-    device, whole = content.get("device", "cpu"), content.get("mode") != "patch" and content.get("resolution", 1) == 1
-    card = f"the run is on {device}: this is what its steps would take on a CPU; `train` says what they take of a card"
+    _, run = _read_run(folder)
+    card = f"the run is on {run.device}: this is what its steps would take on a CPU; `train` says what a card's take"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    return [card] * (device != "cpu") + [validation] * (not whole)
+    return [card] * (run.device != "cpu") + [validation] * (run.mode == "patch" or run.resolution != 1)
 
 
-class _Needed(TypedDict):
+@dataclass(frozen=True)
+class _Run:
+    """Those fields of config.json that an estimate needs."""
+
     unet: UNetConfig
     grid: Tuple[int, int, int]
     batch: int
@@ -354,15 +350,14 @@ class _Needed(TypedDict):
     engine: str
     ema: float
     store: str
-
-
-class _Run(_Needed, total=False):
-    """Those fields of config.json that an estimate needs."""
-
-    micro_batch: int
-    fold: str
-    patches_per_case: int
-    augment: Dict[str, Any]
+    micro_batch: Optional[int] = None
+    """None in a run from before there was a choice, which computes its batch at once."""
+    fold: str = ""
+    patches_per_case: int = 1
+    augment: Dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    mode: str = ""
+    resolution: float = 1
 
 
 def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
@@ -372,7 +367,8 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
         content = read_json(path)
         if content.get("schema") != RUN_SCHEMA:
             raise ValueError(f"schema {content.get('schema')}, not {RUN_SCHEMA}")
-        return path, typed(content, _Run, "config")
+        known = {one.name for one in dataclasses.fields(_Run)}
+        return path, typed({name: value for name, value in content.items() if name in known}, _Run, "config")
     except OSError as error:
         raise ValueError(
             f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"

@@ -198,8 +198,7 @@ def nearest(
 
 
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
-    """With the largest of `patch_shapes` of its volumes that a GPU trains; None where not even the smallest fits. As
-    many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm."""
+    """With the largest of `patch_shapes` that a GPU trains, `job.micro` at a time; None where none is."""
     jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
     found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
     return jobs[found - 1] if found else None

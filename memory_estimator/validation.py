@@ -244,9 +244,7 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
     allocator, process, _, step = bounds
     excess = max((row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in fitted)
     margin_share = round(max(0, math.ceil(excess * 200)) / 200 + RESERVE_SHARE, 4)
-    found = Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)
-    slack = [found.upper_bound(row.process_peak_bytes) / row.measured.process_peak_bytes - 1 for row in held_out]
-    return replace(found, exceeded=sum(one < 0 for one in slack), mean_slack=round(statistics.fmean(slack), 4))
+    return Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -78,7 +78,10 @@ class _Memory:
 
     def overwritable(self, node: Node) -> Optional[str]:
         """The first input that an operation in place would write over, None where there is none."""
-        if not op_rules.is_in_place(node):
+        # Some kernels always do; of a norm ITEX's passes say where they saw that nobody else reads it.
+        if node.op not in op_rules.IN_PLACE and not (
+            "is_inplace" in node.attributes and node.attributes["is_inplace"].b
+        ):
             return None
         result = node.outputs[-1 if node.op in op_rules.LAST_FIRST else 0]
         for source in node.inputs:

@@ -8,7 +8,7 @@ import TensorFlow with it; for stock TensorFlow, without. Not counted: a second 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Sequence, Tuple, Union
 
 from memory_estimator.replay.graph import executed_graph, execution_order
 from memory_estimator.replay.lifetimes import program_of
@@ -40,29 +40,20 @@ def estimate_model(
     input_shape: Sequence[int],
     *,
     batch: int = 1,
-    loss: Union[str, Callable, None] = None,
+    loss: Union[str, Callable] = "mean_squared_error",
     optimizer: Any = "adam",
     target: Any = None,
-    engine: Optional[str] = None,
     threads: int = 2,
 ) -> Replay:
     """The training step of a Keras functional model on samples of `input_shape` (without the batch).
 
-    `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses; None is
-    the loss the model was compiled with, or else the mean squared error. `target` is the tf.TensorSpec of what the loss
-    compares with, batch included; None is float32 in the shape of the prediction. `optimizer` is a name or a
-    tf.keras.optimizers.Optimizer. Takes the memory of the weights and of the optimizer's slots.
-
-    Raises ValueError for an `engine` ("itex", "stock") that this process does not run, for shapes that do not fit the
-    model, and for a step with loops, whose memory cannot be read off a graph.
+    `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses, of each
+    output. `target` is the tf.TensorSpec of what the loss compares with, batch included; None is float32 in the shape
+    of the prediction. `optimizer` is a name or a tf.keras.optimizers.Optimizer. Takes the memory of the weights and of
+    the optimizer's slots. Raises ValueError for shapes that do not fit the model, and for a step with loops.
     """
     import tensorflow as tf
 
-    running = running_engine()
-    if engine not in (None, running):
-        raise ValueError(
-            f"engine must be the one that this process runs, {running}, got {engine}; import TensorFlow on {engine}"
-        )
     if len(model.inputs) != 1:
         raise ValueError(f"model must have one input, got {len(model.inputs)}; estimate its step with estimate_step")
     own = model.inputs[0].shape[0]
@@ -70,7 +61,6 @@ def estimate_model(
         raise ValueError(f"batch must be the model's, {own}, got {batch}; build the model for that batch")
     optimizer = tf.keras.optimizers.get(optimizer)
     optimizer.build(model.trainable_variables)
-    compute = _loss(model, loss)
     given = tf.TensorSpec((batch, *input_shape), model.inputs[0].dtype, name="input")
     if target is None:
         shapes = model.compute_output_shape((batch, *input_shape))
@@ -79,8 +69,13 @@ def estimate_model(
 
     def step(given, target):
         with tf.GradientTape() as tape:
-            found = compute(target, model(given, training=True))
-            found = found[0] if isinstance(found, (list, tuple)) else found
+            prediction = model(given, training=True)
+            if callable(loss):
+                found = loss(target, prediction)
+                found = found[0] if isinstance(found, (list, tuple)) else found
+            else:
+                pairs = zip(tf.nest.flatten(target), tf.nest.flatten(prediction))
+                found = tf.add_n([tf.reduce_mean(tf.keras.losses.get(loss)(*pair)) for pair in pairs])
         gradients = tape.gradient(found, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return found
@@ -130,19 +125,3 @@ def running_engine() -> str:
     from tensorflow.python.framework import op_def_registry
 
     return "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
-
-
-def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
-    import tensorflow as tf
-
-    if loss is None:
-        loss = getattr(model, "loss", None) or "mean_squared_error"
-    if callable(loss) and not isinstance(loss, type):
-        return loss
-    single = tf.keras.losses.get(loss)
-
-    def mean_of_all(target, prediction):
-        pairs = zip(tf.nest.flatten(target), tf.nest.flatten(prediction))
-        return tf.add_n([tf.reduce_mean(single(each, found)) for each, found in pairs])
-
-    return mean_of_all

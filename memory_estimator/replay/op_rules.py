@@ -99,11 +99,6 @@ def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
     return None
 
 
-def is_in_place(node: Node) -> bool:
-    """Whether the kernel writes over an input: always, or where ITEX's passes saw that nobody else reads its norm's."""
-    return node.op in IN_PLACE or ("is_inplace" in node.attributes and node.attributes["is_inplace"].b)
-
-
 def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
     """All outputs of `node`, with those that no shape function knows."""
     name = plain(node.op)

@@ -61,7 +61,6 @@ class ExchangeCosts:
     """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
     origin: str
     """Where these are from, for printing."""
-    is_measured: bool = True
 
 
 ASSUMED = ExchangeCosts(
@@ -73,7 +72,6 @@ ASSUMED = ExchangeCosts(
     spread=0.03,
     contention=0.0,
     origin="assumed: no record of `bench scaling` is there",
-    is_measured=False,
 )
 """Stands in for a measurement."""
 

@@ -1,12 +1,10 @@
 """oneDNN's buffers: those that live during one convolution, and the masks of norms fused with a ReLU.
 
-From oneDNN 3's own rules for AVX-512 CPUs, for both engines of the estimator.
-
-Sources: `init_conf`, `balance` and `init_scratchpad` of src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp, read beside
-the allocator's log. Two things drive it: the bfloat16 filter gradient transposes both its maps, once for every
-group of threads that shares the depth, and the up-convolution copies its input once a thread. Both therefore grow with
-the number of threads. Checked against the log with 2, 4 and 8 threads; AMX has kernels of its own, with
-the same buffers by their source, not checked.
+From oneDNN 3's own rules for AVX-512 CPUs (`init_conf`, `balance` and `init_scratchpad` of
+src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp), read beside the allocator's log. Two things drive it: the bfloat16
+filter gradient transposes both its maps, once for every group of threads that shares the depth, and the up-convolution
+copies its input once a thread. Both therefore grow with the number of threads. Checked against the log with 2, 4 and 8
+threads; AMX has kernels of its own, with the same buffers by their source, not checked.
 """
 
 import math
@@ -16,7 +14,9 @@ from typing import Tuple
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory of an operation that is neither its input nor its output, in bytes."""
+    """Memory of an operation that is neither its input nor its output, in bytes. ITEX takes it from the allocator, and
+    with it the kernel once more in the layout that oneDNN prefers: its forward kernels keep that copy, the others take
+    it anew each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
 
     scratch: Tuple[int, ...] = ()
     """Of the allocator, for the duration of the operation."""
@@ -58,11 +58,6 @@ class FilterGradient:
     def taps(self) -> int:
         """Voxels of the kernel."""
         return self.kernel ** (2 if self.flat else 3)
-
-
-# --- The buffers of an operation. ITEX takes them from the allocator, and with them the kernel once more in the layout
-# that oneDNN prefers: its forward kernels keep that copy, the others take it anew each time. Stock TensorFlow leaves
-# both to oneDNN, outside the allocator. ---
 
 
 def filter_gradient_buffers(job: FilterGradient, dtype: str, threads: int, written_bytes: int, itex: bool) -> Buffers:
