@@ -51,10 +51,9 @@ from cpu3d.distributed.cluster import (
 )
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
-from cpu3d.host.describe import describe_plans, overridden
 from cpu3d.host.gpu import HostGpus
-from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
-from cpu3d.host.topology import Topology, hosts_table, read_topology, topology_of
+from cpu3d.host.thread_plan import default_workers, describe_plans, share_of, thread_plans
+from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
 from cpu3d.plan import make_plan as plan_training
 from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
@@ -83,7 +82,7 @@ class Options:
     engine: str = option(TENSORFLOW, "what adds up gradients of several hosts", choices=(TENSORFLOW, HOROVOD))
     dry_run: bool = option(False, "say what would be started, and start nothing")
     json: bool = option(False, "with --dry-run: print the plan that the training would write to RUN/plan.json")
-    on_host: Optional[str] = option(None, 'with --dry-run: on another host; "list" tells of some', metavar="NAME|FILE")
+    on_host: Optional[str] = option(None, f"with --dry-run: on another host: {', '.join(EXAMPLE_HOSTS)}", "NAME")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 
@@ -98,9 +97,6 @@ def run(args: argparse.Namespace) -> int:
     for name, given in (("--on-host", options.on_host), ("--json", options.json)):
         if given and not options.dry_run:
             raise InputError(f"{name} must come with --dry-run, got {given} without; leave it out")
-    if options.on_host == "list":
-        Console().print(hosts_table())
-        return 0
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
@@ -226,8 +222,6 @@ def _show(plan: Plan, topology: Topology, commands: Mapping[int, Tuple[str, ...]
     note = "All hosts are taken to be like this one." if len(counts) > 1 else ""
     console.print(Table(header, rows, title="Workers", caption=note))
     console.print(*(describe_plans(topology, of_one_host) for of_one_host in places))
-    for setting in overridden([place for of_one_host in places for place in of_one_host]):
-        say(f"note: {setting} is set here, and wins", console)
     for rank, command in commands.items():
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
         whom = "all workers" if plan.engine == HOROVOD else f"worker {rank}"

@@ -25,9 +25,8 @@ from cpu3d.distributed.all_reduce import join
 from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
-from cpu3d.host.thread_plan import share_of
+from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import RunConfig, add_training_options, chosen_settings, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
