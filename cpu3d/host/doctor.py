@@ -7,7 +7,6 @@
 Exit code 1 means that a check has failed; warnings alone leave it 0.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -32,7 +31,7 @@ from cpu3d.host.thread_plan import (
 )
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
 from memory_estimator.host import memory_high
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes
 
@@ -51,12 +50,11 @@ class Options:
     json: bool = option(False, help="print it as JSON, the host in full")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options, console = from_args(Options, args), Console()
+def run(options: Options) -> int:
+    console = Console()
     if not installed(options.engine):
         raise InputError(f"engine must be installed, got {options.engine} without it; choose stock")
     topology = topology_of(options.on_host) if options.on_host else read_topology()

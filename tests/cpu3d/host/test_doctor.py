@@ -1,6 +1,5 @@
 """The doctor's report, its JSON, its exit codes; what is warned of, and what is said of a process that is set up."""
 
-import argparse
 import dataclasses
 import json
 
@@ -14,14 +13,13 @@ from cpu3d.host.thread_plan import THREADS, default_workers, describe, thread_pl
 from cpu3d.host.topology import read_topology, topology_of
 from memory_estimator.host import Host, Node
 from tests.cpu3d.host.test_thread_plan import masked
+from tests.cpu3d.runs import run_command
 
 GIB = 2**30
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args(words))
+    return run_command(doctor, *words)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 2
         pytest.param(SNC4, 6, [f"{n}-{n + 19},{n + 120}-{n + 139} | interleaved {nodes} | 20"
             for n, nodes in zip(range(0, 120, 20), ("0-1", "1-2", "2-3", "4-5", "5-6", "6-7"))], id="nodes shared"),
         pytest.param(topology_of("container-7-of-64"), 3, [" |   | 2"] * 3, id="a quota"),
-        pytest.param(masked("xeon-2x28", *range(7)), 2, [f"{cpus} | preferred 0 | {n}" for cpus, n in (("0-2", 3), ("3-6", 4))],
+        pytest.param(masked("xeon-2x28", *range(7)), 2, ["0-2 | preferred 0 | 3", "3-6 | preferred 0 | 4"],
             id="a cpuset"),
         pytest.param(under_quota(XEON_28, 400.0), 2, BOTH_SOCKETS, id="a quota of more than all"),
         pytest.param(under_quota(XEON_28, 111.0), 1, [" |   | 56"], id="a quota of less than all"),
