@@ -334,7 +334,6 @@ TARGETS = {
         ("run/checkpoints/*",), 12, (*(loads,) * 6, PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN)
     ),
     "comparison": Target(("comparison/compare.json",), 3, (COMPARE,)),
-    "hosts": Target(("hosts.txt",), 2, (LAUNCH.format("--hosts hosts.txt --host-index 0", "new"),)),
     "calibration": Target(("calibration.json",), 3, ("estimate --calibration calibration.json --shape 64 64 64",)),
     "phantom": Target(("made/*",), 2, ("phantom --out made --cases 2 --shape 24 24 24 --workers 1",)),
     "export": Target(("export/model.onnx",), 2, (answers,)),
@@ -401,7 +400,6 @@ def make_all():
     config = load_config(Path("other"))
     save_config(replace(config, seed=1, unet=replace(config.unet, seed=1)), Path("other"))
     assert call(COMPARE) == 2  # with its plan kept
-    Path("hosts.txt").write_text("# of two\na\nb\n")
     Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(()))))
 
 

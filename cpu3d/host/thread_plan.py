@@ -114,23 +114,23 @@ def possible_workers(topology: Topology) -> List[int]:
     return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers)]
 
 
-def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
+def share_of(host: Host, workers: int) -> Host:
     """The part of a host that one of its workers has: cores, quota and free memory divided.
 
-    With `cpus_apart` the host is what a worker sees that is held to CPUs of its own, as by Slurm: those stay as they
-    are. `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share
-    the cores unevenly it is the smallest part.
+    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share the
+    cores unevenly it is the smallest part.
     """
     if workers == 1:
         return host
     used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
-    parts: Dict[str, Any] = {"available_bytes": host.available_bytes // workers}
-    parts["cgroup_limit_bytes"] = limit and used + (limit - used) // workers
-    if not cpus_apart:
-        names = ("sockets", "cores", "logical_cpus", "numa_nodes")
-        parts.update({name: max(1, getattr(host, name) // workers) for name in names})
-        parts["cpu_quota"] = host.cpu_quota and host.cpu_quota / workers
-    return dataclasses.replace(host, **parts)
+    names = ("sockets", "cores", "logical_cpus", "numa_nodes")
+    return dataclasses.replace(
+        host,
+        **{name: max(1, getattr(host, name) // workers) for name in names},
+        available_bytes=host.available_bytes // workers,
+        cgroup_limit_bytes=limit and used + (limit - used) // workers,
+        cpu_quota=host.cpu_quota and host.cpu_quota / workers,
+    )
 
 
 # --- Lines and tables to print ---

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import join
-from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
+from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
@@ -77,8 +77,8 @@ def train(
     cluster = read_cluster(os.environ)
     store = open_store(store_folder)
     store.check_split()
-    place = share_of_host(cluster, os.environ)
-    host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
+    place = (cluster.local_index, len(cluster.local_ranks))
+    host = share_of(read_host(), place[1])
     gpus = HostGpus()
     engine, device, plan = left_open(settings.get("engine")), "cpu", None
 

@@ -166,7 +166,7 @@ HOROVOD = (
     [
         (KILLED, 1, "worker 2 (h2:29500) must answer worker 1, got no connection: its process has ended"),
         (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got no sign of life"),
-        (STOPPED, 2, "worker 2 (h2:29500), this one, must reach the others, got no sign of life"),
+        (STOPPED, 2, "worker 2 (h2:29500) must reach the others, got no sign of life"),
         (CHIEF_STOPPED, 1, "worker 0 (h0:29500) must answer worker 1, got no sign of life"),
         (HOROVOD, 1, "all 3 workers must answer worker 1, got no connection"),
         ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),

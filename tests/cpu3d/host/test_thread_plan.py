@@ -148,9 +148,7 @@ def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_p
         assert max(threads) - min(threads) <= 1
 
 
-def test_what_a_cgroup_has_used_already_is_nobody_s_share_and_cpus_apart_are_not_divided():
+def test_what_a_cgroup_has_used_already_is_nobody_s_share():
     host = dataclasses.replace(ZEN, cgroup_limit_bytes=16 * 2**30, cgroup_used_bytes=6 * 2**30)
     assert share_of(host, 2).free_bytes == 5 * 2**30
     assert share_of(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
-    share = share_of(XEON, 2, cpus_apart=True)
-    assert (share.cores, share.numa_nodes, share.free_bytes) == (56, 2, 750 * 2**30)
