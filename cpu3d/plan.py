@@ -138,27 +138,24 @@ class Plan:
         if config.is_patch:
             sees = f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
             sees += f"{config.foreground:.0%} around labels, on {config.device}"
-        cut = f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
-        length = f"{config.epochs} epochs of {self.steps_per_epoch} steps{cut}"
-        if config.steps:
-            length = f"{self.steps} steps, {self.steps_per_epoch} an epoch"
+        length = f"{config.epochs} epochs of {self.steps_per_epoch} steps"
+        length += f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
+        length = f"{self.steps} steps, {self.steps_per_epoch} an epoch" if config.steps else length
         together = f", {config.micro} at a time" if config.parts > 1 else ""
         workers = f", {self.workers} workers" if self.workers > 1 else ""
         fold = f", fold {config.fold}" if config.fold else ""
         cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
         note = statistics_note(unet.norm, config.batch, config.micro)
+        notes = [f"note: {note}"] if note else []
+        if not manifest.split["val"]:
+            notes.append("no validation cases in this split: the last weights count as the best")
         return [
             f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: {cases}",
             f"{sees}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
             f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
             f"policy {unet.policy}, {training_flops(unet, config.grid, config.batch) / 1e9:,.0f} GFLOP a step",
             f"run: {length} at batch {config.batch}{together}{workers}",
-            *([f"note: {note}"] if note else []),
-            *(
-                []
-                if manifest.split["val"]
-                else ["no validation cases in this split: the last weights count as the best"]
-            ),
+            *notes,
             *(f"plan: {line}" for line in (*self._memory(host), *self.reasons.values())),
         ]
 
@@ -362,39 +359,39 @@ class _Given(NamedTuple):
 
 def _decided(given: _Given) -> RunConfig:
     """Every setting but the memory policy of a new run."""
-    store, _, settings, saved, _, workers = given
+    store, _, settings, saved, _, _ = given
     is_new = saved is None or "recipe" in settings
     start = recipe_config(settings) if is_new else saved
     if saved and "micro_batch" not in settings:
-        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
+        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is
     try:
         config = with_settings(start, settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, settings, workers, scale=is_new)
         view = with_fold(store, config.fold)
-        config = _for_host(_for_store(config, view), given)
-        if saved and "micro_batch" not in settings and saved.batch == config.batch:
-            config = dataclasses.replace(config, micro_batch=saved.micro_batch)
-        config = _with_grid(_with_micro_batch(config, workers), given)
+        config = _for_store(_for_workers(config, given, scale=is_new), view)
+        config = _with_grid(_for_host(config, given), given)
     except ValueError as error:
         raise InputError(str(error)) from None
     if not steps_per_epoch(config, view):
         seen = len(view.manifest.split["train"]) * config.patches_per_case
-        what = f"{seen} patches of an epoch" if config.is_patch else f"{seen} training cases"
-        more = ", or raise --patches-per-case" if config.is_patch else ""
+        what, more = f"{seen} training cases", ""
+        if config.is_patch:
+            what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
         raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
     refuse(differences(saved, config) if saved else ())
     return config
 
 
-def _for_workers(config: RunConfig, settings: Mapping[str, Any], workers: int, *, scale: bool) -> RunConfig:
-    """Fill in what follows from the number of workers, where the batch is to grow with it: batch and learning rate.
+def _for_workers(config: RunConfig, given: _Given, *, scale: bool) -> RunConfig:
+    """Fill in what follows from the number of workers: batch and learning rate, where the batch grows with it, and what
+    is computed together.
 
     The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
     """
+    settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
         if scale or "learning_rate" in settings:
@@ -409,6 +406,16 @@ def _for_workers(config: RunConfig, settings: Mapping[str, Any], workers: int, *
         raise InputError(
             f"batch must be a multiple of the {workers} workers, got {config.batch}; choose --batch-per-worker, "
             "another --batch, or another number of workers"
+        )
+    share = config.batch // workers
+    if saved and "micro_batch" not in settings and saved.batch == config.batch:
+        config = dataclasses.replace(config, micro_batch=saved.micro_batch)
+    if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
+        config = dataclasses.replace(config, micro_batch=share)
+    if share % config.micro:
+        raise InputError(
+            f"micro-batch must divide the {share} volumes of a worker, got {config.micro} of batch {config.batch} on "
+            f"{workers} workers; choose another --micro-batch, or fewer workers"
         )
     return config
 
@@ -450,19 +457,6 @@ def _for_host(config: RunConfig, given: _Given) -> RunConfig:
     if given.saved and "policy" not in given.settings:
         unet = dataclasses.replace(unet, policy=given.saved.unet.policy)
     return dataclasses.replace(config, device=device, unet=unet)
-
-
-def _with_micro_batch(config: RunConfig, workers: int) -> RunConfig:
-    """Fill in what is computed together, where that follows from the number of workers, and check it."""
-    share = config.batch // workers
-    if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
-        config = dataclasses.replace(config, micro_batch=share)
-    if share % config.micro:
-        raise InputError(
-            f"micro-batch must divide the {share} volumes of a worker, got {config.micro} of batch {config.batch} on "
-            f"{workers} workers; choose another --micro-batch, or fewer workers"
-        )
-    return config
 
 
 def _with_grid(config: RunConfig, given: _Given) -> RunConfig:
@@ -514,15 +508,12 @@ def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
 def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     """The plan with its memory policy, picked where that was left open, and what a step takes."""
     config, reasons = plan.config, dict(plan.reasons)
-    if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
-    cases = len(plan.store.cases("train")) * config.patches_per_case
-    job = job_of(config, thread_plan(host).intra_op, cases)
+    cases, on_card = len(plan.store.cases("train")) * config.patches_per_case, config.device != "cpu"
+    job = None if on_card else job_of(config, thread_plan(host).intra_op, cases)
     if job is None:
-        if pick:
-            config = config.with_policy("speed")
+        if pick and not on_card:
             reasons["policy"] = "policy speed: nothing is known of this engine's memory"
-        return dataclasses.replace(plan, config=config, reasons=reasons)
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config, reasons=reasons)
     try:
         price = _price(plan, host, find_constants(job.threads, host))
         if pick:
