@@ -24,8 +24,6 @@ class Resident:
     """Pages of files: the libraries' code, a mapped store. The kernel may drop those that nobody wrote to."""
     swapped_bytes: int = 0
     """Of its own data, what lies in swap and so in no memory."""
-    address_bytes: int = 0
-    """All that is mapped, touched or not: what `ulimit -v` counts."""
 
     @property
     def total_bytes(self) -> int:
@@ -43,7 +41,7 @@ def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
     if "RssAnon" not in sizes:
         return None
     anonymous = sizes["RssAnon"] + sizes.get("RssShmem", 0)
-    return Resident(time.time(), anonymous, sizes["RssFile"], sizes.get("VmSwap", 0), sizes.get("VmSize", 0))
+    return Resident(time.time(), anonymous, sizes["RssFile"], sizes.get("VmSwap", 0))
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:

@@ -1,7 +1,6 @@
 """The guard around a training that is none: what is free, how long it is silent, what it notes, says and does."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,18 +12,8 @@ import pytest
 
 from cpu3d.errors import DivergedError, Interrupted
 from cpu3d.training import watchdog
-from cpu3d.training.heartbeat import PHASES, WAITING_PHASES, read_heartbeats
-from cpu3d.training.watchdog import (
-    ADDRESSES,
-    CGROUP,
-    MACHINE,
-    Guard,
-    MemoryFloor,
-    Room,
-    Sample,
-    noted_signals,
-    take_sample,
-)
+from cpu3d.training.heartbeat import read_heartbeats
+from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
 
 MIB, GIB = 2**20, 2**30
 
@@ -64,22 +53,6 @@ def test_a_container_leaves_what_is_not_used_and_all_file_pages(host, group, fol
     assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
 
 
-def test_where_a_container_slows_its_processes_down_nobody_is_killed_and_it_is_said(host):
-    write(host, "proc/self/cgroup", "0::/job")
-    write(host, "sys/fs/cgroup/job/memory.high", str(6 * GIB))
-    write(host, "sys/fs/cgroup/job/memory.current", str(8 * GIB))
-    write(host, "sys/fs/cgroup/job/memory.stat", f"active_file {2 * GIB}")
-    sample = take_sample(host)
-    assert sample.slow == Room(0, 6 * GIB)
-    assert CGROUP not in sample.rooms
-    assert "below 6.00 GiB, the memory.high" in MemoryFloor().warnings(sample)["slow"]
-
-
-def test_a_limit_of_addresses_leaves_what_is_not_mapped(host, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**50, -1))
-    assert 2**49 < take_sample(host).rooms[ADDRESSES].free_bytes < 2**50
-
-
 # --- Whether it lasts ---
 
 
@@ -112,14 +85,6 @@ def judged(samples, **limits):
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
     assert judged(samples, **limits) == action
-
-
-def test_the_limit_of_addresses_stops_a_run_and_never_ends_it_at_once():
-    floor = MemoryFloor()
-    for free in (100, 20, 10):
-        action, why = floor.judge(Sample({MACHINE: Room(9 * GIB, 16 * GIB), ADDRESSES: Room(free * MIB, 8 * GIB)}))
-    assert action == "stop"
-    assert "ulimit -v" in why
 
 
 # --- What the guard does ---
@@ -182,17 +147,19 @@ def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_somet
     assert stage.ended == []
 
 
-def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(guard, stage, tmp_path):
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, tmp_path, is_heard):
+    guard = Guard(tmp_path, say=stage.said.append if is_heard else lambda line: 1 / 0, end=stage.ended.append)
     stage.step(guard, 0, 5)
     guard.saved(7)
     stage.free = 10 * MIB
     stage.live(guard, 0.5)
     assert stage.ended == [5]
-    assert stage.said[0].startswith("error: memory must last to the end of a step, got 10 MiB free of this machine")
-    assert "the checkpoint of step 7 is good" in stage.said[0]
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.exit_code, beat.phase) == (5, "computing")
-    assert beat.reason in stage.said[0]
+    assert beat.reason.startswith("memory must last to the end of a step, got 10 MiB free of this machine")
+    if is_heard:
+        assert stage.said == [f"error: {beat.reason}; the checkpoint of step 7 is good; ending at once"]
 
 
 def test_what_exceeds_the_plan_is_said_once_also_of_a_plan_that_is_told_later(guard, stage):
@@ -252,13 +219,6 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, phase
     stage.live(guard, 30)
     guard.phase("computing")
     assert guard.allowed_s(phase) == allowed_s
-
-
-def test_who_hangs_is_found_before_those_who_wait_for_him(guard, stage):
-    for step in (0, 1):
-        waits = [guard.allowed_s(phase) for phase in WAITING_PHASES]
-        assert min(waits) >= 1.5 * max(guard.allowed_s(phase) for phase in PHASES if phase not in WAITING_PHASES)
-        stage.step(guard, step, 8)
 
 
 @pytest.mark.parametrize(
@@ -321,15 +281,6 @@ def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
         while not said and time.monotonic() < end:
             time.sleep(0.02)
     assert "ZeroDivisionError" in said[0]
-
-
-def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
-    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append)
-    stage.step(guard, 0, 5)
-    stage.free = 10 * MIB
-    stage.live(guard, 0.5)
-    assert stage.ended == [5]
-    assert read_heartbeats(tmp_path)[0].exit_code == 5
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
