@@ -1,10 +1,8 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
 
-A batch that is computed in parts is one compiled function for each part, which adds its gradients to sums, and one that
-updates the weights from them. Its peak is that of one part and one set of gradients.
-
-Several workers each compute their share of the parts. What they have added up is added up over all of them, once a
-step, and each updates its own weights from that: the same on all, to the bit.
+A batch in parts is one compiled function for each part, which adds its gradients to sums, and one that updates the
+weights from them. Its peak is that of one part and one set of gradients. The sums of several workers, each of which
+computes its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
 import contextlib
@@ -30,8 +28,8 @@ class Outcome:
     """Of one step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update, in the order of the batch; not finite also where its
-    gradients are not. Such a one is the last that its worker has computed: those after it are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. Such a one is
+    the last that its worker has computed: those after it are 0."""
     dice: np.ndarray
     """(batch, R) soft Dice before the update."""
     notes: np.ndarray
@@ -57,8 +55,7 @@ class Learner:
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        # Not in a checkpoint: every step starts them at zero.
-        summed = self.model.trainable_variables if config.parts > 1 else []
+        summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
         # Nothing in them branches on a tensor, and tracing is quicker where no code is rewritten for that.
         compiled = functools.partial(tf.function, autograph=False)
@@ -79,8 +76,7 @@ class Learner:
         """One optimizer step on this worker's next parts of the batch, which are taken one after another.
 
         A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
-        gradients are there; all workers are told. With a loss that is not finite a batch in several parts ends early on
-        its worker, and no worker updates its weights.
+        gradients are there; all workers are told. With a loss that is not finite no worker updates its weights.
         Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
         WorkersDifferError where one has other weights than the chief.
         """
@@ -141,20 +137,15 @@ class Learner:
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""
-        variables = self.named_variables()
-        odd = sorted(set(arrays) ^ set(variables))
-        if odd:
-            raise InputError(
-                f"checkpoint must hold this run's {len(variables)} variables, got others at {', '.join(odd[:3])}; "
-                "it belongs to another run"
-            )
+        variables, todo = self.named_variables(), "it belongs to another run"
+        others = ", ".join(sorted(set(arrays) ^ set(variables))[:3])
+        if others:
+            rule = f"checkpoint must hold this run's {len(variables)} variables"
+            raise InputError(f"{rule}, got others at {others}; {todo}")
         for name, variable in variables.items():
-            array = arrays[name]
-            if tuple(array.shape) != tuple(variable.shape):
-                raise InputError(
-                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {tuple(array.shape)}; "
-                    "it belongs to another run"
-                )
+            array, shape = arrays[name], tuple(variable.shape)
+            if tuple(array.shape) != shape:
+                raise InputError(f"checkpoint array {name} must have shape {shape}, got {tuple(array.shape)}; {todo}")
             variable.assign(array)
 
     def weights(self) -> Dict[str, tf.Tensor]:
@@ -184,14 +175,13 @@ class Learner:
         notes[self._exchange.rank] = note
         known = np.concatenate([losses, dice.ravel(), notes, prints])
         total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
-        told = total[-len(known) :].numpy()
-        losses, dice, notes, prints = np.split(told, np.cumsum([losses.size, dice.size, notes.size]))
-        odd = np.flatnonzero(prints != prints[0])
-        if odd.size:
+        sizes = np.cumsum([losses.size, dice.size, notes.size])
+        losses, dice, notes, prints = np.split(total[-len(known) :].numpy(), sizes)
+        others = ", ".join(f"worker {rank}" for rank in np.flatnonzero(prints != prints[0]))
+        if others:
             raise WorkersDifferError(
-                f"weights must be the same on all workers, got others on {', '.join(f'worker {rank}' for rank in odd)} "
-                "than on the chief; a host that computes wrong, or in another way, has to leave: the same command "
-                "continues from the last checkpoint"
+                f"weights must be the same on all workers, got others on {others} than on the chief; a host that "
+                "computes wrong has to leave: the same command continues from the last checkpoint"
             )
         self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes

@@ -14,9 +14,9 @@ def dice_cross_entropy(target, logits, by_slabs: bool = False) -> Tuple[tf.Tenso
     """1 - mean soft Dice + mean binary cross-entropy of `logits` (N, X, Y, Z, R) against a 0/1 `target` alike.
 
     Returns the loss (scalar) and the soft Dice (N, R), which carries no gradient. Dice is taken per sample and region
-    and then averaged, so the loss of a batch is the mean of its samples' losses and an accumulated batch equals a full
-    one. The gradient is written out: automatic differentiation passes over the maps twice as often.
-    `by_slabs` computes it a slab of X at a time, and again for the gradient: no float32 map of the whole grid is made.
+    and then averaged, so an accumulated batch equals a full one. The gradient is written out: automatic differentiation
+    passes over the maps twice as often. `by_slabs` computes it a slab of X at a time, and again for the gradient: no
+    float32 map of the whole grid is made.
     """
     return _weighted_sum([target], [logits], [1.0], by_slabs)
 
@@ -163,9 +163,8 @@ def _by_slabs(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
 def _rows(maps):
     """(N, X, Y, Z, R) -> (N, X * Y, Z * R) float32: broadcasting three values over the last axis is slow."""
     samples, size_x, size_y, size_z, regions = maps.shape
-    return tf.reshape(
-        tf.cast(maps, tf.float32), (-1 if samples is None else samples, size_x * size_y, size_z * regions)
-    )
+    shape = (-1 if samples is None else samples, size_x * size_y, size_z * regions)
+    return tf.reshape(tf.cast(maps, tf.float32), shape)
 
 
 def _per_region(rows, regions: int):

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Tuple
+from typing import Any, Dict, Iterable, List, Mapping
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -40,11 +40,9 @@ def read_events(run: Path) -> List[Dict[str, Any]]:
 
 def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
     """All events but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
-    path = Path(run) / "log.jsonl"
+    path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
         return []
-    others: List[Tuple[int, bytes]] = []
-    last: Deque[Tuple[int, bytes]] = collections.deque(maxlen=steps)
     with os.fdopen(open_regular(path), "rb") as file:
         for numbered in enumerate(file):
             (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
@@ -79,11 +77,8 @@ class TrainingBar:
     def __init__(self, steps: int, done: int, steps_per_epoch: int, batch: int):
         self._console = Console(stderr=True)
         self._steps_per_epoch, self._batch = steps_per_epoch, batch
-        self._progress = Progress(
-            *columns(TextColumn("{task.fields[state]}")),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        state = columns(TextColumn("{task.fields[state]}"))
+        self._progress = Progress(*state, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("train", total=steps, completed=done, state="")
 
     def __enter__(self) -> "TrainingBar":
@@ -150,9 +145,15 @@ class TensorBoard:
 _NEEDED = {"validation": {"mean_dice"}, "end": {"reason"}}
 """What an event of a kind is nothing without, besides its step."""
 
-_COUNTS = ("step", "steps", "epoch", "cases", "workers", "cores", "parameters")
-_NUMBERS = ("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share")
-_RECORDS = ("dice", "host", "threads", "versions", "predicted")
+_KINDS = {
+    **dict.fromkeys(("step", "steps", "epoch", "cases", "workers", "cores", "parameters"), int),
+    **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share"), float),
+    **dict.fromkeys(("dice", "host", "threads", "versions", "predicted"), dict),
+    **dict.fromkeys(("event", "reason", "engine"), str),
+    "grid": list,
+}
+"""What is written under a name; float also under what ends in _s or _bytes."""
+
 _UNKNOWN = ("peak_rss_bytes", "allocator_peak_bytes")
 """Those that may be null."""
 
@@ -175,19 +176,10 @@ def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
 
 def _is_as_logged(name: str, value: Any) -> bool:
     """Whether a value is of the kind that is written under its name, so that readers can count with it."""
-    if name in _RECORDS:
-        return isinstance(value, dict) and all(
-            _is_number(one) if name == "dice" else _is_as_logged(below, one) for below, one in value.items()
-        )
-    if name in _COUNTS:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-    if name == "grid":
-        return isinstance(value, list)
-    if name in ("event", "reason", "engine"):
-        return isinstance(value, str)
-    is_number = name in _NUMBERS or name.endswith(("_s", "_bytes"))
-    return not is_number or _is_number(value) or (value is None and name in _UNKNOWN)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+    kind = _KINDS.get(name, float if name.endswith(("_s", "_bytes")) else None)
+    if kind in (int, float):
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63
+        return (value is None and name in _UNKNOWN) or (is_number and (kind is float or value >= 0))
+    if kind is dict and isinstance(value, dict):
+        return all(_is_as_logged("seconds" if name == "dice" else below, one) for below, one in value.items())
+    return kind is None or isinstance(value, kind)
