@@ -55,10 +55,9 @@ class Fit:
         self.feeds = Feeds(self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch))
         self.learner = Learner(self.config, exchange) if learner is None else learner
         self._exchange, self._guard = exchange, UNGUARDED
-        self.step = 0
+        self.step = self.stale_validations = 0
         self.best: Optional[float] = None
-        self.stale_validations = 0
-        self._owes_validation = False
+        self.owes_validation = False
         """Whether the run was stopped before it could validate the step it has reached."""
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
@@ -68,7 +67,7 @@ class Fit:
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
-            forget_after(self.folder, self.step, owes_validation=self._owes_validation)
+            forget_after(self.folder, self.step, owes_validation=self.owes_validation)
 
     @property
     def has_open_length(self) -> bool:
@@ -96,26 +95,20 @@ class Fit:
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs, and what it was predicted to take."""
+        config, unet, store = self.config, self.config.unet, self.store
+        place = {"host": host.summary(), "versions": versions(), "engine": engine, "threads": threads}
+        data = {"store": str(store.folder), "split_hash": config.split_hash, "grid": list(config.grid)}
+        how = {"mode": config.mode, "device": config.device, "precision": unet.dtype, "policy": unet.policy}
         self._log(
             "start",
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            host=host.summary(),
-            versions=versions(),
-            engine=engine,
-            threads=threads,
-            store=str(self.store.folder),
-            split_hash=self.config.split_hash,
-            grid=list(self.config.grid),
             parameters=self.learner.parameters,
-            mode=self.config.mode,
-            device=self.config.device,
-            precision=self.config.unet.dtype,
-            policy=self.config.unet.policy,
             read_mode=self.feeds.reading.plan.mode,
-            micro_batch=self.config.micro,
+            micro_batch=config.micro,
             workers=self._exchange.count,
             steps=self.steps,
             predicted=predicted,
+            **{**place, **data, **how},
         )
 
     def run(self, guard: Unguarded = UNGUARDED) -> None:
@@ -132,14 +125,14 @@ class Fit:
 
             def wish() -> int:
                 """What this worker tells the others when its gradients are ready."""
-                return max(noted, default=MEMORY if guard.stop else 0)
+                return max(noted, default=MEMORY if guard.why else 0)
 
             stop = 0
             while not (stop or self.is_over):
-                if not self._owes_validation:
+                if not self.owes_validation:
                     stop = self._train_step(parts, wish)
-                    self._owes_validation = self._validation_is_due()
-                validated = self._owes_validation and not stop  # who asks us to stop may not wait for it
+                    self.owes_validation = self._validation_is_due()
+                validated = self.owes_validation and not stop  # who asks us to stop may not wait for it
                 if validated:
                     stop = self._validate(wish)
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
@@ -193,7 +186,7 @@ class Fit:
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
         stale = 0 < self.config.patience <= self.stale_validations
-        return not self._owes_validation and (stale or self.step >= self.steps)
+        return not self.owes_validation and (stale or self.step >= self.steps)
 
     @property
     def reason(self) -> str:
@@ -289,7 +282,7 @@ class Fit:
         mean_dice = float(found.dice.mean())
         better = self.best is None or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1
-        self._owes_validation = False
+        self.owes_validation = False
         if better:
             self.best = mean_dice
             self._save_best()
@@ -381,15 +374,8 @@ class Fit:
             yield
 
     def _state(self) -> Dict[str, Any]:
-        return {
-            "step": self.step,
-            "best": self.best,
-            "stale_validations": self.stale_validations,
-            "owes_validation": self._owes_validation,
-            "trained_s": self.trained_s,
-            "split_hash": self.config.split_hash,
-            "seed": self.config.seed,
-        }
+        own = {name: getattr(self, name) for name in (*_State.__annotations__, "owes_validation")}
+        return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
 
     def _restore(self) -> List[str]:
         """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
@@ -406,10 +392,9 @@ class Fit:
         if self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
                 variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
-        state = json.loads(text)
-        self.step, self.best = state["step"], state["best"]
-        self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
-        self._owes_validation = state.get("owes_validation", False)  # older checkpoints came after it
+        state = {"owes_validation": False, **json.loads(text)}  # older checkpoints came after it
+        for name in (*_State.__annotations__, "owes_validation"):
+            setattr(self, name, state[name])
         return set_aside(found) if found else []
 
 

@@ -92,9 +92,8 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
     path = heartbeat_path(run, heartbeat.rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1)
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1), encoding="utf-8")
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -116,7 +115,7 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
     """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger.
 
-    A worker is alive while this is below SILENT_S: the one definition, whatever host looks.
+    A worker is alive while this is below SILENT_S, whatever host looks.
     """
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ class Outcome:
     notes: np.ndarray
     """(workers,) what each worker has said besides."""
     exchange_s: float = 0.0
-    """Seconds in which the workers' gradients were summed, waiting for the slowest included."""
+    """Of summing the workers' gradients, waiting for the slowest included."""
 
     @property
     def loss(self) -> float:
@@ -57,8 +57,7 @@ class Learner:
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        # Nothing in them branches on a tensor, and tracing is quicker where no code is rewritten for that.
-        compiled = functools.partial(tf.function, autograph=False)
+        compiled = functools.partial(tf.function, autograph=False)  # nothing in them branches on a tensor
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
         self._pack = compiled(self._packed)
@@ -87,7 +86,7 @@ class Learner:
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
-        before = [moving.numpy() for moving in self._statistics] if self._exchange.count > 1 else []
+        before = [moving.numpy() for moving in self.model.non_trainable_variables] if self._exchange.count > 1 else []
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
         losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
@@ -106,7 +105,7 @@ class Learner:
             try:
                 losses, dice, notes = self._exchanged(losses, dice, own)
             except WorkerLostError:
-                for moving, value in zip(self._statistics, before):
+                for moving, value in zip(self.model.non_trainable_variables, before):
                     moving.assign(value)
                 raise
             exchange_s = time.perf_counter() - begin
@@ -119,10 +118,7 @@ class Learner:
         return self._predict(image)
 
     def arrays(self) -> Dict[str, tf.Tensor]:
-        """Every variable by a stable name: the network's, the optimizer's, the averaged ones.
-
-        As tensors that lie where the variables lie: a step that changes one while its tensor is held copies it.
-        """
+        """Every variable by a stable name, as a tensor that lies where it lies: a step that changes it copies it."""
         return {name: variable.read_value() for name, variable in self.named_variables().items()}
 
     @property
@@ -186,24 +182,19 @@ class Learner:
         self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes
 
-    @property
-    def _statistics(self) -> List[tf.Variable]:
-        """What a step moves besides the weights: batch norm's moving statistics, whose mean over the workers counts."""
-        return self.model.non_trainable_variables
-
     # --- Traced ---
 
     def _packed(self, known, place):
         """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
         fingerprint = _fingerprint(self.model.trainable_variables)
         known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
-        shares = [moving / self._exchange.count for moving in self._statistics]
+        shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
         return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
 
     def _take_vector(self, total):
         """Put the summed gradients and statistics in their places."""
         begin = 0
-        for variable in (*self._sums, *self._statistics):
+        for variable in (*self._sums, *self.model.non_trainable_variables):
             size = variable.shape.num_elements()
             variable.assign(tf.reshape(total[begin : begin + size], variable.shape))
             begin += size

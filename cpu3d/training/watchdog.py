@@ -3,7 +3,7 @@
     with Guard(run, say=print) as guard:
         guard.plan(bound_bytes=...)
         guard.phase("computing", step=12)
-        if guard.stop: ...  # save, then raise MemoryRunsOutError(guard.why)
+        if guard.why: ...  # save, then raise MemoryRunsOutError(guard.why)
 
 One thread takes samples and decides, another writes the heartbeat: a file system that does not answer must not keep the
 watch from saying so.
@@ -46,12 +46,10 @@ FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
 
 
 class Room(NamedTuple):
-    """What a limit leaves."""
+    """What a limit leaves. Pages of files count as free, a mapped store's among them: the kernel drops them."""
 
     free_bytes: int
-    """What can still be filled. Pages of files count as free, a mapped store's among them: the kernel drops them."""
     total_bytes: int
-    """The limit itself."""
 
     @property
     def floor_bytes(self) -> int:
@@ -90,9 +88,8 @@ class MemoryFloor:
     """Decides by samples whether a process goes on, stops after its step, or ends before the kernel kills it.
 
     At the top of a step, where the process holds again the most that it has held, a limit's floor and what a save takes
-    must be free. A run with a plan was let in while its bound fitted what was free, to the byte. So it keeps no more
-    than half of what the plan leaves free, and FLOOR_BYTES at least: else one within its plan would stop, and the same
-    command would stop again.
+    must be free. Of a run with a plan, which was let in while its bound fitted to the byte, it asks no more than half
+    of what the plan leaves free, and FLOOR_BYTES at least: else the same command would stop again.
     """
 
     def __init__(self, bound_bytes: Optional[int] = None, save_bytes: int = 0, here: int = 1):
@@ -125,11 +122,6 @@ class MemoryFloor:
                 found = "stop", f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {got}"
         return found
 
-    def excess_bytes(self, sample: Sample) -> int:
-        """What a process holds beyond its plan; pages of files count as far as they were there at first, libraries'."""
-        files = min(sample.file_bytes, (self._first or sample).file_bytes)
-        return max(0, sample.own_bytes + files - self._bound_bytes) if self._bound_bytes else 0
-
 
 # --- The watch ---
 
@@ -151,8 +143,8 @@ LAST_WORDS_S = 3.0
 class Unguarded:
     """Stands where no Guard is wanted: nothing is watched, nothing is written."""
 
-    stop: Optional[str] = None
     why = ""
+    """Why the run is to save and stop after this step; "" while it is not."""
 
     def phase(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -168,8 +160,6 @@ class Guard(Unguarded):
 
     def __init__(self, run: Path, *, say: Callable[[str], None], rank=0, workers=1, end=os._exit, **known: Any):
         """`end(exit_code)` ends the process; `known` is as in `plan`."""
-        self.stop = None
-        """None, or "memory": finish the step, save, and raise MemoryRunsOutError with `why`."""
         self._run, self._say, self._end = Path(run), say, end
         now, pid = time.time(), os.getpid()
         place = {"pid": pid, "process_start": process_start(pid) or 0, "place": this_place()}
@@ -191,7 +181,7 @@ class Guard(Unguarded):
 
     @property
     def why(self) -> str:
-        """Why the run is to stop; "" where it is not."""
+        """As in Unguarded."""
         return self.now.stop
 
     def __enter__(self) -> "Guard":
@@ -232,15 +222,14 @@ class Guard(Unguarded):
 
     def plan(
         self,
-        *,
         step: Optional[int] = None,
         steps: Optional[int] = None,
         stall_minutes: Optional[float] = None,
-        **limits: Optional[int],
+        **limits: Any,
     ) -> None:
         """Set what was not known when the guard was made; what is None stays. 0 `stall_minutes` never find a stall.
 
-        `limits` are those of MemoryFloor: the plan is held against what the process takes from here on.
+        `limits` are those of MemoryFloor, which begins anew.
         """
         self.now.step = self.now.step if step is None else step
         self.now.steps = self.now.steps if steps is None else steps
@@ -282,15 +271,10 @@ class Guard(Unguarded):
         self._silent_s = self._silent_s + passed_s if sign == self._seen_sign else 0.0
         self._looked_at, self._seen_sign = time_s, sign
         if now.exit_code is None:
-            excess = self._floor.excess_bytes(sample)
-            if excess:
-                rule = f"memory must stay below the plan's upper bound of {format_bytes(now.bound_bytes)}"
-                more = f"got {format_bytes(excess)} more; the run goes on while there is memory"
-                self._say_once("bound", f"warning: {rule}, {more}")
             if action == "end":
                 self._end_at_once(why, MemoryRunsOutError.exit_code)
-            elif action == "stop" and self.stop is None and now.phase != "starting":  # nothing is to be saved then
-                now.stop, self.stop = why, "memory"
+            elif action == "stop" and not now.stop and now.phase != "starting":  # nothing is to be saved then
+                now.stop = why
                 self._say_once("stop", f"warning: {why}; saving after this step, then ending")
                 self._changed.set()
             if self._stall_s and self._silent_s > self.allowed_s(now.phase):
@@ -330,8 +314,8 @@ class Guard(Unguarded):
         who = f"worker {self.now.rank} of {self.now.workers}" if self.now.workers > 1 else "the run"
         self.now.stalled = (
             f"{who} must give a sign of life within {format_seconds(self.allowed_s(phase))}, got none for "
-            f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether the file systems "
-            "of store and run and the other workers answer. The same command goes on from the last checkpoint"
+            f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether file systems and "
+            "other workers answer. The same command goes on from the last checkpoint"
         )
         with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stderr that is no file
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -361,9 +345,6 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     """(reason, exit code) of a process that ends by this exception, as the command line has it."""
     if error is None:
         return "finished", 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return "finished" if code == 0 else f"exit code {code}", code
     default = 130 if isinstance(error, KeyboardInterrupt) else 1
     first, name = str(error).strip().partition("\n")[0][:400], type(error).__name__
     reason = first if hasattr(error, "exit_code") else ": ".join(filter(None, (name, first)))

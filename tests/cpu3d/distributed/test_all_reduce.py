@@ -276,17 +276,3 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed(started
     told = [lines(tmp_path, rank, "err") for rank in (0, 1)]
     # Whoever hears of it later may hear first of the one that has ended for it.
     assert any("must answer worker" in one[0] and one[0].startswith("error: worker 2 ") for one in told), told
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="needs Horovod: ./run.sh setup --horovod")
-def test_horovod_gives_the_same_sums(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    words = [horovodrun, "--gloo", "-np", "3", "-H", "localhost:3", sys.executable, str(script), "horovod", "end"]
-    environ = {name: value for name, value in environment(Cluster(())).items() if name != "TF_CONFIG"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [[line.partition(f"[{rank}]<stdout>:")[2] for line in done.stdout.splitlines()] for rank in range(3)]
-    assert_same_sums([list(filter(None, one)) for one in said])

@@ -147,20 +147,6 @@ def test_whoever_says_other_things_at_the_port_is_not_counted_and_holds_up_nobod
         assert chief.result() == PLAN
 
 
-def test_one_who_speaks_slowly_is_heard_and_one_who_came_and_went_is_waited_for_again(three):
-    with ThreadPoolExecutor(1) as pool:
-        chief = pool.submit(meet, three)
-        with connected(three) as short:
-            short.sendall(hello(three, 1))
-            time.sleep(0.2)
-        with connected(three) as slow:
-            for part in (hello(three, 2)[:5], hello(three, 2)[5:]):
-                slow.sendall(part)
-                time.sleep(0.2)
-            assert meeting_of([three.of_rank(1)]) == [PLAN]
-        assert chief.result() == PLAN
-
-
 def test_a_long_wait_is_told_once(three, monkeypatch):
     monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.2)
     said = []

@@ -14,7 +14,6 @@ from cpu3d.distributed import supervise as module
 from cpu3d.distributed.supervise import Job, Patience, WorkerFailedError, supervise, wait_for_earlier
 from cpu3d.errors import InputError, Interrupted
 from cpu3d.training.heartbeat import process_start, write_heartbeat
-from cpu3d.util.child import ROOT
 from tests.cpu3d.training.beats import beat
 
 QUICK = Patience(poll_s=0.02, settle_s=0.6, grace_s=8.0)
@@ -163,14 +162,6 @@ def beating(run, **changes):
 REPORTS = "import os; print(os.getpid(), flush=True); "
 
 
-def test_who_trains_is_given_the_time_for_its_step(job):
-    """It finishes it, hears of the loss, saves and ends, whatever it is asked meanwhile."""
-    step = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); "
-    jobs = [job(0, step + "time.sleep(2); print('saved'); sys.exit(6)"), job(1, FAILS.format(after_s=1, code=2))]
-    assert failure(jobs).exit_code == 2
-    assert "saved" in words(jobs[0])
-
-
 @pytest.mark.parametrize(
     ("script", "changes", "why"),
     [
@@ -245,34 +236,3 @@ def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, pas
     assert caught.value.signal_number == passed_on
     assert all("saved" in words(one) for one in jobs)
     assert {one: signal.getsignal(one) for one in before} == before
-
-
-def test_a_failure_while_saving_is_not_taken_for_an_interruption(job):
-    fails = SAVES.replace("sys.exit(128 + told[0])", "print('error: No space left'); sys.exit(1)")
-    jobs = [job(0, fails), job(1, SAVES)]
-    when_ready(jobs, signal.SIGTERM)
-    error = failure(jobs)
-    assert (error.exit_code, "No space left" in str(error)) == (1, True)
-
-
-ALONE = """
-import os, sys
-from pathlib import Path
-from cpu3d.distributed.supervise import Job, supervise
-logs = [Path(log) for log in sys.argv[2:]]
-command = (sys.executable, "-c", sys.argv[1])
-supervise([Job(log.stem, command, dict(os.environ), log) for log in logs], logs[0].parent)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parents are watched on Linux alone")
-def test_no_worker_outlives_a_launch_that_is_killed(job):
-    jobs = [job(rank, SAVES) for rank in (0, 1)]
-    launch = subprocess.Popen([sys.executable, "-c", ALONE, SAVES, *(str(one.log) for one in jobs)], cwd=ROOT)
-    try:
-        wait_until(lambda: all("ready" in words(one) for one in jobs))
-    finally:
-        launch.kill()
-        launch.wait()
-    wait_until(lambda: all("saved" in words(one) for one in jobs))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -81,30 +80,3 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phan
     assert len(of_two) == len(of_one) == 6
     assert len(read_events(tmp_path / "two")) == len(read_events(tmp_path / "one")), "the chief alone writes"
     assert json.loads((tmp_path / "two" / "config.json").read_text())["batch"] == 2
-
-
-@needs_two_cores
-@pytest.mark.slow
-def test_a_worker_that_is_killed_ends_the_run_which_goes_on_to_the_same_bits_also_on_one_worker(
-    phantom_store, tmp_path
-):
-    words = ("--steps", 30, "--batch", 2, "--save-minutes", 100, "--validate-every", 100)
-    whole = launched("--workers", 2, *train(phantom_store, tmp_path / "whole", *words))
-    said, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, said
-    cut = launched("--workers", 2, *train(phantom_store, tmp_path / "cut", *words))
-    heartbeat = tmp_path / "cut" / "heartbeats" / "worker-1.json"
-    deadline = time.monotonic() + 200
-    while len(read_events(tmp_path / "cut")) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(json.loads(heartbeat.read_text())["pid"], signal.SIGKILL)
-    said, _ = cut.communicate(timeout=300)
-    assert cut.returncode == 6
-    assert "worker 1" in said
-    assert "SIGKILL" in said
-    assert newest(tmp_path / "cut").state["step"] >= 4, "the chief saves what was done"
-    again = alone_on_one_core(*train(phantom_store, tmp_path / "cut", *words))
-    assert again.returncode == 0, again.stderr
-    expected = weights(tmp_path / "whole")
-    for name, array in weights(tmp_path / "cut").items():
-        np.testing.assert_array_equal(array, expected[name], err_msg=name)

@@ -89,27 +89,6 @@ def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_fr
         assert found["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
 
 
-@pytest.mark.slow  # a process that imports TensorFlow
-def test_a_stock_engine_loads_no_itex_and_the_user_s_own_settings_win():
-    own = {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "2", "TF_ENABLE_ONEDNN_OPTS": "1"}
-    found = run_engine("stock-no-onednn", **own, TF_USE_LEGACY_KERAS="1")
-    assert not found["itex_mapped"]
-    assert found["name"] == f"TensorFlow {TENSORFLOW}, no oneDNN"
-    assert found["keras"].startswith(("tf_keras.", "keras.src.engine."))
-    assert found["threads"] == [3, 2]
-    assert found["exists_restored"]
-
-
-@pytest.mark.skipif(TENSORFLOW.startswith("2.15"), reason="TensorFlow 2.15 has no Keras 3")
-def test_keras_3_is_refused():
-    assert "tf.keras must be Keras 2, got keras 3." in run_engine("stock", TF_USE_LEGACY_KERAS="0")["error"]
-
-
-@pytest.mark.skipif(HAS_ITEX, reason="ITEX is installed")
-def test_itex_is_refused_where_it_is_not_installed():
-    assert "engine must be installed, got itex" in run_engine("itex")["error"]
-
-
 @pytest.fixture
 def without_tensorflow(monkeypatch):
     """This process as it is before TensorFlow is imported; its environment is put back afterwards."""

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -14,17 +13,13 @@ import pytest
 from cpu3d.data.records import array_path
 from cpu3d.data.store import open_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
-from cpu3d.plan import Plan
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
 from cpu3d.training.checkpoint import checkpoints, newest, write_next
-from cpu3d.training.fit import Fit
-from cpu3d.training.learner import Outcome
 from cpu3d.training.run_log import append_event, forget_after, read_events
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
-from tests.cpu3d.distributed.threads import together
 from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights, decided
 
 
@@ -78,11 +73,6 @@ def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
     assert [config.rate_at(step, 24) for step in (4, 14, 24)] == pytest.approx([2 * share for share in shares])
 
 
-def test_a_run_extended_to_more_steps_decays_over_its_new_length():
-    config = RunConfig(warmup_steps=0)
-    assert config.rate_at(10, 20) < config.rate_at(10, 40)
-
-
 # --- A budget of minutes ---
 
 
@@ -123,25 +113,6 @@ def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation
     fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
     fit.fit_budget()
     assert fit.steps == steps
-
-
-def test_a_budget_is_cut_alike_on_all_workers_by_the_chief_s_time(phantom_store, tmp_path, monkeypatch):
-    config = decided(phantom_store, tmp_path, **{**runs.SMALL, "batch": 2, "budget_minutes": 7 / 60})
-    now = threading.local()
-    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: vars(now).setdefault("s", 0.0)))
-
-    def cut(exchange):
-        fit = Fit(Plan(config, phantom_store), tmp_path, exchange, learner=NumpyLearner(config))
-
-        def timed(parts, *given):
-            now.s += 1.0 + exchange.rank
-            return Outcome(np.zeros(2), np.zeros((2, 3)), np.zeros(2))
-
-        fit.learner.step = timed
-        fit.fit_budget()
-        return fit.steps
-
-    assert together(2, cut) == [4, 4]  # 7 s less 3 s of timing at 1 s a step; the other worker would have taken 2
 
 
 def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
@@ -220,37 +191,6 @@ def test_a_validation_that_is_owed_is_logged_once(tmp_path):
 
 
 # --- Stops ---
-
-
-def test_an_interrupt_within_a_step_ends_after_the_whole_step(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, batch=2)
-    step = fit.learner.step
-
-    def interrupted(*given):
-        os.kill(os.getpid(), signal.SIGINT)
-        return step(*given)
-
-    monkeypatch.setattr(fit.learner, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="saved after step 1"):
-        fit.run()
-    assert newest(tmp_path).state["step"] == 1
-    assert runs.weights(tmp_path)["updates"] == 1
-
-
-def test_a_loss_that_is_not_finite_names_its_case_and_keeps_the_last_good_step(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, batch=2, save_minutes=0.0)
-    step = fit.learner.step
-
-    def second_is_nan(*given):
-        outcome = step(*given)
-        if fit.step == 1:
-            outcome.losses[1] = np.nan
-        return outcome
-
-    monkeypatch.setattr(fit.learner, "step", second_is_nan)
-    culprit = fit.feeds.case_ids(1)[1]
-    with pytest.raises(DivergedError, match=rf"must be finite, got nan at step 2 on {culprit}; .*still holds step 1"):
-        fit.run()
 
 
 def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phantom_store, tmp_path, monkeypatch):
@@ -339,16 +279,6 @@ def test_a_file_that_is_damaged_during_a_run_ends_it_with_its_name(phantom_store
     label.write_bytes(label.read_bytes()[:-1])
     with pytest.raises(InputError, match=f"store file {label} must be"):
         fit.run()
-
-
-def test_micro_batches_are_the_batch_s_volumes_in_its_order(phantom_store, tmp_path):
-    whole = start(phantom_store, tmp_path / "whole", batch=4, micro_batch=4).feeds.training(1, 2)
-    parts = start(phantom_store, tmp_path / "parts", batch=4, micro_batch=2).feeds.training(1, 2)
-    ((image, target),) = whole
-    images, targets = zip(*parts)
-    assert len(images) == 2
-    np.testing.assert_array_equal(np.concatenate(images), image)
-    np.testing.assert_array_equal(np.concatenate(targets), target)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import tracemalloc
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from cpu3d.training.checkpoint import load_checkpoint, save_checkpoint
-from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count, take_region
-from memory_estimator.host import read_host
+from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
 from memory_estimator.job import Job
-from memory_estimator.step.allocator import MIB
 from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 from tests.cpu3d.runs import shared_learner
@@ -220,28 +217,3 @@ def test_the_region_that_is_taken_before_all_else_is_the_one_that_the_estimator_
     counted = training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=2)).region_bytes
     assert (counted > 0) == (policy != "speed")
     assert first_done(monkeypatch, unet, micro=2) == [counted, "network"]
-
-
-def test_on_a_small_host_the_region_is_no_larger_than_its_memory(monkeypatch):
-    unet = dataclasses.replace(UNET, policy="balanced", filters=8)
-    small = dataclasses.replace(read_host(), memory_bytes=2 * MIB - 1)
-    assert training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=BATCH)).region_bytes > 2 * MIB
-    monkeypatch.setattr("cpu3d.training.learner.read_host", lambda: small)
-    assert first_done(monkeypatch, unet, micro=BATCH)[0] == MIB
-
-
-def test_a_region_that_the_allocator_refuses_is_done_without(monkeypatch):
-    asked = []
-
-    def refuse(shape, dtype):
-        asked.append((shape, dtype))
-        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
-
-    of_tensorflow = {name: getattr(tf, name) for name in ("device", "errors", "uint8")}
-    monkeypatch.setattr(
-        "cpu3d.training.learner.tf", SimpleNamespace(raw_ops=SimpleNamespace(Empty=refuse), **of_tensorflow)
-    )
-    take_region(3 * MIB)
-    assert asked == [([3, MIB], tf.uint8)]
-    take_region(0)
-    assert len(asked) == 1

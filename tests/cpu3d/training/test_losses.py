@@ -142,22 +142,3 @@ def test_no_slab_begins_before_the_one_before_is_done(waits_for):
         assert len(found) == slabs
         assert all(waits_for(later, earlier) for earlier, later in zip(found, found[1:]))
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
-
-
-def test_a_heads_loss_and_gradient_wait_for_those_of_the_finer_one(waits_for):
-    graph, _ = compiled(*maps(1, (8, 4, 4)), by_slabs=True)
-    losses = of_type(graph, "Softplus")
-    fine = [op for op in losses if op.outputs[0].shape[-1] == 4 * 3]
-    assert 0 < len(fine) < len(losses)
-    assert waits_for(losses[len(fine)], fine[-1])
-    fine, coarse = (made_by(gradient) for gradient in graph.structured_outputs[2])
-    assert waits_for(coarse, fine)
-    assert not waits_for(fine, coarse)
-
-
-def made_by(tensor):
-    """The operation behind a function's result."""
-    operation = tensor.op
-    while operation.type == "Identity":
-        operation = operation.inputs[0].op
-    return operation

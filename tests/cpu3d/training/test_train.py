@@ -2,11 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import nibabel
@@ -22,14 +17,12 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import newest
 from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
-from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from tests.cpu3d.runs import (
     SMALL,
@@ -196,25 +189,6 @@ def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
         train(phantom_store.folder, tmp_path, settings={**SMALL, "epochs": 1})
 
 
-@pytest.mark.slow
-def test_a_signal_saves_and_the_same_command_continues(phantom_store, tmp_path):
-    command = [sys.executable, "-m", "cpu3d", "train", "--store", str(phantom_store.folder), "--run", str(tmp_path)]
-    options = ["--filters", "4", "--depth", "3", "--epochs", "200", "--dtype", "float32", "--policy", "speed"]
-    process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while len(read_events(tmp_path)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "saved after step" in errors
-    state = newest(tmp_path).state
-    assert read_events(tmp_path)[-1] == {**read_events(tmp_path)[-1], "reason": "interrupted", "step": state["step"]}
-    again = subprocess.run([*command, "--epochs", str(state["step"] // 4 + 1)], cwd=ROOT, env=os.environ, check=False)
-    assert again.returncode == 0
-    assert load_config(tmp_path).epochs == state["step"] // 4 + 1
-
-
 @pytest.mark.usefixtures("without_network")
 def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_store, tmp_path):
     settings = {**SMALL, "epochs": 50, "budget_minutes": 1e-6}
@@ -261,33 +235,6 @@ def test_a_forced_run_logs_what_was_predicted_and_goes_on_only_where_it_fits(
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
     assert {path: path.read_bytes() for path in kept} == kept
-
-
-@pytest.mark.usefixtures("without_network")
-def test_the_policy_is_picked_by_what_is_free_then_said_stored_and_kept(phantom_store, tmp_path, monkeypatch, capsys):
-    taken = {"speed": (4 * 2**30, 1.0), "balanced": (2 * 2**30, 1.1), "lean": (2**30, 1.2)}
-
-    def made(job, *more, **others):
-        upper_bound_bytes, step_s = taken[job.policy]
-        return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=upper_bound_bytes, step_s=step_s)
-
-    def go(free_gib, **settings):
-        with_free(monkeypatch, free_gib * 2**30)
-        config = train(phantom_store.folder, tmp_path, settings={**SMALL, "depth": 2, **settings})
-        assert load_config(tmp_path) == config
-        assert json.loads((tmp_path / "plan.json").read_text())["config"]["unet"]["policy"] == config.unet.policy
-        return config.unet.policy, capsys.readouterr().err
-
-    monkeypatch.setattr("cpu3d.plan.estimate", made)
-    policy, errors = go(3, epochs=1)
-    assert policy == "balanced"
-    assert "plan: policy balanced: speed would take up to 4.00 GiB of 3.00 GiB free" in errors
-    policy, errors = go(5, epochs=2)  # the same training goes on, whatever is free by now
-    assert policy == "balanced"
-    assert "to the bit" not in errors
-    policy, errors = go(5, epochs=3, policy="auto")
-    assert policy == "speed"
-    assert "note: this run was under policy balanced before, so it goes on alike but not to the bit" in errors
 
 
 @pytest.mark.usefixtures("without_network")
