@@ -23,21 +23,14 @@ HAS_ITEX = importlib.util.find_spec("intel_extension_for_tensorflow") is not Non
 
 SCRIPT = """
 import json, os, sys, threading
-from cpu3d.errors import InputError
 from cpu3d.host import apply as host_apply
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.host import read_host
-exists = os.path.exists
-host_apply.apply(thread_plan(read_host()), sys.argv[1])
+host_apply.apply(thread_plan(read_host()), "itex")
+tf = host_apply.import_tensorflow("itex")
 try:
-    tf = host_apply.import_tensorflow(sys.argv[1])
-except InputError as error:
-    print(json.dumps({"error": str(error)}))
-    sys.exit()
-try:
-    other = host_apply.import_tensorflow("stock" if "ITEX" in host_apply.engine_name(tf) else "itex")
-    second = "imported"
-except (InputError, RuntimeError) as error:
+    second = host_apply.import_tensorflow("stock")
+except RuntimeError as error:
     second = str(error)
 tf.function(tf.nn.conv3d)(tf.ones((1, 32, 32, 32, 16)), tf.ones((3, 3, 3, 16, 16)), [1] * 5, "SAME").numpy()
 inherited = []
@@ -48,12 +41,9 @@ tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task
 print(json.dumps({
     "cpus": [sorted(os.sched_getaffinity(0)), inherited], "bound": sum(len(cpus) == 1 for cpus in tasks),
     "name": host_apply.engine_name(tf),
-    "itex_mapped": "libitex_cpu" in open("/proc/self/maps").read(),
-    "keras": tf.keras.layers.Layer.__module__,
     "threads": [getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")() for kind in ("intra", "inter")],
-    "again_is_same": host_apply.import_tensorflow(sys.argv[1]) is tf,
+    "again_is_same": host_apply.import_tensorflow("itex") is tf,
     "second": second,
-    "exists_restored": os.path.exists is exists,
 }))
 """
 
@@ -68,18 +58,13 @@ def run_python(script, *arguments, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_engine(engine, **environment):
-    return run_python(SCRIPT, engine, **environment)
-
-
 @pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
 def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_free():
     """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked for it.
 
     Else every thread that reads data would inherit its one CPU.
     """
-    found = run_engine("itex", KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
-    assert found["itex_mapped"]
+    found = run_python(SCRIPT, KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
     assert found["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
     assert found["threads"] == [read_host().usable_cores, 1]
     assert found["again_is_same"]

@@ -75,8 +75,10 @@ def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatc
 
 
 def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys, monkeypatch, tried):
-    names = [check["name"] for check in printed_json(capsys, "--no-self-test")[1]["checks"]]
-    assert "engine" not in names
+    assert "engine" not in [check["name"] for check in printed_json(capsys, "--no-self-test")[1]["checks"]]
+    monkeypatch.setattr(doctor, "installed", lambda engine: engine != "itex")
+    with pytest.raises(InputError, match="engine must be installed, got itex"):
+        run("--engine", "itex")
     monkeypatch.setattr(doctor, "installed_versions", lambda: (None, None))
     code, found = printed_json(capsys)
     assert (code, found["checks"][-1]["name"], found["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
@@ -91,12 +93,6 @@ def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, 
     checks = {check["name"]: check for check in printed_json(capsys, "--no-self-test")[1]["checks"]}
     assert "OMP_NUM_THREADS=333" in checks["environment"]["found"]
     assert {checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")} == {"warn"}
-
-
-def test_an_engine_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(doctor, "installed", lambda engine: False)
-    with pytest.raises(InputError, match="engine must be installed, got itex"):
-        run("--engine", "itex")
 
 
 # --- What is warned of ---
@@ -135,22 +131,15 @@ def test_memory_and_threads_are_those_of_each_worker():
     assert (check.state, check.found[:14]) == ("warn", "3 to 4 threads")
 
 
-@pytest.mark.parametrize(
-    ("second", "state", "found"),
-    [
-        (0, "warn", "0 KiB to 768.00 GiB a node"),
-        (100 * GIB, "warn", "100.00 GiB to 768.00 GiB a node"),
-        (768 * GIB, "ok", "768.00 GiB on each of 2"),
-    ],
-)
-def test_memory_that_is_not_on_every_node_is_warned_of(second, state, found):
+def test_uneven_memory_and_sockets_are_warned_of():
     topology = topology_of("xeon-2x28")
-    check = checks_of(dataclasses.replace(topology, nodes=(topology.nodes[0], Node(1, second, second))))
-    assert check["memory of nodes"].state == state
-    assert check["memory of nodes"].found.startswith(found)
-
-
-def test_a_lopsided_mask_is_warned_of():
+    for second, state, found in (
+        (100 * GIB, "warn", "100.00 GiB to 768.00 GiB"),
+        (768 * GIB, "ok", "768.00 GiB on each"),
+    ):
+        check = checks_of(dataclasses.replace(topology, nodes=(topology.nodes[0], Node(1, second, second))))
+        assert check["memory of nodes"].state == state
+        assert check["memory of nodes"].found.startswith(found)
     check = checks_of(masked("xeon-2x28", 0, 28, 29, 30))["CPU mask"]
     assert (check.state, check.found) == ("warn", "4 of the machine's 112 CPUs, 1 and 3 of them on a socket")
 

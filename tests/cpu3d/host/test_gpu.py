@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.host import apply, gpu
-from cpu3d.host.apply import set_up
+from cpu3d.host import gpu
 from cpu3d.host.gpu import Gpu, HostGpus, best_dtype, fits_memory, parse_gpus, pick_device, use_device, why_no_card
 
 MIB = 2**20
@@ -91,9 +90,7 @@ def test_a_driver_that_fails_or_does_not_answer_is_none(script, driver, monkeypa
 # --- The choice ---
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((12, 1), "bfloat16"), ((0, 0), "float32")]
-)
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((0, 0), "float32")])
 def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
     assert best_dtype(Gpu(0, "", None, None, capability)) == dtype
 
@@ -184,15 +181,6 @@ def test_a_card_that_tensorflow_does_not_see_is_an_error(cards, with_cuda, messa
     with pytest.raises(InputError, match="device must be a GPU that TensorFlow sees") as raised:
         use_device(FakeTensorFlow(cards, with_cuda), "gpu:1")
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(("device", "visible"), [((), []), (("cpu",), []), (("gpu:1",), ["b"])])
-def test_a_process_that_is_set_up_computes_on_no_card_but_the_one_it_names(device, visible, monkeypatch):
-    tf = FakeTensorFlow("ab")
-    monkeypatch.setitem(sys.modules, "tensorflow", tf)
-    monkeypatch.setattr(apply, "import_tensorflow", lambda engine: tf)
-    assert set_up(None, *device)[2] is tf
-    assert tf.visible == visible
 
 
 # --- Memory that runs out ---

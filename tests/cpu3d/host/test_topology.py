@@ -106,12 +106,9 @@ def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
     assert (topology.machine_cpus, topology.swap_bytes) == (2, 0)
 
 
-def test_outside_linux_there_is_one_socket_and_this_host_adds_up(tmp_path):
+def test_outside_linux_there_is_one_socket(tmp_path):
     topology = read_topology(tmp_path)
     assert len(topology.nodes) == topology.host.sockets == 1
-    here = read_topology()
-    assert len(here.cores) == here.host.cores
-    assert sum(node.memory_bytes for node in here.nodes) <= 1.05 * here.host.memory_bytes
 
 
 def test_a_name_that_is_no_host_is_refused_with_the_choice():
