@@ -230,7 +230,8 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
         for rank in range(3):
             config = {"TF_CONFIG": Cluster(addresses, rank).as_tf_config()}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            workers.append(subprocess.Popen([sys.executable, "-c", WORKER], env={**environ, **config}, **pipes))
+            command = [sys.executable, "-c", WORKER]
+            workers.append(stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes)))
             stack.callback(workers[-1].kill)
         said = [worker.stdout.readline().split() for worker in workers]
         assert said[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]

@@ -98,15 +98,10 @@ STAND_IN = """
 import json, os, sys
 from pathlib import Path
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.training.run_log import append_event
 cluster = read_cluster(os.environ)
 run = Path(sys.argv[sys.argv.index("--run") + 1])
 ends = json.loads((run.parent / "ends").read_text()) if (run.parent / "ends").exists() else {}
 print(f"worker {cluster.rank} of {cluster.workers}", " ".join(sys.argv[1:]), flush=True)
-if cluster.is_chief:
-    append_event(run, {"event": "start", "step": 0, "steps": 2})
-    for step in (1, 2):
-        append_event(run, {"event": "step", "step": step})
 sys.exit(ends.get(str(cluster.rank), 0))
 """
 
@@ -114,9 +109,8 @@ sys.exit(ends.get(str(cluster.rank), 0))
 @pytest.fixture
 def alone(monkeypatch):
     """No cluster around the tests."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "HOROVOD_", "TF_CONFIG")):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "HOROVOD_", "TF_CONFIG"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -146,9 +140,7 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in told
     assert "worker 0 of 2 train" in told, "the chief's words are shown"
     assert "worker 1 of 2 train" not in told
-    assert "---" not in told, "the header is for the log"
     assert "launch: 2 workers on 1 host (this one), 2 here: ended well after " in told
-    assert told.endswith(f"logs in {tmp_path / 'run' / 'logs'}")
 
 
 def test_the_exit_code_is_the_failing_workers(program, tmp_path):
