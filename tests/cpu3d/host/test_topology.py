@@ -85,17 +85,6 @@ def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
     assert topology.machine_cpus == 112
 
 
-def test_cpus_that_are_offline_are_not_there(tmp_path):
-    """Linux keeps them in the mask and in /proc/cpuinfo's numbers, and takes them off all that /sys lists."""
-    topology = topology_of("small-1x2")
-    write_tree(tmp_path, topology)
-    (tmp_path / "sys/devices/system/cpu/online").write_text("1\n")
-    (tmp_path / "sys/devices/system/node/node0/cpulist").write_text("1\n")
-    found = read_topology(tmp_path)
-    assert found.cpus == (Cpu(1, 0, 0, 0),)
-    assert (found.machine_cpus, found.host.cores) == (1, 1)
-
-
 def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor: 0\n\nprocessor: 1\n")

@@ -1,8 +1,6 @@
 """The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
 
-import dataclasses
 import os
-import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -10,17 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpu3d.data.records import array_path
-from cpu3d.data.store import open_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
-from cpu3d.settings import RunConfig, save_config
+from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
 from cpu3d.training.checkpoint import checkpoints, newest, write_next
 from cpu3d.training.run_log import append_event, forget_after, read_events
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
-from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights, decided
+from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights
 
 
 def start(store, folder, **settings):
@@ -115,19 +111,6 @@ def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation
     assert fit.steps == steps
 
 
-def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
-    def again(**settings):
-        config = decided(phantom_store, tmp_path, **settings)
-        return config.budget_minutes, config.steps
-
-    first = decided(phantom_store, tmp_path, recipe="demo", budget_minutes=4.0, depth=3)
-    save_config(dataclasses.replace(first, steps=7), tmp_path)
-    assert again() == again(budget_minutes=4.0) == again(recipe="demo", budget_minutes=4.0, depth=3) == (4.0, 7)
-    assert again(steps=9) == (0.0, 9)
-    assert again(epochs=8) == (0.0, 0)
-    assert again(budget_minutes=8.0) == (8.0, 0)
-
-
 # --- Validations ---
 
 
@@ -209,19 +192,6 @@ def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phanto
     assert newest(tmp_path).state["step"] == 2
 
 
-def test_a_log_that_cannot_be_written_is_told_with_what_is_whole(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, save_minutes=0.0)
-
-    def full(run, event):
-        if event["step"] == 2:
-            raise OSError(28, "No space left on device")
-        append_event(run, event)
-
-    monkeypatch.setattr(fit_module, "append_event", full)
-    with pytest.raises(OSError, match=r"step 2 could not be logged in .*log\.jsonl: .*step-00000001\.npz is whole"):
-        fit.run()
-
-
 # --- Going on ---
 
 
@@ -269,16 +239,6 @@ def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(
         assert events["end"]["bytes_read"] > 0
     assert_same_weights(tmp_path / "mmap", tmp_path / "pread")
     assert start(phantom_store, tmp_path / "mmap", epochs=2, read_mode="pread").step == 4
-
-
-def test_a_file_that_is_damaged_during_a_run_ends_it_with_its_name(phantom_store, tmp_path):
-    shutil.copytree(phantom_store.folder, tmp_path / "store")
-    store = open_store(tmp_path / "store")
-    fit = start(store, tmp_path / "run", read_mode="pread")
-    label = array_path(store.folder, store.cases("train")[0], "y")
-    label.write_bytes(label.read_bytes()[:-1])
-    with pytest.raises(InputError, match=f"store file {label} must be"):
-        fit.run()
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import tracemalloc
-import weakref
 
 import numpy as np
 import pytest
@@ -84,23 +83,6 @@ def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_coun
         assert of_parts.dice.shape == (BATCH, UNET.outputs)
         np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
         np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
-
-
-def test_a_step_takes_its_parts_one_after_another_and_keeps_none():
-    one, alive = learner(1, ema=0.9), []
-
-    def given():
-        for image, target in parts(volumes(8), 1):
-            assert all(before() is None for before in alive)
-            alive.append(weakref.ref(image))
-            yield image, target
-            del image, target
-
-    stream = given()
-    one.step(stream, 1e-2)
-    assert len(alive) == BATCH
-    one.step(stream, 1e-2)
-    assert len(alive) == 2 * BATCH
 
 
 def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():

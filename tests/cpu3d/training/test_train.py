@@ -7,7 +7,6 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cpu3d.__main__ import main
 from cpu3d.data.sampling import patch_at
@@ -21,14 +20,11 @@ from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
-from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from tests.cpu3d.runs import (
     SMALL,
     NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
-    decided,
-    shared_learner,
     start,
     weights,
 )
@@ -80,14 +76,6 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     at_once = load_predictor(learnt, inference=Inference(one_pass=True))
     assert at_once.window is None
     assert at_once.probabilities(phantom_store.image(record.case_id), record).shape == (*record.shape, 3)
-
-
-def test_a_patch_beside_the_brain_breaks_nothing(phantom_store, tmp_path):
-    learner = shared_learner(decided(phantom_store, tmp_path, **{**SMALL, **LEARNT}))
-    image, target = (tf.zeros((1, 16, 16, 16, channels), dtype) for channels, dtype in ((4, "float32"), (3, "uint8")))
-    for _ in range(3):
-        assert np.isfinite(learner.step(iter([(image, target)] * 2), 0.1).loss)
-    assert all(np.isfinite(array).all() for array in learner.weights().values())
 
 
 WAYS = {
@@ -234,16 +222,3 @@ def test_a_forced_run_logs_what_was_predicted_and_goes_on_only_where_it_fits(
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
     assert {path: path.read_bytes() for path in kept} == kept
-
-
-@pytest.mark.usefixtures("without_network")
-def test_a_damaged_calibration_keeps_nobody_from_training_by_force(phantom_store, tmp_path, monkeypatch, capsys):
-    own = tmp_path / "calibration.json"
-    own.write_text('{"schema": 999}')
-    monkeypatch.setattr("cpu3d.plan.find_constants", lambda threads, host: find_constants(threads, host, own))
-    arguments = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run"), "--epochs", "1"]
-    assert main(arguments) == 2
-    assert f"error: calibration {own} must be JSON of schema 1, got schema 999" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert main([*arguments, "--force"]) == 0
-    assert read_events(tmp_path / "run")[0]["predicted"] == {}

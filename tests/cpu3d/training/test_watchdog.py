@@ -31,22 +31,11 @@ def write(root, path, text):
     (root / path).write_text(text + "\n")
 
 
-def test_swap_counts_for_the_machine(host):
-    assert take_sample(host).rooms[MACHINE] == Room(12 * GIB, 16 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("group", "folder", "limit", "used", "stat"),
-    [
-        ("0::/job", "job", "memory.max", "memory.current", "active_file"),
-        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file"),
-    ],
-)
-def test_a_container_leaves_what_is_not_used_and_all_file_pages(host, group, folder, limit, used, stat):
-    write(host, "proc/self/cgroup", group)
-    write(host, f"sys/fs/cgroup/{folder}/{limit}", str(8 * GIB))
-    write(host, f"sys/fs/cgroup/{folder}/{used}", str(7 * GIB))
-    write(host, f"sys/fs/cgroup/{folder}/memory.stat", f"{stat} {4 * GIB}")
+def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(host):
+    assert take_sample(host).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
+    write(host, "proc/self/cgroup", "0::/job")
+    for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
+        write(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
     assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
 
 
