@@ -42,7 +42,6 @@ class Cluster:
     rank: int = 0
     """This process's, from 0. The chief's is 0: it alone writes to the run."""
     engine: str = TENSORFLOW
-    """One of ENGINES."""
 
     def __post_init__(self):
         form = re.compile(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", re.ASCII)
@@ -144,8 +143,7 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster:
     rank, size, local, here = (int(text) if text.isdigit() else -1 for text in texts)
     first = rank - local
     if not (0 <= local < here <= size and 0 <= first <= size - here):
-        got = ", ".join(f"{name} {text!r}" for name, text in zip(VARIABLES[1:], texts))
-        raise InputError(f"HOROVOD_RANK and its like must be of one job, got {got}; start by horovodrun")
+        raise InputError(f"{', '.join(VARIABLES[1:])} must be of one job, got {texts}; start by horovodrun")
     hosts = ["this-host" if first <= other < first + here else "another-host" for other in range(size)]
     return Cluster(tuple(f"{host}:{1 + i}" for i, host in enumerate(hosts)), rank, HOROVOD) if size > 1 else ALONE
 
@@ -177,17 +175,17 @@ def own_index(hosts: Sequence[str]) -> int:
     Raises InputError where none or several are, or where one is a name that each host has for itself.
     """
     loopback, name, here = re.compile(r"localhost|127\..*|\[?::1\]?", re.IGNORECASE), socket.gethostname().lower(), []
-    for index, host in enumerate(map(str.lower, hosts)):
-        if len(hosts) > 1 and loopback.fullmatch(host):
+    for host in map(str.lower, hosts):
+        if loopback.fullmatch(host):
             raise InputError(f"--hosts must be what the others reach them by, got {host}; name it otherwise")
         # A name may stand for 127.0.1.1 on its own host, and one of two names may be without its domain.
         own = any(one in own_addresses() or loopback.fullmatch(one) for one in addresses(host))
         if own or f"{host}.".startswith(f"{name}.") or f"{name}.".startswith(f"{host}."):
-            here.append(index)
+            here.append(host)
     if len(here) != 1:
-        got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
+        got = f"{' and '.join(here) or 'none'} of {', '.join(hosts)}"
         raise InputError(f"--hosts must hold this host, {name}, once, got {got}; give --host-index, from 0")
-    return here[0]
+    return list(map(str.lower, hosts)).index(here[0])
 
 
 def own_addresses() -> FrozenSet[str]:

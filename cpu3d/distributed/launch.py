@@ -75,9 +75,8 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     """Start the workers and wait for their end, or print what would be started."""
-    for name, given in (("--on-host", options.on_host), ("--json", options.json)):
-        if given and not options.dry_run:
-            raise InputError(f"{name} must come with --dry-run, got {given} without; leave it out")
+    if (options.on_host or options.json) and not options.dry_run:
+        raise InputError("--on-host and --json must come with --dry-run, got one without; leave it out")
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
@@ -162,15 +161,14 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -
 
 def _show(plan: Plan, topology: Topology, train: Sequence[str]) -> None:
     """Print the plan on stdout."""
-    console, cluster = Console(), plan.cluster
-    starts = {True: "yes", False: "no"}
-    rows = [(address, str(rank), starts[rank in plan.ranks]) for rank, address in enumerate(cluster.addresses)]
-    say(f"{plan.words}; a dry run, nothing is started", console)
+    console, starts = Console(), {True: "yes", False: "no"}
+    rows = [(address, str(rank), starts[rank in plan.ranks]) for rank, address in enumerate(plan.cluster.addresses)]
+    say(f"{plan.words}; a dry run, nothing is started", stderr=False)
     console.print(Table(("address", "rank", "starts here"), rows, title="Workers"))
     console.print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
     for rank in plan.ranks:
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
-        say(f"\nworker {rank}:\n{' '.join([*given, shlex.join([*PROGRAM, *train])])}", console)
+        say(f"\nworker {rank}:\n{' '.join([*given, shlex.join([*PROGRAM, *train])])}", stderr=False)
 
 
 def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
@@ -203,6 +201,6 @@ def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
     say(f"launch: {plan.words}: ended well after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
 
 
-def say(line: str, console: Optional[Console] = None) -> None:
-    """Print a line on stderr, or where `console` does, as it is."""
-    (console or Console(stderr=True)).print(line, highlight=False, markup=False, soft_wrap=True)
+def say(line: str, stderr: bool = True) -> None:
+    """Print a line as it is."""
+    Console(stderr=stderr).print(line, highlight=False, markup=False, soft_wrap=True)

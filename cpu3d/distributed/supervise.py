@@ -49,7 +49,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SI
 
 @dataclass(frozen=True)
 class Patience:
-    """How long each wait may take, in seconds. A worker that hangs ends by its own watchdog, or a second Ctrl-C."""
+    """How long each wait may take, in seconds."""
 
     poll_s: float = 0.2
     settle_s: float = 8.0  # from the first failure until the others are asked to end: they hear of it, the chief saves

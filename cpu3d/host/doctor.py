@@ -21,14 +21,7 @@ from rich.console import Console
 from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES, installed, installed_versions
 from cpu3d.host.self_test import Check, self_test
-from cpu3d.host.thread_plan import (
-    LOPSIDED,
-    ThreadPlan,
-    default_workers,
-    describe_plans,
-    host_lines,
-    thread_plans,
-)
+from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
 from memory_estimator.host import memory_high
 from memory_estimator.schema import option

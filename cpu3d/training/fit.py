@@ -17,21 +17,14 @@ import psutil
 
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
-from cpu3d.errors import (
-    DivergedError,
-    InputError,
-    Interrupted,
-    MemoryRunsOutError,
-    WorkerLostError,
-    WorkersDifferError,
-)
+from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.plan import Plan
 from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
-from cpu3d.training.run_log import TensorBoard, TrainingBar, append_event, forget_after, read_events
+from cpu3d.training.run_log import append_event, forget_after, read_events, shown
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.records import versions
@@ -62,7 +55,7 @@ class Fit:
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
         self.waited_s = self.exchanged_s = self.stepped_s = 0.0
-        self._watchers: Tuple[Callable[[Dict[str, Any]], None], ...] = ()
+        self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         """Given every event as it is logged."""
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
@@ -121,7 +114,10 @@ class Fit:
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
         parts = self.feeds.training(self.step, self.steps, guard.phase)
-        with noted_signals() as noted, self._watched():
+        with noted_signals() as noted, contextlib.ExitStack() as stack:
+            if self._exchange.is_chief:
+                size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
+                self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
 
             def wish() -> int:
                 """What this worker tells the others when its gradients are ready."""
@@ -171,15 +167,9 @@ class Fit:
         events = read_events(self.folder)
         if not events or events[-1]["event"] == "end":
             return
-        steps = [event for event in events if event["event"] == "step"]
-        stepped_s = sum(event.get("step_s", 0) for event in steps)
+        peak_bytes = max((event["rss_bytes"] for event in events if "rss_bytes" in event), default=None)
         self._log(
-            "end",
-            reason=self.reason,
-            seconds=self.trained_s,
-            peak_rss_bytes=max((event.get("rss_bytes", 0) for event in steps), default=None),
-            allocator_peak_bytes=None,
-            wait_share=sum(event.get("wait_s", 0) for event in steps) / max(stepped_s, 1e-9),
+            "end", reason=self.reason, seconds=self.trained_s, peak_rss_bytes=peak_bytes, allocator_peak_bytes=None
         )
 
     @property
@@ -359,19 +349,7 @@ class Fit:
         line = {"event": event, "step": self.step, **content}
         with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
             append_event(self.folder, line)
-        for watch in self._watchers:
-            watch(line)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Show the chief's events while they are logged."""
-        if not self._exchange.is_chief:
-            yield
-            return
-        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
-        with bar, TensorBoard(self.folder / "tensorboard") as board:
-            self._watchers = (bar.show, board.show)
-            yield
+        self._show(line)
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in (*_State.__annotations__, "owes_validation")}

@@ -26,9 +26,6 @@ STEP_PHASES = ("waiting for data", "computing", "exchanging")
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
 """Those in which a worker waits for the others."""
 
-PHASES = ("starting", "waiting for data", "computing", "validating", "saving", *WAITING_PHASES, "ended")
-"""What a worker may be doing."""
-
 BEAT_S = 5.0
 """Time between two beats, and the most between a change of phase and the file."""
 
@@ -57,8 +54,6 @@ class Heartbeat:
     """Steps done."""
     steps: int
     """Steps of the run; 0 where that is not known."""
-    last_step_s: Optional[float] = None
-    median_step_s: Optional[float] = None  # of the last hundred
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
     anonymous_bytes: Optional[int] = None  # the process's own data; None where the system does not tell
     file_bytes: Optional[int] = None  # mapped files
@@ -159,6 +154,7 @@ def _read(path: Path) -> Any:
         content = read_json(path)
         if content.pop("schema") != SCHEMA:
             return f"{path} must have schema {SCHEMA}; look with the version that runs"
-        return typed(content, Heartbeat, "heartbeat")
+        known = {field.name for field in dataclasses.fields(Heartbeat)}  # earlier versions had more
+        return typed({name: value for name, value in content.items() if name in known}, Heartbeat, "heartbeat")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{path} must be a whole heartbeat, got {error!r}; a worker that lives soon writes another"

@@ -9,18 +9,16 @@ One thread takes samples and decides, another writes the heartbeat: a file syste
 watch from saying so.
 """
 
-import collections
 import contextlib
 import faulthandler
 import os
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
 from cpu3d.host.memory import peak_rss_bytes, resident
@@ -169,7 +167,6 @@ class Guard(Unguarded):
         self._limits: Dict[str, Any] = {}
         self._stall_s = 60 * 15.0
         self._signs, self._called_at, self._in_step_s = 0, time.perf_counter(), 0.0
-        self._step_times: Deque[float] = collections.deque(maxlen=100)
         self._longest_s: Dict[str, float] = {}
         """By phase, the longest time between two signs of life, of waits that have ended."""
         self._silent_s, self._seen_sign, self._looked_at = 0.0, -1, time.monotonic()
@@ -199,7 +196,7 @@ class Guard(Unguarded):
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, one of PHASES, and how many steps are done. Every call is a sign of life.
+        """Note what begins now, such as "computing", and how many steps are done. Every call is a sign of life.
 
         Takes a few microseconds: call it for every volume of a long phase.
         """
@@ -211,9 +208,7 @@ class Guard(Unguarded):
             self._in_step_s += spent_s
         if step is not None and step != now.step:
             if step > now.step and self._in_step_s:  # a smaller one takes up a checkpoint
-                now.last_step_s = self._in_step_s
                 now.longest_step_s = max(now.longest_step_s or 0.0, self._in_step_s)
-                self._step_times.append(self._in_step_s)
             now.step, self._in_step_s = step, 0.0
         if name != now.phase:
             now.phase_since = time.time()
@@ -303,8 +298,6 @@ class Guard(Unguarded):
     def _write(self) -> None:
         try:
             with self._writing:
-                times = self._step_times.copy()
-                self.now.median_step_s = statistics.median(times) if times else None
                 self.now.beat, self.now.peak_bytes = time.time(), peak_rss_bytes()
                 write_heartbeat(self._run, self.now)
         except Exception as error:  # a disk that is full, a folder that is gone, and what nobody thought of

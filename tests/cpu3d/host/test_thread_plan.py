@@ -16,13 +16,7 @@ PINCH = dataclasses.replace(ZEN, cpu_quota=0.5)
 
 
 @pytest.mark.parametrize(
-    ("host", "threads", "affinity"),
-    [
-        (ZEN, 2, None),
-        (XEON, 56, KMP_AFFINITY),
-        (CONTAINER, 7, None),
-        (PINCH, 1, None),
-    ],
+    ("host", "threads", "affinity"), [(ZEN, 2, None), (XEON, 56, KMP_AFFINITY), (CONTAINER, 7, None), (PINCH, 1, None)]
 )
 def test_plan_by_host(host, threads, affinity):
     plan = thread_plan(host)

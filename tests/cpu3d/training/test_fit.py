@@ -60,8 +60,7 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shares"),
-    [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("polynomial", [1, 0.5**0.9, 0])],
+    ("schedule", "shares"), [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("polynomial", [1, 0.5**0.9, 0])]
 )
 def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
     config = RunConfig(learning_rate=2.0, warmup_steps=4, schedule=schedule)
@@ -100,8 +99,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
 
 
 @pytest.mark.parametrize(
-    ("minutes", "settings", "steps"),
-    [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)],
+    ("minutes", "settings", "steps"), [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)]
 )
 def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation(
     phantom_store, tmp_path, monkeypatch, minutes, settings, steps

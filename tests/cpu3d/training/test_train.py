@@ -21,13 +21,7 @@ from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
-from tests.cpu3d.runs import (
-    SMALL,
-    NumpyLearner,
-    assert_cut_and_continued_is_uninterrupted,
-    start,
-    weights,
-)
+from tests.cpu3d.runs import SMALL, NumpyLearner, assert_cut_and_continued_is_uninterrupted, start, weights
 
 ROOT = Path(__file__).resolve().parents[3]
 
