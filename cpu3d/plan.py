@@ -1,6 +1,6 @@
 """What a training run will be, decided before anything is computed: settings -> plan -> run.
 
-    plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=2)
+    plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=2)
     print(*plan.describe(host), sep="\\n")
     check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
     save_plan(plan, run_folder)              # run/plan.json
@@ -198,7 +198,6 @@ def make_plan(
     run_folder: Path,
     host: Host,
     settings: Mapping[str, Any],
-    recipe: Optional[str] = None,
     *,
     gpus: Sequence[Gpu] = (),
     workers: int = 1,
@@ -211,7 +210,7 @@ def make_plan(
     cannot continue under them, or, unless `force`, where the host's calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    config = _decided(store, host, settings, recipe, saved, gpus, workers)
+    config = _decided(store, host, settings, saved, gpus, workers)
     asked = settings.get("device", saved.device if saved else AUTO)
     unused = why_no_card(left_open(asked), config.mode, gpus) if config.device == "cpu" else []
     reasons = dict(zip(["device"], unused))
@@ -391,13 +390,13 @@ def _decided(
     store: Store,
     host: Host,
     settings: Mapping[str, Any],
-    recipe: Optional[str],
     saved: Optional[RunConfig],
     gpus: Sequence[Gpu],
     workers: int,
 ) -> RunConfig:
     """Every setting but the memory policy of a new run."""
-    start = saved if saved is not None and recipe is None else recipe_config(recipe)
+    is_new = saved is None or "recipe" in settings
+    start = recipe_config(settings) if is_new else saved
     if saved and "micro_batch" not in settings:
         start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
     try:
@@ -406,7 +405,7 @@ def _decided(
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, settings, workers, scale=saved is None or recipe is not None)
+        config = _for_workers(config, settings, workers, scale=is_new)
         view = with_fold(store, config.fold)
         config = _for_store(config, view)
         config = _for_host(config, saved, host, settings, gpus)

@@ -1,13 +1,12 @@
 """The settings of a training run. One declaration of each makes its option, its check and its place in config.json.
 
-    add_training_options(parser)                    # every setting that a user may choose
-    settings = chosen_settings(parser.parse_args()) # those that were given, by name
-    config = with_settings(RunConfig(), settings)   # in their places; `cpu3d.plan` decides what is left open
+    add_options(parser, SETTINGS)                                 # every setting that a user may choose
+    settings, = arguments([SETTINGS], parser.parse_args())        # those that were given, by name
+    config = with_settings(recipe_config(settings), settings)     # in their places; `cpu3d.plan` decides what is open
 
 No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is left open.
 """
 
-import argparse
 import dataclasses
 import math
 import re
@@ -24,7 +23,7 @@ from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
 from memory_estimator.job import DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
-from memory_estimator.schema import add_options, check, given, option, to_command_line
+from memory_estimator.schema import check, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
 
 AUTO = "auto"
@@ -226,7 +225,11 @@ class Shorthand:
     """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
 
     recipe: Optional[str] = option(
-        None, f"settings to start from (default: {DEFAULT_RECIPE})", choices=sorted(RECIPES), group="data"
+        None,
+        f"settings to start from (default: {DEFAULT_RECIPE}). "
+        + " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items()),
+        choices=sorted(RECIPES),
+        group="data",
     )
     patch: Optional[Tuple[int, int, int]] = option(
         None,
@@ -257,34 +260,22 @@ class Shorthand:
 SIZES_OF_PATCH = ("patch", "gpu_memory")
 """Options that become the run's grid."""
 
-DECLARED = (RunConfig, Shorthand, Network, AugmentConfig)
-"""Where the options of a run are declared."""
+SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
+"""Where the settings that a user may choose are declared; what is left out comes from the recipe, or the run continued.
+Chosen settings are a dict of field name -> value."""
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add every setting that a user may choose. What is left out comes from the recipe, or from the run continued."""
-    lines = [f"  {name:13}  {recipe.summary}" for name, recipe in RECIPES.items()]
-    parser.epilog = "\n".join(["recipes (their costs and scores are in memory_estimator/job.py):", *lines])
-    add_options(parser, *DECLARED, group="network")
-
-
-def recipe_config(name: Optional[str]) -> RunConfig:
-    """The settings of a recipe, by default of DEFAULT_RECIPE; dtype and grid follow from host and store."""
-    recipe = RECIPES[name or DEFAULT_RECIPE]
+def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
+    """What chosen settings start from: their "recipe", or DEFAULT_RECIPE. dtype and grid follow from host and store."""
+    recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]
     names = ("unet", "batch", "micro_batch", "optimizer")
     return with_settings(RunConfig(**{one: getattr(recipe.job, one) for one in names}), recipe.settings)
 
 
-def chosen_settings(args: argparse.Namespace) -> Dict[str, Any]:
-    """The settings that were given on the command line, by their fields' names in DECLARED; the recipe is none."""
-    found = {name: value for cls in DECLARED for name, value in given(cls, args).items()}
-    found.pop("recipe", None)
-    return found
-
-
 def as_options(settings: Mapping[str, Any]) -> List[str]:
-    """The command line that `chosen_settings` makes these settings of."""
-    return [word for cls in DECLARED for word in to_command_line(cls, settings)]
+    """The command line of these settings, the recipe first."""
+    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
+    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -52,8 +52,8 @@ def with_free(free_bytes):
     return dataclasses.replace(HOST, available_bytes=round(free_bytes))
 
 
-def planned(store, folder, workers=1, host=HOST, recipe=None, **settings):
-    return make_plan(store, folder, host, {**SMALL, "engine": "itex", **settings}, recipe, workers=workers)
+def planned(store, folder, workers=1, host=HOST, **settings):
+    return make_plan(store, folder, host, {**SMALL, "engine": "itex", **settings}, workers=workers)
 
 
 def test_a_run_is_the_job_that_the_estimator_knows():
@@ -106,26 +106,26 @@ def test_a_run_continues_without_its_options_repeated_and_may_change_its_length(
         decided(phantom_store, tmp_path, **other)
 
 
-@pytest.mark.parametrize("recipe", [None, "paper-flair"])
+@pytest.mark.parametrize("recipe", [{}, {"recipe": "paper-flair"}])
 def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store, tmp_path, recipe):
     slow = dataclasses.replace(HOST, isa=())
-    config = decided(phantom_store, tmp_path, host=HOST, recipe=recipe)
+    config = decided(phantom_store, tmp_path, host=HOST, **recipe)
     assert config.unet.dtype == "bfloat16"
     save_config(config, tmp_path)
-    assert decided(phantom_store, tmp_path, host=slow, recipe=recipe) == config
+    assert decided(phantom_store, tmp_path, host=slow, **recipe) == config
     with pytest.raises(InputError, match=r"unet\.dtype must stay as the run was started, got 'float32' for 'bfloat16'"):
-        decided(phantom_store, tmp_path, host=HOST, recipe=recipe, dtype="float32")
+        decided(phantom_store, tmp_path, host=HOST, **recipe, dtype="float32")
 
 
 def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phantom_store, tmp_path):
-    def way(recipe=None, **settings):
-        config = decided(phantom_store, tmp_path, recipe=recipe, **{**SMALL, "batch": 4, **settings})
+    def way(**settings):
+        config = decided(phantom_store, tmp_path, **{**SMALL, "batch": 4, **settings})
         return config.unet.policy, config.micro
 
     assert way() == way(policy="auto") == ("speed", 1)
     save_config(decided(phantom_store, tmp_path, **{**SMALL, "batch": 4}, policy="lean", micro_batch=2), tmp_path)
-    assert way() == way("brats-regions") == ("lean", 2)
-    assert way("brats-regions", policy="balanced", micro_batch=4) == ("balanced", 4)
+    assert way() == way(recipe="brats-regions") == ("lean", 2)
+    assert way(recipe="brats-regions", policy="balanced", micro_batch=4) == ("balanced", 4)
     with pytest.raises(InputError, match=r"^batch must stay as the run was started, got 3 for 4"):
         way(batch=3)
 
@@ -195,16 +195,16 @@ def test_a_batch_of_all_workers_is_the_same_training_on_any_number_of_them(phant
     assert [sum(order, ()) for order in orders] == [(4, 5, 6, 7)] * 3
 
 
-@pytest.mark.parametrize("recipe", [None, "demo"])
+@pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])
 def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path, recipe):
     def again(workers=2, **settings):
-        return make_plan(phantom_store, tmp_path, HOST, settings, recipe, workers=workers).config
+        return make_plan(phantom_store, tmp_path, HOST, {**recipe, **settings}, workers=workers).config
 
     settings = {"batch_per_worker": 1, "depth": 3, "dtype": "float32"}
     config = again(**settings, policy="lean")
     save_config(config, tmp_path)
     assert again(**settings) == again(**settings) == config
-    if recipe is None:
+    if not recipe:
         assert again(1) == config
         with pytest.raises(InputError, match="batch must stay as the run was started, got 4 for 2"):
             again(4, batch_per_worker=1)
@@ -490,14 +490,14 @@ def test_a_card_too_small_for_any_patch_is_refused_with_what_the_least_takes(pha
         decided(phantom_store, tmp_path, gpus=(silent,), **settings)
 
 
-@pytest.mark.parametrize("recipe", [None, "gpu-patch"])
+@pytest.mark.parametrize("recipe", [{}, {"recipe": "gpu-patch"}])
 def test_the_same_command_continues_on_the_device_that_was_picked(phantom_store, tmp_path, monkeypatch, recipe):
     monkeypatch.setattr("cpu3d.host.gpu.cuda_is_installed", lambda: True)
     cards = tuple(dataclasses.replace(CARD, index=index, free_bytes=2 ** (33 + index)) for index in range(2))
-    settings = {"recipe": recipe, "gpus": cards, "mode": "patch", "depth": 3}
+    settings = {**recipe, "gpus": cards, "mode": "patch", "depth": 3}
     config = decided(phantom_store, tmp_path, **settings)
     # Of two cards the one with more memory free, but for the recipe that names one.
-    assert config.device == ("gpu:0" if recipe == "gpu-patch" else "gpu:1")
+    assert config.device == ("gpu:0" if recipe else "gpu:1")
     save_config(config, tmp_path)
     assert decided(phantom_store, tmp_path, **settings) == config
     moved = decided(phantom_store, tmp_path, **settings, device="cpu")

@@ -8,7 +8,6 @@ another lesion ("count"). WT and TC are then to be had from a patch, and ET is n
 gap in between: of volumes of 240 voxels up to 70 from front to back. What is written says how many it is.
 """
 
-import argparse
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 SMALLEST = 24
 """Voxels along an axis below which the enhancing rim no longer shows."""
@@ -56,12 +55,10 @@ class Options:
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args, InputError)
+def run(options: Options) -> int:
     settings = dict(vars(options))
     write_phantom(settings.pop("out"), **settings)
     return 0

@@ -6,7 +6,6 @@ Cases are converted in parallel and each is written whole or not at all. A run t
 lost machine, is continued by the same command; the manifest comes last and marks the store as finished.
 """
 
-import argparse
 import contextlib
 import dataclasses
 from collections import Counter
@@ -54,7 +53,7 @@ from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 Fractions = Tuple[float, float, float]
 
@@ -91,12 +90,10 @@ class Options:
     verify: bool = option(False, "check finished cases by hash, not only by size and date")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args, InputError)
+def run(options: Options) -> int:
     prepare(
         options.dataset,
         options.store,
