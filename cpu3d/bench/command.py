@@ -3,7 +3,7 @@
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench memory --policies --help
 
-A kind is a module of this folder that has a line `HELP = "..."`, `OPTIONS`, and `run`, which takes one of each.
+A kind is a command that is a module of this folder and has a line `HELP = "..."`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 from cpu3d.errors import InputError
-from memory_estimator.schema import add_options, from_args
+from memory_estimator.schema import add_options, arguments
 
 
 def kinds() -> Dict[str, str]:
@@ -41,4 +41,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     module = importlib.import_module(f"cpu3d.bench.{args.bench}")
-    return module.run(*(from_args(cls, args, InputError) for cls in module.OPTIONS))
+    return module.run(*arguments(module.OPTIONS, args, InputError))

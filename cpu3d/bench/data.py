@@ -10,6 +10,7 @@ means that the files' pages were dropped from memory before.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import statistics
@@ -20,7 +21,7 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, Result, Work, host_of, in_fresh_process
+from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process
 from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry
@@ -45,6 +46,9 @@ MIB = 2**20
 
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
+
+STORE = "store, mmap"
+"""The way that the others are measured against."""
 
 NAMES = {
     "s4": "a case",
@@ -167,45 +171,29 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def one_case(dtype: str, write: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Makes one case of a data set that `write` writes: a store of each format, image.nii and image.nii.gz."""
-
-    def make(folder: Path) -> None:
-        write(folder / "dataset")
-        for name, settings in FORMAT_CHOICES.items():
-            prepare(folder / "dataset", folder / name, fractions=(1, 0, 0), settings=Settings(**settings))
-        store = open_store(folder / "npy")
-        image = store.image(store.cases("train")[0].case_id).astype(dtype)
-        for ending in ("nii", "nii.gz"):
-            _nifti(folder / f"image.{ending}", image)
-
-    return make
+def write_ct(dataset: Path, shape: Shape3) -> None:
+    """A CT in the Decathlon layout: air without noise outside an ellipse, else what no packer shortens."""
+    x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in shape))
+    tissue = 40 + 70 * np.sin(5 * x) + 12 * np.random.default_rng(1).standard_normal(shape, dtype=np.float32)
+    image = np.where((x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, np.rint(tissue), -1024).astype(np.int16)
+    for inner, voxels in (("imagesTr", image), ("labelsTr", (image > 100).astype(np.uint8))):
+        (dataset / inner).mkdir(parents=True)
+        write_nifti(dataset / inner / "CT.nii", voxels)
+    content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
+    cases = [{"image": "./imagesTr/CT.nii", "label": "./labelsTr/CT.nii"}]
+    write_json(dataset / "dataset.json", {**content, "training": cases, "test": []})
 
 
-def brain(folder: Path, scale: Scale) -> Path:
-    """A folder with a phantom of four channels."""
-    write = lambda dataset: write_phantom(dataset, cases=1, shape=scale.case, seed=0, workers=1)  # noqa: E731
-    return made(folder / f"case-{by(scale.case)}", one_case("float32", write))
+def convert(folder: Path, dtype: str) -> None:
+    """Of the one case in folder/dataset: a store in each format, image.nii and image.nii.gz."""
+    for name, settings in FORMAT_CHOICES.items():
+        prepare(folder / "dataset", folder / name, fractions=(1, 0, 0), settings=Settings(**settings))
+    store = open_store(folder / "npy")
+    for ending in ("nii", "nii.gz"):
+        write_nifti(folder / f"image.{ending}", store.image(store.cases("train")[0].case_id).astype(dtype))
 
 
-def ct(folder: Path, scale: Scale) -> Path:
-    """A folder with a CT: air without noise outside an ellipse, as scanners give it, else what no packer shortens."""
-
-    def write(dataset: Path) -> None:
-        x, y, _ = np.ix_(*(np.linspace(-1, 1, n, dtype=np.float32) for n in scale.ct))
-        tissue = 40 + 70 * np.sin(5 * x) + 12 * np.random.default_rng(1).standard_normal(scale.ct, dtype=np.float32)
-        image = np.where((x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, np.rint(tissue), -1024).astype(np.int16)
-        for inner, voxels in (("imagesTr", image), ("labelsTr", (image > 100).astype(np.uint8))):
-            (dataset / inner).mkdir(parents=True)
-            _nifti(dataset / inner / "CT.nii", voxels)
-        content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
-        cases = [{"image": "./imagesTr/CT.nii", "label": "./labelsTr/CT.nii"}]
-        write_json(dataset / "dataset.json", {**content, "training": cases, "test": []})
-
-    return made(folder / f"ct-{by(scale.ct)}", one_case("int16", write))
-
-
-def _nifti(path: Path, array: np.ndarray) -> None:
+def write_nifti(path: Path, array: np.ndarray) -> None:
     affine = tuple(tuple(float(i == j) for j in range(4)) for i in range(4))
     grid = Geometry(shape=tuple(array.shape[:3]), affine=affine, axes="RAS", sform_code=1, qform_code=1)
     write_volume(path, array, grid, compression=1)  # the gzip level of nibabel
@@ -224,21 +212,6 @@ def target_of(name: str, value: float, rule: str, bound: float, unit: str = "x")
     """What a figure should come to: `rule` is ">=" or "<="."""
     met = value >= bound if rule == ">=" else value <= bound
     return {"name": name, "value": value, "rule": rule, "bound": bound, "unit": unit, "met": met}
-
-
-def beside_the_store(work: Work, request: Result, title: str, store: str, bounds: Mapping[str, float]) -> Result:
-    """A row of work in fresh processes, with warm and with cold pages.
-
-    `bounds` say how many times as long as the store a way has to take, which is a target. What is found is the median
-    of the rounds' ratios with warm pages: both saw the same moments of the host.
-    """
-    lines = [line for state in (WARM, COLD) for line in in_fresh_process(work, {**request, "state": state})["lines"]]
-    values = {line["name"]: line["values"] for line in lines if line["state"] == WARM}
-    targets = []
-    for way, bound in bounds.items():
-        ratio = statistics.median(other / own for other, own in zip(values[way], values[store]))
-        targets.append(target_of(f"{way} against {store}", ratio, ">=", bound))
-    return {"title": title, "lines": lines, "targets": targets}
 
 
 def time_in_turn(ways: Ways, request: Result) -> Result:
@@ -274,92 +247,95 @@ def set_pages(path: Path, state: str) -> None:
                 pass
 
 
-# --- S4: one BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched ---
-
-
 def s4(folder: Path, scale: Scale, rounds: int) -> Result:
-    """`.nii.gz` and `.nii` through nibabel against the store."""
-    request = {"folder": str(brain(folder, scale)), "rounds": rounds}
-    title = f"One case of {by(scale.case)}x4 to a float32 tensor"
-    bounds = {".nii.gz float32": 12, ".nii float32": 5}
-    return beside_the_store(load_case, request, title, "store, int16 .npy", bounds)
+    """One BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched."""
 
+    def make(folder: Path) -> None:
+        write_phantom(folder / "dataset", cases=1, shape=scale.case, seed=0, workers=1)
+        convert(folder, "float32")
 
-def load_case(request: Result) -> Result:
-    """Seconds of every way to load the case. The store's file is opened anew every time, as nibabel's are."""
-    tf = set_up()[2]
-    import nibabel
-
-    folder = Path(request["folder"])
-
-    def by_nibabel(path: Path) -> Callable[[int], Any]:
-        load = lambda: nibabel.load(path).get_fdata(caching="unchanged", dtype=np.float32)  # noqa: E731
-        return lambda _: tf.convert_to_tensor(np.ascontiguousarray(load()))
-
-    def by_reader(store: Path) -> Callable[[int], Any]:
-        record = open_store(store).cases("train")[0]
-
-        @tf.function(input_signature=[tf.TensorSpec((), tf.int64)])
-        def load(position):  # TensorFlow takes the array without a copy
-            read = lambda _: Reader(store).array(record, "x").view(np.int16)  # noqa: E731
-            tensor = tf.numpy_function(read, [position], tf.int16, stateful=False)
-            return tf.cast(tf.bitcast(tensor, tf.float16) if record.image_dtype == "float16" else tensor, tf.float32)
-
-        return lambda _: load(tf.constant(0, tf.int64))
-
-    images = {f".{ending} float32": folder / f"image.{ending}" for ending in ("nii.gz", "nii")}
-    ways: Dict[str, Any] = {name: (path, by_nibabel(path), 1) for name, path in images.items()}
-    for name, words in (("npy", "int16 .npy"), ("float16", "float16 .npy"), ("b2nd", "int16 .b2nd")):
-        ways[f"store, {words}"] = (_image(folder / name), by_reader(folder / name), 1)
-    return time_in_turn(ways, request)
-
-
-# --- S0: one 96^3 patch of a CT to float32 ---
+    request = {"folder": str(made(folder / f"case-{by(scale.case)}", make)), "rounds": rounds, "patch": None}
+    bounds = {".nii.gz, all of it": 12, ".nii, all of it": 5}
+    return beside_the_store(request, f"One case of {by(scale.case)}x4 to a float32 tensor", bounds)
 
 
 def s0(folder: Path, scale: Scale, rounds: int) -> Result:
-    """Loading all of it, S0's own way (a seek and a read for each row of voxels) and the store's."""
-    request = {"folder": str(ct(folder, scale)), "patch": scale.patch, "patches": scale.patches, "rounds": rounds}
+    """One patch of a CT: all of the file, S0's own way (a seek and a read for each row of voxels) and the store's."""
+
+    def make(folder: Path) -> None:
+        write_ct(folder / "dataset", scale.ct)
+        convert(folder, "int16")
+
+    request = {"folder": str(made(folder / f"ct-{by(scale.ct)}", make)), "rounds": rounds}
     title = f"One patch of {by(scale.patch)} from a CT of {by(scale.ct)} to a float32 tensor"
     bounds = {".nii.gz, all of it": 100, ".nii, all of it": 20, ".nii, dataobj[roi] (S0)": 10}
-    return beside_the_store(load_patch, request, title, "store, mmap", bounds)
+    return beside_the_store({**request, "patch": scale.patch, "patches": scale.patches}, title, bounds)
 
 
-def load_patch(request: Result) -> Result:
-    """Seconds a patch of every way. A store's reader serves all patches; cold it is a new one each time."""
+def beside_the_store(request: Result, title: str, bounds: Mapping[str, float]) -> Result:
+    """A row of `load` in fresh processes, with warm and with cold pages.
+
+    `bounds` say how many times as long as the store a way has to take, which is a target. What is found is the median
+    of the rounds' ratios with warm pages: both saw the same moments of the host.
+    """
+    lines = [line for state in (WARM, COLD) for line in in_fresh_process(load, {**request, "state": state})["lines"]]
+    values = {line["name"]: line["values"] for line in lines if line["state"] == WARM}
+    targets = []
+    for way, bound in bounds.items():
+        ratio = statistics.median(other / own for other, own in zip(values[way], values[STORE]))
+        targets.append(target_of(f"{way} against the store", ratio, ">=", bound))
+    return {"title": title, "lines": lines, "targets": targets}
+
+
+def load(request: Result) -> Result:
+    """Seconds of every way to load a case, or a patch of it: "folder", "patch" or None, "patches" of a round.
+
+    A store's reader serves all positions; cold it is a new one each time, as nibabel's files are opened each time.
+    """
     tf = set_up()[2]
     import nibabel
 
-    folder, many, is_cold = Path(request["folder"]), request["patches"], request["state"] == COLD
-    sampling = PatchSampling(shape=tuple(request["patch"]), extent="full", seed=1)
-    records = {store: open_store(folder / store).cases("train") for store in ("npy", "b2nd")}
+    folder, is_cold, ways = Path(request["folder"]), request["state"] == COLD, {}
+    patch, many = request["patch"], request.get("patches", 1)
+    records = {name: open_store(folder / name).cases("train")[0] for name in FORMAT_CHOICES}
+    sampling = PatchSampling(shape=tuple(patch), extent="full", seed=1) if patch else None
 
-    def patch_by(cut: Callable[[Any], Any]) -> Callable[[int], Any]:
-        def load(position: int) -> Any:
-            box = patch_at(position, sampling, records["npy"]).region.slices(records["npy"][0].shape)
-            return tf.cast(np.ascontiguousarray(cut(box)), tf.float32)
+    def box_of(position: int) -> Tuple[slice, ...]:
+        if sampling is None:
+            return (slice(None),) * 3
+        return patch_at(position, sampling, [records["npy"]]).region.slices(records["npy"].shape)
 
-        return load
+    def by_nibabel(path: Path, is_whole: bool, position: int) -> Any:
+        voxels, box = nibabel.load(path).dataobj, box_of(position)
+        array = np.array(voxels)[box] if is_whole else voxels[box]
+        return tf.convert_to_tensor(np.ascontiguousarray(array, np.float32))
 
-    def by_reader(store: str, mode: str) -> Callable[[Any], Any]:
-        kept = Reader(folder / store, mode)
-        return lambda box: (Reader(folder / store, mode) if is_cold else kept).box(records[store][0], "x", box)
+    def by_store(name: str, mode: str) -> Callable[[int], Any]:
+        record, kept = records[name], Reader(folder / name, mode)
 
-    packed, image = folder / "image.nii.gz", folder / "image.nii"
-    ways: Dict[str, Any] = {  # one patch a round is enough where all of a file is read
-        ".nii.gz, all of it": (packed, patch_by(lambda box: np.array(nibabel.load(packed).dataobj)[box]), 1),
-        ".nii, all of it": (image, patch_by(lambda box: np.array(nibabel.load(image).dataobj)[box]), 1),
-        ".nii, dataobj[roi] (S0)": (image, patch_by(lambda box: nibabel.load(image).dataobj[box]), many),
-    }
-    for name, store, mode in (("mmap", "npy", "mmap"), (".b2nd", "b2nd", "mmap"), ("ram", "npy", "ram")):
+        def read(position: int) -> np.ndarray:
+            reader = Reader(folder / name, mode) if is_cold else kept
+            array = reader.box(record, "x", box_of(int(position))) if patch else reader.array(record, "x")
+            return array.view(np.int16)
+
+        @tf.function(input_signature=[tf.TensorSpec((), tf.int64)])
+        def load(position):  # TensorFlow takes the array without a copy
+            tensor = tf.numpy_function(read, [position], tf.int16, stateful=False)
+            return tf.cast(tf.bitcast(tensor, tf.float16) if record.image_dtype == "float16" else tensor, tf.float32)
+
+        return lambda position: load(tf.constant(position, tf.int64))
+
+    for ending in ("nii.gz", "nii"):  # one patch a round is enough where all of a file is read
+        path = folder / f"image.{ending}"
+        ways[f".{ending}, all of it"] = (path, functools.partial(by_nibabel, path, True), 1)
+    if patch:
+        ways[".nii, dataobj[roi] (S0)"] = (path, functools.partial(by_nibabel, path, False), many)
+    for way, name, mode in ((STORE, "npy", "mmap"), ("store, float16", "float16", "mmap"),
+                            ("store, .b2nd", "b2nd", "mmap"), ("store, ram", "npy", "ram")):  # fmt: skip
         if not (is_cold and mode == "ram"):  # which has no pages to drop
-            ways[f"store, {name}"] = (_image(folder / store), patch_by(by_reader(store, mode)), many)
+            path = next(path for path in (folder / name).rglob("*.x.*") if path.suffix in (".npy", ".b2nd"))
+            ways[way] = (path, by_store(name, mode), many)
     return time_in_turn(ways, request)
-
-
-def _image(store: Path) -> Path:
-    """The image file of a store's one case."""
-    return next(path for path in store.rglob("*.x.*") if path.suffix in (".npy", ".b2nd"))
 
 
 # --- S4's size: 484 cases and 101 entries of each, 48,884 in all, over the arrays of a few ---
@@ -375,18 +351,15 @@ def many(folder: Path, scale: Scale, rounds: int) -> Result:
 
     request = {"store": str(made(folder / f"many-{scale.entries}", make) / "npy"), "samples": scale.samples}
     opened = [in_fresh_process(open_many, request) for _ in range(rounds)]
-    streamed = in_fresh_process(stream_many, request)
-    peak, growth = "peak memory of the process that opens it", "growth of anonymous memory"
+    streamed, growth = in_fresh_process(stream_many, request), "growth of anonymous memory"
     lines = [
         line_of("open the store", WARM, [one["open_s"] for one in opened]),
-        line_of(peak, WARM, [one["peak_bytes"] / MIB for one in opened], "MiB"),
+        line_of("peak memory of the process that opens it", WARM, [one["peak_mib"] for one in opened], "MiB"),
         line_of("anonymous memory while it streams", WARM, streamed["MiB"], "MiB"),
     ]
-    targets = [
-        target_of("open the store", lines[0]["median"], "<=", 2, "s"),
-        target_of(peak, lines[1]["median"], "<=", 300, "MiB"),
-        target_of(f"{growth} over {streamed['watched']:,} volumes", streamed["growth"], "<=", 1, "%"),
-    ]
+    limits = ((2, "s"), (300, "MiB"))
+    targets = [target_of(one["name"], one["median"], "<=", *limit) for one, limit in zip(lines, limits)]
+    targets.append(target_of(f"{growth} over {streamed['watched']:,} volumes", streamed["growth"], "<=", 1, "%"))
     return {"title": f"A store of {opened[0]['entries']:,} entries", "lines": lines, "targets": targets}
 
 
@@ -394,7 +367,7 @@ def open_many(request: Result) -> Result:
     """Seconds to open the store, and the process's peak."""
     begin = time.perf_counter()
     entries = len(open_store(request["store"]).cases("train"))
-    return {"open_s": time.perf_counter() - begin, "peak_bytes": peak_rss_bytes(), "entries": entries}
+    return {"open_s": time.perf_counter() - begin, "peak_mib": peak_rss_bytes() / MIB, "entries": entries}
 
 
 def stream_many(request: Result) -> Result:

@@ -7,7 +7,6 @@ the JSON and prints what that returns as its last line.
 import contextlib
 import importlib
 import json
-import math
 import shlex
 import shutil
 import signal
@@ -26,13 +25,9 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record, by, versions
-from memory_estimator.figure import PALETTE, new_figure, plain, png
 from memory_estimator.schema import option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import GIB
-
-LOOK_EVERY_S = 0.02
-"""Between two looks at a measuring process; a look takes 0.1 ms of another core."""
 
 KILLED = (-9, 128 + 9)
 """Exit codes of a process that the kernel's out-of-memory killer ends, alone and under a shell."""
@@ -75,8 +70,8 @@ class Output:
     record: Optional[Path] = option(None, "append the result to a .jsonl file", metavar="FILE")
 
     def __post_init__(self):
-        for path in filter(None, (self.record, getattr(self, "picture", None))):
-            writable_folder(path.parent, "folder")
+        if self.record:
+            writable_folder(self.record.parent, "folder")
 
     def publish(self, kind: str, result: Result, *tables: Table) -> None:
         """Print the result, as tables or JSON, and append it to the record."""
@@ -86,13 +81,6 @@ class Output:
             new_console().print(table)
         if self.record:
             append_record(self.record, kind, result)
-
-
-@dataclass(frozen=True)
-class PictureOutput(Output):
-    """Where a result goes that can be drawn."""
-
-    picture: Optional[Path] = option(None, "draw the result as PNG", metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -123,12 +111,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 # --- Measuring processes ---
 
 
-def in_fresh_process(work: Work, request: Dict[str, Any], look: Optional[Callable[[int], None]] = None) -> Result:
-    """What `work(request)` returns in a new process, where nothing was allocated or compiled before.
-
-    `look` is called with the process's id every 20 ms as long as it runs.
-    """
-    return run_together([command_of(work, request)], f"bench, {work.__name__},", look=look)[0]
+def in_fresh_process(work: Work, request: Dict[str, Any]) -> Result:
+    """What `work(request)` returns in a new process, where nothing was allocated or compiled before."""
+    return run_together([command_of(work, request)], f"bench, {work.__name__},")[0]
 
 
 def command_of(work: Work, request: Dict[str, Any]) -> List[str]:
@@ -138,12 +123,7 @@ def command_of(work: Work, request: Dict[str, Any]) -> List[str]:
 
 
 def run_together(
-    commands: Sequence[Sequence[str]],
-    who: str,
-    *,
-    cwd: Optional[Path] = ROOT,
-    environ: Optional[Mapping[str, str]] = None,
-    look: Optional[Callable[[int], None]] = None,
+    commands: Sequence[Sequence[str]], who: str, cwd: Optional[Path] = ROOT, environ: Optional[Mapping[str, str]] = None
 ) -> List[Result]:
     """The JSON object that each command prints as its last line, all running at the same time.
 
@@ -153,18 +133,27 @@ def run_together(
     with contextlib.ExitStack() as stack:
         processes: List[subprocess.Popen] = []
         signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
-        stack.callback(_end, processes)
+        stack.callback(lambda: [(process.kill(), process.wait()) for process in processes])
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         for command, log in zip(commands, logs):
             processes.append(start(command, log, environ, cwd))
         while not signals and None in (codes := [process.poll() for process in processes]) and not any(codes):
-            if look:
-                look(processes[0].pid)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(0.02)
         if signals:
             raise KeyboardInterrupt
         failed = [pair for pair in zip(processes, logs) if pair[0].returncode]
         return [_answer(process, log, who) for process, log in failed or zip(processes, logs)]
+
+
+def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
+    log.seek(0)
+    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+    problem = f"{who} must end with a line of JSON, exited with {process.returncode} saying: {lines[-1]}"
+    raise ProcessFailedError(problem, process.returncode, lines[-1])
 
 
 def run_peer(command: str) -> Result:
@@ -266,7 +255,7 @@ def middle(results: Sequence[Result], name: str = "step_s") -> Result:
     return sorted(results, key=lambda one: one[name])[(len(results) - 1) // 2]
 
 
-# --- For tables and pictures ---
+# --- For tables ---
 
 
 def with_range(row: Result, name: str) -> str:
@@ -297,74 +286,6 @@ def host_of(record: Result) -> str:
 def deaths(rows: Sequence[Result]) -> str:
     """A line for each row that has an error."""
     return "\n".join(f"{row['name']}: {row['error']}." for row in rows if row["error"])
-
-
-@dataclass(frozen=True)
-class Bars:
-    """A panel of a picture: a bar a row from top to bottom, "died" for None."""
-
-    label: str
-    values: Sequence[Optional[float]]
-    names: Sequence[str] = ()
-    texts: Sequence[str] = ()
-    ends: Sequence[Tuple[float, float]] = ()
-    """The least and the most of each value."""
-    colours: Any = PALETTE[0]
-    is_log: bool = False
-
-
-def draw(panels: Sequence[Bars], title: str) -> bytes:
-    """Panels of as many rows side by side, as PNG."""
-    count = len(panels[0].values)
-    figure = new_figure(9.4 if len(panels) == 1 else 11, 0.42 * count + 1.2 if count < 12 else 0.22 * count + 1.2)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        plain(axes, "")
-        axes.grid(False, axis="y")
-        values, there = [value or 0 for value in panel.values], [value for value in panel.values if value]
-        around = [[abs(end[at] - value) for value, end in zip(values, panel.ends)] for at in (0, 1)]
-        bars = axes.barh(
-            range(count), values, 0.62, color=panel.colours, xerr=around if any(map(any, around)) else None,
-            error_kw={"elinewidth": 1.1, "ecolor": "#444444", "capsize": 2},
-        )  # fmt: skip
-        texts = panel.texts or [f"{value:.2f}" for value in values]
-        texts = ["died" if value is None else text for value, text in zip(panel.values, texts)]
-        axes.bar_label(bars, texts, padding=3, fontsize=8)
-        axes.set_yticks(range(count), panel.names or [""] * count, fontsize=8)
-        axes.set_ylim(count - 0.5, -0.5)
-        axes.tick_params(axis="y", length=0)
-        least, most = (of(there, default=1) for of in (min, max))
-        if panel.is_log:
-            axes.set_xscale("log")
-        room = 10 ** (0.35 * max(1.0, math.log10(most / least))) if panel.is_log else 1.42  # for the texts
-        axes.set_xlim(least / 2 if panel.is_log else 0, room * most)
-        axes.set_xlabel(panel.label, fontsize=9)
-    figure.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
-    figure.tight_layout(pad=0.6, w_pad=1.4, rect=(0, 0, 1, 0.98))
-    return png(figure)
-
-
-# --- Private helpers ---
-
-
-def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
-    log.seek(0)
-    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
-    for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                return json.loads(line)
-    raise ProcessFailedError(
-        f"{who} must end with a line of JSON, exited with {process.returncode} saying: {lines[-1]}",
-        process.returncode,
-        lines[-1],
-    )
-
-
-def _end(processes: Sequence[subprocess.Popen]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":
