@@ -24,12 +24,13 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 import psutil
 
-from cpu3d.bench.harness import Output, Result, facts_of, in_fresh_process
+from cpu3d.bench.harness import Result, facts_of, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.progress import bar
 from memory_estimator.calibration import GROUPS, OWN, HostConstants, runtime_ops, shipped_constants, to_json
 from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import Job
@@ -38,8 +39,6 @@ from memory_estimator.step.allocator import use
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.timing import CONVOLUTIONS, features, group_of, tensor_bytes
 from memory_estimator.step.training_step import training_step
-from memory_estimator.table import Table
-from memory_estimator.units import format_bytes
 from models.config import UNetConfig
 
 SHAPE, HALF = (96, 96, 96), (48, 96, 96)
@@ -96,8 +95,6 @@ class Event(NamedTuple):
 
 
 def run(options: Options) -> int:
-    from cpu3d.util.progress import bar  # not into the memory of a measuring process
-
     writable_folder(options.out.parent, "folder")
     host, begin, results = read_host(), time.perf_counter(), []
     engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
@@ -109,7 +106,6 @@ def run(options: Options) -> int:
             results.append({**in_fresh_process(measure, request), "dtype": dtype})
             advance()
     constants, seconds, busy = put_together(results, host, options.name), time.perf_counter() - begin, others(results)
-    Output().publish("calibrate", {}, costs_table(constants))
     if busy > QUIET:
         print(f"other processes kept {busy:.1f} CPUs busy: times are too long, calibrate again when quiet")
     left_out = sum(result["left_out"] for result in results)
@@ -183,17 +179,6 @@ def put_together(results: Sequence[Result], host: Host, name: str = "") -> HostC
 def others(results: Sequence[Result]) -> float:
     """CPUs that other processes kept busy during the worst of the measurements."""
     return max(network["others"] for result in results for network in result["networks"])
-
-
-def costs_table(constants: HostConstants) -> Table:
-    """The main figures: the runtime's memory, the rate of what is bound by memory, the time between operations."""
-    rows = []
-    for engine, dtype, groups in ((one, *pair) for one, found in constants.costs.items() for pair in found.items()):
-        traffic, baseline = groups["norm"].get("traffic"), format_bytes(constants.baseline_bytes[engine])
-        rate = f"{1e-9 / traffic:.0f} GB/s" if traffic else "-"
-        rows.append((engine, dtype, baseline, rate, f"{groups['every_op']['seconds'] * 1e6:.0f} us"))
-    columns = ("engine", "dtype", "baseline", "norm", "between ops")
-    return Table(columns, rows, title=f"{constants.name}, {constants.threads} threads", names=2)
 
 
 # --- From timed operations to what a unit of each kind of work costs ---
@@ -286,12 +271,9 @@ def measure(request: Dict[str, Any]) -> Result:
             traced = [trace(tf, step) for _ in range(STEPS)]
             clock_s, own_s, machine_s = _busy_s() - before
             of_steps = zip(*(rows(program, events, cache) for _, events in traced))
-            found.append({
-                "step_s": statistics.median(seconds for seconds, _ in traced),
-                "others": max(0.0, machine_s - own_s) / clock_s,
-                "ops": len(program.ops),
-                "rows": [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in of_steps],
-            })  # fmt: skip
+            medians = [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in of_steps]
+            step_s, others_cpus = statistics.median(s for s, _ in traced), max(0.0, machine_s - own_s) / clock_s
+            found.append({"step_s": step_s, "others": others_cpus, "ops": len(program.ops), "rows": medians})
         del learner, parts, step
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     about = {"engine": engine, "threads": intra_op, "cache_bytes": cache, "environment": in_force(threads)}

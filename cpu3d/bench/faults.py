@@ -8,11 +8,12 @@ Run after run is trained on phantoms by commands that get SIGKILL while they sta
 their workers does) and that are given again until they are done. After each kill every checkpoint has to load and none
 that was logged may be missing; at the end weights, optimizer, averages, best weights, every step and validation have to
 be the same to the bit. Ends with code 1 where anything is not, and then keeps that folder. About 10 s a kill; one that
-comes too late does not count. One run in four has batch norm.
+comes too late does not count. The runs have batch norm, whose statistics move with each step.
 """
 
 import contextlib
 import io
+import math
 import shlex
 import shutil
 import signal
@@ -31,7 +32,7 @@ from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
-from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint, step_of
+from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint
 from cpu3d.training.checkpoint import newest as newest_checkpoint
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
@@ -44,23 +45,14 @@ from memory_estimator.table import Table
 
 HELP = "kill a small run at random moments and compare what comes of it with an undisturbed one"
 
-PHASES = ("starting", "preparing", "computing", "validating", "saving", "ended")
-"""What a kill can hit; "preparing" stands in older records alone, of killed `prepare` commands."""
-
-WHILE_STARTING = 0.15
-"""Share of the kills that come before training has begun; the others after."""
-
-NORMS = ("instance", "batch", "instance", "instance")
-"""Of one run after the other: batch norm has statistics that move with each step."""
-
-RUN_KILLS, IN_VAIN = 5, 10
-"""Most kills of one run; runs in a row in which no kill came in time, after which the rest is given up."""
+WHILE_STARTING, RUN_KILLS = 0.15, 5
+"""Share of the kills that come before training has begun; most kills of one run."""
 
 CASES, SHAPE, STEPS, VALIDATED_EVERY, KEEP = 16, (32, 40, 32), 240, 10, 3
 
 RUN = (
     f"--steps {STEPS} --validations {STEPS // VALIDATED_EVERY} --batch 2 --save-minutes 0.001 --keep {KEEP} --ema 0.9 "
-    "--filters 4 --depth 3 --dtype float32 --policy speed --deterministic"
+    "--filters 4 --depth 3 --norm batch --dtype float32 --policy speed --deterministic"
 ).split()
 """Steps of milliseconds, validations and saves often enough that a random moment is as likely one as the other."""
 
@@ -70,11 +62,9 @@ EXACT = {
 }
 """Event -> its fields that follow from the run alone. JSON keeps a float to the bit."""
 
-END_S = 60.0
-"""Within which all processes of a command must have ended when one of them was killed."""
-
-POLL_S = 0.0005
-"""Between two looks at a run, whose phases last milliseconds."""
+END_S, POLL_S = 60.0, 0.0005
+"""Within which all processes of a command must have ended when one of them was killed; between two looks at a run,
+whose phases last milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +80,15 @@ class Options:
 OPTIONS = (Options, Output)
 
 
-class Kill(NamedTuple):
-    """SIGKILL to one process of a command."""
-
-    after_s: float
-    """From the start of the command, or from the moment that its training had begun."""
-    is_starting: bool = True
-    rank: Optional[int] = None
-    """Of the worker of `launch`; None is the process itself."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command came to its end."""
+class Ended(NamedTuple):
+    """How a command came to its end. Seconds are from its start: until its training had begun, 0 for never, and to the
+    kill or the end. `newest` is the last event that it logged, {} where its training had not begun."""
 
     exit_code: int
     killed: bool
     begun_s: float
-    """From its start until its training had begun."""
     at_s: float
-    """From its start to the kill, or to its end without one."""
     newest: Mapping[str, Any]
-    """The last event that it logged; {} where its training had not begun."""
     problems: Sequence[str]
 
 
@@ -122,35 +99,21 @@ def run(options: Options, output: Output) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         write_phantom(folder / "phantom", cases=CASES, shape=SHAPE, seed=0)
         prepare(folder / "phantom", folder / "store")
-    references = {norm: train(folder, f"reference-{norm}", norm, options.workers) for norm in dict.fromkeys(NORMS)}
-    for ended in references.values():
-        if ended.exit_code != 0:
-            log = folder / "output.txt"
-            how = f"got {how_ended(ended.exit_code)}; {log} ends:\n  {last_words(log)}"
-            raise InputError(f"an undisturbed training must end well, {how}")
-    rng, lives, done, in_vain = np.random.default_rng([options.seed, options.workers]), [], 0, 0
+    reference = train(folder, "reference", options.workers)
+    if reference.exit_code != 0:
+        how = f"got {how_ended(reference.exit_code)}; it ends:\n  {last_words(folder / 'output.txt')}"
+        raise InputError(f"the undisturbed training in {folder} must end well, {how}")
+    rng, lives, done = np.random.default_rng([options.seed, options.workers]), [], 0
     with bar("kills", total=options.kills) as advance:
-        while done < options.kills and in_vain < IN_VAIN:
-            norm, most = NORMS[len(lives) % len(NORMS)], min(RUN_KILLS, options.kills - done)
-            lives.append(life(folder, f"train-{len(lives) + 1}", norm, references[norm], most, options.workers, rng))
-            landed = len(lives[-1]["kills"])
-            advance(landed)
-            done, in_vain = done + landed, 0 if landed else in_vain + 1
-    events = read_events(folder / f"reference-{NORMS[0]}")
-    result = {
-        "workers": options.workers,
-        "seed": options.seed,
-        "steps": STEPS,
-        "cases": CASES,
-        "shape": list(SHAPE),
-        "options": RUN,
-        "lives": lives,
-        "missed": options.kills - done,
-        "seconds": time.monotonic() - begin,
-        "engine_name": next(event["engine"] for event in events if event["event"] == "start"),
-        "host": read_host().summary(),
-        "versions": versions(),
-    }
+        while done < options.kills and (not lives or lives[-1]["kills"]):
+            most = min(RUN_KILLS, options.kills - done)
+            lives.append(life(folder, f"train-{len(lives) + 1}", options.workers, reference, most, rng))
+            done += len(lives[-1]["kills"])
+            advance(len(lives[-1]["kills"]))
+    start_event = next(event for event in read_events(folder / "reference") if event["event"] == "start")
+    result = {"workers": options.workers, "seed": options.seed, "steps": STEPS, "cases": CASES, "shape": list(SHAPE)}
+    result.update(options=RUN, lives=lives, missed=options.kills - done, seconds=time.monotonic() - begin)
+    result.update(engine_name=start_event["engine"], host=read_host().summary(), versions=versions())
     output.publish("faults", result, faults_table(result))
     wrong = [problem for one in lives for problem in one["problems"]]
     for problem in wrong:
@@ -158,17 +121,15 @@ def run(options: Options, output: Output) -> int:
     return 1 if wrong or result["missed"] else 0
 
 
-def life(
-    folder: Path, name: str, norm: str, reference: Ended, most: int, workers: int, rng: np.random.Generator
-) -> Result:
+def life(folder: Path, name: str, workers: int, reference: Ended, most: int, rng: np.random.Generator) -> Result:
     """One run through at most so many kills to its end; its part of the record."""
     begin, kills, problems = time.monotonic(), [], []
     for left in range(most, -1, -1):
-        rank, share, is_starting = int(rng.integers(workers)), rng.random(), rng.random() < WHILE_STARTING
+        share, is_starting = rng.random(), rng.random() < WHILE_STARTING
+        rank = int(rng.integers(workers)) if workers > 1 else None
         # Each attempt gets a part of the way only, so that all kills of a run find it at work.
         way_s = reference.begun_s if is_starting else (reference.at_s - reference.begun_s) / (RUN_KILLS + 1)
-        kill = Kill(share * way_s, is_starting, rank if workers > 1 else None)
-        ended = train(folder, name, norm, workers, kill if left else None)
+        ended = train(folder, name, workers, share * way_s if left else math.inf, is_starting, rank)
         problems += ended.problems
         if not ended.killed:
             if ended.exit_code != 0:
@@ -178,52 +139,52 @@ def life(
         problems += wrong
         if ended.exit_code == 0:
             problems.append("the command must not end with code 0 when one of its processes was killed")
-        how = {"victim": rank, "at_s": ended.at_s, "exit_code": ended.exit_code}
-        kills.append({"hit": phase_hit(folder / name, ended.newest), **found, **how})
-    problems += run_differences(folder / f"reference-{norm}", folder / name, KEEP)
+        how = {"victim": rank or 0, "at_s": ended.at_s, "exit_code": ended.exit_code}
+        kills.append({"hit": ended.newest.get("event", "starting"), **found, **how})
+    problems += run_differences(folder / "reference", folder / name, KEEP)
     if not problems:
         shutil.rmtree(folder / name)
-    about = {"command": "train", "norm": norm, "seconds": time.monotonic() - begin}
-    return {**about, "kills": kills, "problems": [f"{name}: {problem}" for problem in problems]}
+    wrong = [f"{name}: {problem}" for problem in problems]
+    return {"command": "train", "seconds": time.monotonic() - begin, "kills": kills, "problems": wrong}
 
 
 # --- A command from outside ---
 
 
-def train(folder: Path, name: str, norm: str, workers: int, kill: Optional[Kill] = None) -> Ended:
-    """Begin or continue the run `name` in `folder`."""
+def train(folder: Path, name: str, workers: int, *kill: Any) -> Ended:
+    """Begin or continue the run `name` in `folder`; `kill` are the last arguments of `attempt`."""
     launch = ["launch", "--workers", str(workers)] if workers > 1 else []
-    own = ["train", "--store", str(folder / "store"), "--run", str(folder / name), "--norm", norm]
-    return attempt([*launch, *own, *RUN], folder / name, kill)
+    own = ["train", "--store", str(folder / "store"), "--run", str(folder / name)]
+    return attempt([*launch, *own, *RUN], folder / name, *kill)
 
 
-def attempt(command: Sequence[str], run: Path, kill: Optional[Kill] = None) -> Ended:
-    """Do `python -m cpu3d command`, which writes to the folder `run`; what it prints goes to output.txt beside it."""
-    earlier = read_events(run)
-    begin, begun_s, killed, problems = time.monotonic(), 0.0, False, []
+def attempt(
+    command: Sequence[str], run: Path, delay_s: float = math.inf, is_starting: bool = True, rank: Optional[int] = None
+) -> Ended:
+    """Do `python -m cpu3d command`, which writes to the folder `run`; what it prints goes to output.txt beside it.
+
+    SIGKILL is sent `delay_s` after the command was started, or after its training has begun: to its process, or of
+    `launch` to the worker `rank`.
+    """
+    earlier, begin, begun_s, problems = read_events(run), time.monotonic(), 0.0, None
     with (run.parent / "output.txt").open("a", encoding="utf-8") as output:
         print(f"$ cpu3d {shlex.join(command)}", file=output, flush=True)
         child = start([*PROGRAM, *command], output, cwd=ROOT)
     try:
-        while child.poll() is None and not killed:
+        while child.poll() is None and problems is None:
             at_s = time.monotonic() - begin
             begun_s = begun_s or (at_s if newest_event(run, earlier) else 0.0)
-            if kill and (kill.is_starting or begun_s) and at_s >= kill.after_s + begun_s * (not kill.is_starting):
-                with contextlib.suppress(psutil.Error):
-                    members = psutil.Process(child.pid).children(recursive=True)
-                    _victim(child.pid, members, kill.rank).kill()
-                    at_s, killed = time.monotonic() - begin, True
-                    problems = _still_there(child, members)
+            if at_s >= delay_s + (0.0 if is_starting else begun_s or math.inf):
+                problems = _kill(child, rank)
             time.sleep(POLL_S)
         child.wait()
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-    if kill and kill.rank is None:  # one that had ended by then was not killed
-        killed = child.returncode == -signal.SIGKILL
+        child.kill()
+        child.wait()
+    # One that had ended by then was not killed.
+    killed = problems is not None and (rank is not None or child.returncode == -signal.SIGKILL)
     at_s = at_s if killed else time.monotonic() - begin
-    return Ended(child.returncode, killed, begun_s, at_s, newest_event(run, earlier), problems)
+    return Ended(child.returncode, killed, begun_s, at_s, newest_event(run, earlier), problems or [])
 
 
 def newest_event(run: Path, earlier: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -233,35 +194,22 @@ def newest_event(run: Path, earlier: Sequence[Mapping[str, Any]]) -> Mapping[str
     return events[-1] if has_begun else {}
 
 
-def phase_hit(run: Path, event: Mapping[str, Any]) -> str:
-    """In which of PHASES a training was that is dead now, by its newest event and what it has left."""
-    if not event:
-        return "starting"
-    kind, step, saved = event["event"], event["step"], checkpoints(run)[:1]
-    if kind == "end":
-        return "ended"
-    is_unlogged = kind == "step" and bool(saved) and step_of(saved[0]) == step
-    if kind == "validation" or is_unlogged or _partials(run):
-        return "saving"
-    return "validating" if kind == "step" and step % VALIDATED_EVERY == 0 else "computing"
+def _kill(child: subprocess.Popen, rank: Optional[int]) -> Optional[List[str]]:
+    """Kill a command, or the worker `rank` that it has started, and wait for all; what does not go is ended and named.
 
-
-def _victim(pid: int, members: Sequence[psutil.Process], rank: Optional[int]) -> psutil.Process:
-    """The process that was started as worker `rank`. Raises psutil.Error where there is none, yet or any more."""
-    if rank is None:
-        return psutil.Process(pid)
-    for one in members:
-        with contextlib.suppress(psutil.Error):
-            if "TF_CONFIG" in one.environ() and read_cluster(one.environ()).rank == rank:
-                return one
-    raise psutil.NoSuchProcess(pid)
-
-
-def _still_there(child: subprocess.Popen, members: Sequence[psutil.Process]) -> List[str]:
-    """Wait for a command and what it had started; end by force what does not go, and name it."""
+    None where there is no such process, yet or any more.
+    """
+    try:
+        victim, left = psutil.Process(child.pid), psutil.Process(child.pid).children(recursive=True)
+        if rank is not None:
+            workers = {read_cluster(one.environ()).rank: one for one in left if "TF_CONFIG" in one.environ()}
+            victim = workers[rank]
+        victim.kill()
+    except (psutil.Error, KeyError):
+        return None
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(END_S)
-    left = [*([child] if child.poll() is None else []), *psutil.wait_procs(members, timeout=END_S)[1]]
+    left = [*([child] if child.poll() is None else []), *psutil.wait_procs(left, timeout=END_S)[1]]
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -313,40 +261,36 @@ def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
     if None in newest or not all(path.is_file() for path in best):
         return [*problems, "both runs must have a checkpoint and best weights"]
     for name, pair in (("last", [(one.arrays, one.state) for one in newest]), ("best", map(load_checkpoint, best))):
-        wanted, got = ({**_bits(arrays), "state": {**state, "trained_s": 0}} for arrays, state in pair)
+        wanted, got = (
+            {"state": {**state, "trained_s": 0}, **{key: (a.dtype, a.shape, a.tobytes()) for key, a in arrays.items()}}
+            for arrays, state in pair
+        )
         different = [key for key in sorted({**wanted, **got}) if wanted.get(key) != got.get(key)]
         if different:
             problems.append(f"{name}: {len(different)} of {len(wanted)} arrays differ, the first {different[0]}")
     if len(checkpoints(run)) > keep:
         problems.append(f"at most {keep} checkpoints must be kept, got {len(checkpoints(run))}")
-    return problems + [f"nothing half-written must stay, got {path.name}" for path in _partials(run)]
-
-
-def _bits(arrays: Mapping[str, np.ndarray]) -> Dict[str, Any]:
-    return {key: (array.dtype, array.shape, array.tobytes()) for key, array in arrays.items()}
-
-
-def _partials(run: Path) -> List[Path]:
-    """Checkpoints that are being written, or were when their writer died."""
-    return sorted((run / "checkpoints").glob(".*.partial"))
+    return problems + [
+        f"nothing half-written must stay, got {path.name}" for path in (run / "checkpoints").glob(".*.partial")
+    ]
 
 
 # --- The record as a table ---
 
 
 def faults_table(record: Result) -> Table:
-    """A row for each phase that was hit: kills, and the steps that had to be done again."""
+    """A row for each event after which kills came, of older records for each phase: kills, and steps done again."""
     kills, rows = [kill for life in record["lives"] for kill in life["kills"]], []
-    for phase in PHASES:
+    for phase in sorted({kill["hit"] for kill in kills}):
         hit = [kill for kill in kills if kill["hit"] == phase]
         redone = [kill["redone"] for kill in hit if "redone" in kill]
         cells = [f"{statistics.median(redone):g}", str(max(redone))] if redone else ["-", "-"]
-        rows += [[phase, str(len(hit)), *cells]] if hit else []
+        rows.append([phase, str(len(hit)), *cells])
     about = f"{record['workers']} workers, seed {record['seed']}, {record['steps']} steps in float32"
     wrong = sum(bool(life["problems"]) for life in record["lives"])
     caption = (
         f"Folders that lost something or ended otherwise than undisturbed: {wrong} of {len(record['lives'])}; kills "
         f"that came too late each time: {record['missed']}."
     )
-    columns = ("killed while", "kills", "steps done again, median", "most")
+    columns = ("killed while or after", "kills", "steps done again, median", "most")
     return Table(columns, rows, title=f"SIGKILL to one of {about}, {host_of(record)}", caption=caption)

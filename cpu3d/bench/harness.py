@@ -29,9 +29,6 @@ from memory_estimator.schema import option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import GIB
 
-KILLED = (-9, 128 + 9)
-"""Exit codes of a process that the kernel's out-of-memory killer ends, alone and under a shell."""
-
 HOST_FACTS = ("engine_name", "threads", "host", "versions")
 """What one measurement knows for all of a record."""
 
@@ -41,8 +38,8 @@ Result = Dict[str, Any]
 Work = Callable[[Dict[str, Any]], Result]
 """A function of a module, which a measuring process calls with its request."""
 
-Way = Callable[[int], Result]
-"""Measures one way to do a thing once, by the round's number."""
+Ways = Dict[Hashable, Callable[[int], Result]]
+"""Name -> measures this way to do a thing once, by the round's number."""
 
 T = TypeVar("T")
 
@@ -57,7 +54,7 @@ class ProcessFailedError(InputError):
     @property
     def reason(self) -> str:
         """In a few words, for a table."""
-        if self.returncode in KILLED:
+        if self.returncode in (-9, 128 + 9):  # alone, and under a shell
             return "killed, as the kernel does when memory runs out"
         return f"exited with {self.returncode} saying: {self.last_line}"
 
@@ -130,8 +127,8 @@ def run_together(
     Once one has failed the others are killed. Raises ProcessFailedError, with that one's last line, and
     KeyboardInterrupt for SIGINT and SIGTERM, which kill them all.
     """
+    processes: List[subprocess.Popen] = []
     with contextlib.ExitStack() as stack:
-        processes: List[subprocess.Popen] = []
         signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
         stack.callback(lambda: [(process.kill(), process.wait()) for process in processes])
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
@@ -161,10 +158,12 @@ def run_peer(command: str) -> Result:
 
     Raises InputError for what is no command, whose program is not installed, or whose answer has no step_s.
     """
-    words = valid(shlex.split, command)
+    words: List[str] = []
+    with contextlib.suppress(ValueError):  # such as an open quotation
+        words = shlex.split(command)
     program = shutil.which(words[0]) if words else None
     if not program:
-        raise InputError(f"peer must begin with an installed program, got {command!r}; mend it")
+        raise InputError(f"peer must be a command that begins with an installed program, got {command!r}; mend it")
     result = run_together([[program, *words[1:]]], f"peer {command!r}", cwd=None)[0]
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
@@ -182,7 +181,7 @@ def facts_of(tf: Any, threads: Any, host: Any) -> Result:
 
 
 def in_turn(
-    ways: Mapping[Hashable, Way], rounds: int, label: str, *, keep_going: bool = True
+    ways: Ways, rounds: int, label: str, *, keep_going: bool = True
 ) -> Tuple[Dict[Hashable, List[Optional[Result]]], Dict[Hashable, ProcessFailedError]]:
     """Measure every way in every round: (results, failures) of each way.
 
@@ -210,12 +209,12 @@ def in_turn(
     return found, failures
 
 
-def fresh(work: Work, request: Dict[str, Any]) -> Way:
+def fresh(work: Work, request: Dict[str, Any]) -> Callable[[int], Result]:
     """One of the ways of `in_turn`: `work(request)` in a new process."""
     return lambda _: in_fresh_process(work, request)
 
 
-def peers(commands: Sequence[str]) -> Dict[Hashable, Way]:
+def peers(commands: Sequence[str]) -> Ways:
     """Ways of `in_turn`. Put before ours, a command that is wrong is found out before ours took their time."""
     return {command: lambda _, command=command: run_peer(command) for command in commands}
 
@@ -224,16 +223,6 @@ def peer_of(command: str, results: Sequence[Optional[Result]]) -> Dict[str, str]
     """A peer's name, and its options: the words of the command that are no path, for paths are of one machine."""
     options = " ".join(word for word in shlex.split(command) if "/" not in word)
     return {"peer": next((one["peer"] for one in results if one), options), "options": options}
-
-
-def peer_labels(found: Sequence[Mapping[str, str]]) -> List[str]:
-    """The name of each `peer_of`; of further ones of a name with the options that the first has not."""
-    first: Dict[str, List[str]] = {}
-    labels = []
-    for one in found:
-        others = first.setdefault(one["peer"], one["options"].split())
-        labels.append(" ".join([one["peer"], *(word for word in one["options"].split() if word not in others)]))
-    return labels
 
 
 def summary(
@@ -250,9 +239,9 @@ def summary(
     return found
 
 
-def middle(results: Sequence[Result], name: str = "step_s") -> Result:
-    """The result with the (lower) median of one figure, whole: its figures belong together."""
-    return sorted(results, key=lambda one: one[name])[(len(results) - 1) // 2]
+def middle(results: Sequence[Result]) -> Result:
+    """The result with the (lower) median step, whole: its figures belong together."""
+    return sorted(results, key=lambda one: one["step_s"])[(len(results) - 1) // 2]
 
 
 # --- For tables ---

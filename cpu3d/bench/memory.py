@@ -34,13 +34,8 @@ from models.config import POLICIES
 
 HELP = "measure what the real training step takes of memory, under one policy or all, beside the prediction"
 
-FIGURES = {
-    "allocator_peak_bytes": "allocator peak, GiB",
-    "process_peak_bytes": "process peak, GiB",
-    "upper_bound_bytes": "upper bound, GiB",
-    "step_s": "s a step",
-}
-"""What is predicted; all but the upper bound is measured too, under the same name."""
+FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")
+"""What is both measured and predicted."""
 
 BASELINE = "speed"
 """The policy that times are relative to."""
@@ -60,8 +55,7 @@ OPTIONS = ((MeasuredJob,), MemoryOptions, Turns, Output)
 def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError("policy must be left out with --policies, got it; drop it")
-    alone = {"peer": turns.peer, "rounds": turns.rounds > 1, "picture": options.picture}
-    if not options.policies and any(alone.values()):
+    if not options.policies and (turns.peer or turns.rounds > 1 or options.picture):
         raise InputError("peer, rounds and picture must come with --policies, got one alone; add that")
     if options.picture:
         writable_folder(options.picture.parent, "folder")
@@ -71,14 +65,10 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
         output.publish("policies", result, policies_table(result))
         if options.picture:
             harness.write_bytes(options.picture, draw_policies(result))
-        return 0
-    result = harness.in_fresh_process(measure, {**request, "matmul": ["after"]})
-    result["predicted"] = predicted = predict(result)
-    measured = {**result, "upper_bound_bytes": result["process_peak_bytes"]}
-    result["errors"] = predicted and {
-        name: figure / measured[name] - 1 if measured[name] else None for name, figure in predicted.items()
-    }
-    output.publish("memory", result, memory_table(result))
+    else:
+        result = harness.in_fresh_process(measure, request)
+        result["predicted"] = predict(result)
+        output.publish("memory", result, memory_table(result))
     return 0
 
 
@@ -93,7 +83,7 @@ def predict(result: Result) -> Optional[Result]:
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
         job = job_from(result)
         found = estimate(job, find_constants(job.threads))
-        return {name: getattr(found, name) for name in FIGURES}
+        return {name: getattr(found, name) for name in (*FIGURES, "upper_bound_bytes")}
     except ValueError as error:
         print(f"no prediction: {error}", file=sys.stderr)
         return None
@@ -101,14 +91,11 @@ def predict(result: Result) -> Optional[Result]:
 
 def memory_table(result: Result) -> Table:
     """What was measured and predicted of one step."""
-    predicted, errors, rows = result["predicted"] or {}, result["errors"] or {}, []
-    for key, name in FIGURES.items():
-        unit, error = (1 if key == "step_s" else GIB), errors.get(key)
-        values = [figures.get(key) for figures in (result, predicted)]
-        shown = ["-" if value is None else f"{value / unit:.2f}" for value in values]
-        rows.append([name, *shown, "" if error is None else f"{error:+.1%}"])
-    title = f"Memory of a training step, {title_of(result)}"
-    return Table(("", "measured", "predicted", "error"), rows, title=title, caption=result["engine_name"])
+    figures, rows = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes"), []
+    for name, found in (("measured", result), ("predicted", result["predicted"])):
+        rows += [[name, *(gib(found.get(figure)) for figure in figures), f"{found['step_s']:.2f}"]] if found else []
+    columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
+    return Table(columns, rows, f"Memory of a training step, {title_of(result)}", result["engine_name"])
 
 
 # --- All policies ---
@@ -128,14 +115,14 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     facts = {name: measured[name] for name in HOST_FACTS}
     unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"]
     unit_bytes *= 2 if request["unet"]["dtype"] == "bfloat16" else 4
-    abouts = [harness.peer_of(command, found[command]) for command in peers]
-    names = dict(zip(peers, harness.peer_labels(abouts)))
+    abouts = {command: harness.peer_of(command, found[command]) for command in peers}
+    names = {command: f"{about['peer']} {about['options']}" for command, about in abouts.items()}
     rows: List[Result] = []
     for way in (*POLICIES, *peers):
         row, is_ours = harness.summary(found[way], found[BASELINE]), way in requests
-        allocator, kept = row["allocator_peak_bytes"], ("allocator_peak_bytes", "process_peak_bytes", "step_s")
+        allocator = row["allocator_peak_bytes"]
         row["units"] = None if allocator is None else allocator / unit_bytes
-        row["rounds"] = [one and {name: one.get(name) for name in kept} for one in found[way]]
+        row["rounds"] = [one and {name: one.get(name) for name in FIGURES} for one in found[way]]
         row["error"] = failures[way].reason if way in failures else None
         row["predicted"] = predict({**requests[way], **facts}) if is_ours else None
         rows.append({"name": names.get(way, way), "kind": "policy" if is_ours else "peer", **row})

@@ -108,15 +108,11 @@ def compare_workers(request: Dict[str, Any], cores: int, found: Sequence[Way], r
         # Of one worker with all the cores: how many times as fast it is, over how many times the cores.
         times = count if name == WIDE else 1
         shares = [alone["step_s"] / one["step_s"] / times for alone, one in zip(measured[ALONE, 1], each)]
-        row.update(
-            process_peak_bytes=max(one["process_peak_bytes"] for one in each),
-            step_s_min=min(one["step_s_min"] for one in each),
-            step_s_max=max(one["step_s_max"] for one in each),
-            efficiency=statistics.median(shares),
-            efficiency_min=min(shares),
-            efficiency_max=max(shares),
-            rounds=[one["step_s"] for one in each],
-        )
+        row["process_peak_bytes"] = max(one["process_peak_bytes"] for one in each)
+        row["step_s_min"] = min(one["step_s_min"] for one in each)
+        row["step_s_max"] = max(one["step_s_max"] for one in each)
+        row.update(efficiency=statistics.median(shares), efficiency_min=min(shares), efficiency_max=max(shares))
+        row["rounds"] = [one["step_s"] for one in each]
         rows.append({"name": name, "workers": count, "processes": len(cpus), "cpus": cpus, **row})
     about = {name: value for name, value in request.items() if name not in ("matmul", "threads")}
     about["gradient_bytes"] = 4 * facts.pop("parameters")  # exchanged in float32
@@ -180,9 +176,9 @@ def work(request: Dict[str, Any]) -> Result:
     """Seconds of every timed step, and of its parts where there is an exchange.
 
     `request` is that of `bench step` with `batch` of one worker, and: cpus, what the process is held to; addresses, of
-    all workers, () without an exchange; in_parts, whether gradients are added up and the weights updated after though
-    there is no exchange; rank; folder, where the processes of one measurement find each other; count, how many they
-    are. None begins before all are ready, and without an exchange none ends before all are done.
+    all workers, () without an exchange; in_parts, whether weights are updated after the gradients are added up though
+    there is no exchange; rank; count of processes; folder, where they meet. None begins before all are ready, and
+    without an exchange none ends before all are done.
     """
     if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone
@@ -207,27 +203,23 @@ def work(request: Dict[str, Any]) -> Result:
     for _ in range(request["warm_up"]):
         learner.step(parts, 1e-4)
     wait_for_all("ready", lambda: time.sleep(0.002))
-    result: Dict[str, Any] = {"step_s": []}
-    both_s = []
+    step_s, both_s = [], []
     for _ in range(steps):
         begin = time.perf_counter()
-        outcome = learner.step(parts, 1e-4)
-        result["step_s"].append(time.perf_counter() - begin)
-        both_s.append(outcome.exchange_s)
+        both_s.append(learner.step(parts, 1e-4).exchange_s)
+        step_s.append(time.perf_counter() - begin)
+    result: Dict[str, Any] = {"step_s": step_s}
     if isinstance(exchange, Timed):
         wait_s, sum_s = exchange.wait_s[-steps:], exchange.sum_s[-steps:]
-        # What the trainer does not have: all that stands for an exchange, or the sum before the sum once all are there.
-        own_s = wait_s
+        own_s = wait_s  # what the trainer does not have: all that stands for an exchange, or the sum before the sum
         if request["addresses"]:
             whole_s, messages = statistics.median(exchange.sum_of_one() for _ in range(SUMS)), 2 * (count - 1)
-            message_s = min(ASSUMED.message_s, whole_s / messages)
+            message_s, own_s = min(ASSUMED.message_s, whole_s / messages), [whole_s] * steps
             result.update(call_s=whole_s - messages * message_s, message_s=message_s)
-            own_s = [whole_s] * steps
-        result["step_s"] = [all_s - own for all_s, own in zip(result["step_s"], own_s)]
-        result["wait_s"] = [wait - own for wait, own in zip(wait_s, own_s)]
-        result["exchange_s"] = sum_s
         # What the learner takes for its exchange and the exchange itself does not is packing and unpacking.
-        result["packing_s"] = [both - wait - own for both, wait, own in zip(both_s, wait_s, sum_s)]
+        packing_s = [both - wait - own for both, wait, own in zip(both_s, wait_s, sum_s)]
+        step_s, wait_s = ([one - own for one, own in zip(each, own_s)] for each in (step_s, wait_s))
+        result.update(step_s=step_s, wait_s=wait_s, exchange_s=sum_s, packing_s=packing_s)
     if not request["addresses"]:  # the others' last steps are not to run faster than the first
         wait_for_all("done", lambda: learner.step(parts, 1e-4))
     exchange.close()
@@ -237,18 +229,13 @@ def work(request: Dict[str, Any]) -> Result:
 def _one_round(results: Sequence[Result]) -> Result:
     """Means over all steps of all workers, which add up: step = compute + wait + exchange + packing."""
     step_s = [seconds for one in results for seconds in one["step_s"]]
-    found = {name: [seconds for one in results for seconds in one.get(name, ())] for name in PARTS}
-    parts = {name: statistics.fmean(values or [0.0]) for name, values in found.items()}
-    return {
-        "step_s": statistics.fmean(step_s),
-        "step_s_min": min(step_s),
-        "step_s_max": max(step_s),
-        "compute_s": statistics.fmean(step_s) - sum(parts.values()),
-        **parts,
-        **{name: statistics.fmean(one.get(name, 0.0) for one in results) for name in ("call_s", "message_s")},
-        "process_peak_bytes": max(one["process_peak_bytes"] for one in results),
-        **{name: results[0][name] for name in ("threads", "parameters", "engine_name", "versions")},
-    }
+    values = {name: [seconds for one in results for seconds in one.get(name, ())] for name in PARTS}
+    parts = {name: statistics.fmean(seconds or [0.0]) for name, seconds in values.items()}
+    found = {"step_s": statistics.fmean(step_s), "step_s_min": min(step_s), "step_s_max": max(step_s), **parts}
+    found["compute_s"] = found["step_s"] - sum(parts.values())
+    found["process_peak_bytes"] = max(one["process_peak_bytes"] for one in results)
+    found.update({name: statistics.fmean(one.get(name, 0.0) for one in results) for name in ("call_s", "message_s")})
+    return {**found, **{name: results[0][name] for name in ("threads", "parameters", "engine_name", "versions")}}
 
 
 # --- The record as tables ---

@@ -65,7 +65,7 @@ OPTIONS = ((MeasuredJob,), StepOptions, Turns, Output)
 
 
 def run(given: Dict[str, Any], options: StepOptions, turns: Turns, output: Output) -> int:
-    request = step_request(given, options, matmul=["before", "after"])
+    request = step_request(given, options, matmul=True)
     ways = {**harness.peers(turns.peer), "": harness.fresh(measure, request)}
     found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
@@ -97,7 +97,7 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
         "micro_batch": job.micro,
         "unet": dataclasses.asdict(job.unet),
     }
-    return {**found, "optimizer": job.optimizer, "engine": job.engine, "threads": job.threads, "matmul": [], **more}
+    return {**found, "optimizer": job.optimizer, "engine": job.engine, "threads": job.threads, "matmul": False, **more}
 
 
 def step_table(record: Result) -> Table:
@@ -105,8 +105,9 @@ def step_table(record: Result) -> Table:
     rows = [
         (f"this project, {record['engine_name']}", f"{record['step_s']:.2f}", gib(record["process_peak_bytes"]), "")
     ]
-    for name, peer in zip(harness.peer_labels(record["peers"]), record["peers"]):
-        rows.append((name, f"{peer['step_s']:.2f}", gib(peer["process_peak_bytes"]), with_range(peer, "ratio")))
+    for peer in record["peers"]:
+        figures = (f"{peer['step_s']:.2f}", gib(peer["process_peak_bytes"]), with_range(peer, "ratio"))
+        rows.append((f"{peer['peer']} {peer['options']}", *figures))
     rate = (
         f"Our step runs at {record['gflops']:.0f} GFLOP/s, {record['matmul_peak_share']:.0%} of the matrix product of "
         f"this host ({record['matmul_gflops']:.0f})."
@@ -121,10 +122,7 @@ def step_table(record: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    `request["matmul"]` says when the host's matrix product is timed, "before" and "after" the steps. Both is fairest,
-    as the best of all products counts: a share of it is then never flattered by a slow moment of the host. Where memory
-    is the question it must not come before, because the matrices' pages would stay with the process. Peaks are read
-    before the products after the steps.
+    With `request["matmul"]` the host's matrix product is timed after the steps, and after the peaks are read.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -133,7 +131,6 @@ def measure(request: Dict[str, Any]) -> Result:
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
-    peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
     # One micro-batch stands for all: as with a store, no other lies in memory beside it.
     parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
 
@@ -152,10 +149,9 @@ def measure(request: Dict[str, Any]) -> Result:
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
     facts = {"allocator_peak_bytes": allocator_peak_bytes(), **harness.facts_of(tf, threads, host)}
-    if "after" in request["matmul"]:
-        peaks.append(_matmul_gflops(tf, unet.dtype))
+    best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
     step_s = statistics.median(timed)
-    gflops, best = training_flops(unet, grid, batch) / step_s / 1e9, max(peaks, default=None)
+    gflops = training_flops(unet, grid, batch) / step_s / 1e9
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
     result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
     result.update(gflops=gflops, matmul_gflops=best, matmul_peak_share=best and gflops / best)

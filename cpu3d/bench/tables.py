@@ -23,12 +23,13 @@ from cpu3d.bench.harness import gib, valid, write_bytes
 from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import step_table
-from cpu3d.bench.validate import describe, percent, signed, summary_table
+from cpu3d.bench.validate import percent, signed, summary_table
 from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
+from memory_estimator.job import Job
 from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
 from memory_estimator.table import Table
@@ -58,8 +59,7 @@ Constants of the host and the margin of the upper bound are fitted to volumes of
 are of the larger ones. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows) are not
 held out: they were found with runs of up to 128^3 voxels in view.
 
-A configuration reads: shape, f(ilters), d(epth), b(atch), c(hannels), k outputs, dtype, engine, norm, optimizer, and
-what differs from the default. Disturbed is a measurement whose steps lie further apart than a tenth of their median.
+Disturbed is a measurement whose steps lie further apart than a tenth of their median.
 """
 
 
@@ -136,19 +136,17 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
-_POLICIES = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
+_STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
+_WINDOWS = ("name", "cases", "mode", "grid", "unet", "device")
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
-    "step": ("The training step beside others", _each(step_table, "shape", "unet")),
-    "engines": ("Engines", _each(engines_table, "shape")),
-    "policies": ("Memory policies", _each(_policies, *_POLICIES)),
+    "step": ("The training step beside others", _each(step_table, *_STEP)),
+    "engines": ("Engines", _each(engines_table, *_STEP)),
+    "policies": ("Memory policies", _each(_policies, *_STEP)),
     "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
     "data": ("Loading", _all(page_lines)),
     "compare": ("Whole volumes against patches", _all(comparisons_markdown)),
     "resolutions": ("Resolution, effective batch and learning rate", _all(comparisons_markdown)),
-    "windows": (
-        "One pass against a sliding window",
-        _each(windows_table, "name", "cases", "mode", "grid", "unet", "device"),
-    ),
+    "windows": ("One pass against a sliding window", _each(windows_table, *_WINDOWS)),
     "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),
     "faults": ("Killed at random moments", _each(faults_table, "workers")),
 }
@@ -169,31 +167,24 @@ def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
     held_out = [row for row in rows if row.measured.held_out]
-    demanded = []
+    demanded, details = [], []
     for one in targets(held_out):
-        figures = [
-            "-" if math.isnan(value) else percent(value) if one.is_share else f"{value:.0f}"
-            for value in (one.demanded, one.found)
-        ]
+        show = percent if one.is_share else "{:.0f}".format
+        figures = ("-" if math.isnan(value) else show(value) for value in (one.demanded, one.found))
         demanded.append((one.name, *figures, "met" if one.met else "**not met**"))
-    cells = [_detail(row) for row in sorted(rows, key=lambda row: not row.measured.held_out)]
-    cells += [(describe(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in measured if one.failure]
-    hosts = sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured})
+    for row in sorted(rows, key=lambda row: not row.measured.held_out):
+        one, allocator, process = row.measured, row.measured.allocator_peak_bytes, row.measured.process_peak_bytes
+        cells = [_name(one.job), gib(allocator, 3), signed(row.allocator_error), gib(process, 3)]
+        cells += [signed(row.process_error), signed(row.slack), f"{one.step_s:.2f}", signed(row.step_error)]
+        details.append([*cells, ", ".join([f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed)])
+    failed = [one for one in measured if one.failure]
+    details += [(_name(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in failed]
+    hosts = "; ".join(sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured}))
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    found = (
-        summary_table(held_out),
-        Table(("figure", "demanded, at most", "found", ""), demanded),
-        Table((*columns, ""), cells, title=f"Measured on {'; '.join(hosts)}."),
-    )
+    found = [summary_table(held_out), Table(("figure", "demanded, at most", "found", ""), demanded)]
+    found.append(Table((*columns, ""), details, title=f"Measured on {hosts}."))
     return VALIDATION_HEAD.splitlines() + [line for one in found for line in ("", *one.markdown())]
 
 
-def _detail(row: Row) -> Sequence[str]:
-    """A configuration: each figure as measured and the error of what is predicted, then what is wrong with it."""
-    one = row.measured
-    notes = [f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed
-    return (
-        *(describe(one.job), gib(one.allocator_peak_bytes, 3), signed(row.allocator_error)),
-        *(gib(one.process_peak_bytes, 3), signed(row.process_error), signed(row.slack)),
-        *(f"{one.step_s:.2f}", signed(row.step_error), ", ".join(notes)),
-    )
+def _name(job: Job) -> str:
+    return f"{job.describe()}{', upsampling' * (job.unet.up == 'upsampling')}"

@@ -72,7 +72,7 @@ def run(options: Options) -> int:
                 record = measured_record(job, host)
                 append_record(options.record, "memory", record)
                 outcome = record.get("error", "measured")
-            print(f"{describe(job)}: {outcome}", file=sys.stderr)
+            print(f"{job.describe()}: {outcome}", file=sys.stderr)
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
     constants_of = functools.lru_cache(maxsize=None)(find_constants)
@@ -98,25 +98,6 @@ def measured_record(job: Job, host: Host) -> Dict[str, Any]:
 def configurations(threads: int) -> Tuple[Job, ...]:
     """Every job of the published record, as on a host with so many threads."""
     return tuple(dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED))
-
-
-def describe(job: Job) -> str:
-    """A job in one line: "128x128x128 f16 d5 b1 c4 k3 bfloat16 itex instance adam", and what differs from the default.
-
-    f(ilters), d(epth), b(atch; 4/1 is computed one at a time), c(hannels), k outputs.
-    """
-    unet, shape = job.unet, "x".join(map(str, job.shape))
-    batch = f"b{job.batch}" if job.parts == 1 else f"b{job.batch}/{job.micro}"
-    words = [shape, f"f{unet.filters}", f"d{unet.depth}", batch, f"c{unet.channels}", f"k{unet.outputs}"]
-    words += [unet.dtype, job.engine, unet.norm, job.optimizer]
-    more = {
-        "cicek2016": unet.network == "cicek2016",
-        "residual": unet.residual,
-        "upsampling": unet.up == "upsampling",
-        "deep": unet.deep_supervision,
-        unet.policy: unet.policy != "speed",
-    }
-    return " ".join([*words, *(word for word, differs in more.items() if differs)])
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
