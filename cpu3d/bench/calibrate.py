@@ -41,32 +41,19 @@ from memory_estimator.step.timing import CONVOLUTIONS, features, group_of, tenso
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
-SHAPE, HALF = (96, 96, 96), (48, 96, 96)
+SHAPE, HALF, STEPS = (96, 96, 96), (48, 96, 96), 2
 """The largest that constants are fitted to: what is larger is for checking them. Half of it saves time, and its maps
-still are beyond any cache."""
+still are beyond any cache. Steps timed of each network."""
 
-STEPS = 2
-"""Timed, of each network."""
-
-BUDGET_S = 60
-"""For one engine in all its dtypes, start-up included; once it is spent no more networks are begun."""
-
-QUIET = 0.1
-"""CPUs that other processes may keep busy before the times are called disturbed."""
-
-OPTIMIZER_SCOPES = ("Adam", "SGD")
+BUDGET_S, QUIET = 60, 0.1
+"""For one engine in all its dtypes, start-up included; once it is spent no more networks are begun. CPUs that other
+processes may keep busy before the times are called disturbed."""
 
 KIND_BY_TYPE = (
-    ("BiasAddGrad", "bias_gradient"),
-    ("BatchNormGrad", "norm_gradient"),
-    ("BatchNorm", "norm"),
-    ("MaxPool3DGrad", "pool_gradient"),
-    ("MaxPool3D", "pool"),
-    ("Concat", "join"),
-    ("Slice", "slice"),
-    ("ReluGrad", "pointwise"),
+    ("BiasAddGrad", "bias_gradient"), ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
+    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("ReluGrad", "pointwise"),
     ("AddN", "pointwise"),
-)
+)  # fmt: skip
 """Part of TensorFlow's name for a type of operation, and the group it is timed in; the first that fits counts."""
 
 Costs = Dict[str, Dict[str, float]]
@@ -140,31 +127,27 @@ def put_together(results: Sequence[Result], host: Host, name: str = "") -> HostC
     """
     today, busy, first, missing = datetime.date.today().isoformat(), others(results), results[0], []
     shipped = shipped_constants(host.isa).for_threads(first["threads"])
-    costs: Dict[str, Dict[str, Any]] = {}
-    runtime: Dict[str, List[Dict[str, int]]] = {}
+    costs, runtime = defaultdict(dict), defaultdict(list)
     for result in results:
         engine, dtype = result["engine"], result["dtype"]
         found = fit_costs(result["networks"])
         missing += [f"{group} ({engine}, {dtype})" for group in GROUPS if not found.get(group)]
         usual = {group: dict(shipped.speeds(engine, dtype)[group]) for group in GROUPS if not found.get(group)}
-        costs.setdefault(engine, {})[dtype] = {**found, **usual}
-        runtime.setdefault(engine, []).append(result["runtime"])
+        costs[engine][dtype] = {**found, **usual}
+        runtime[engine].append(result["runtime"])
     lines = {engine: straight_line(points) for engine, points in runtime.items()}
     how = f"measured: calibrate, {today}"
     timed = f"{how}, operations of small training steps under TensorFlow's profiler"
     timed += f", disturbed by other processes on {busy:.1f} CPUs" if busy > QUIET else ""
     timed += f"; not timed here and taken from {shipped.name}: {', '.join(missing)}" if missing else ""
+    origins = {"costs": timed, "cache_bytes": "measured: /sys/devices/system/cpu"}
+    origins["baseline_bytes"] = f"{how}, resident memory less the step's tensors"
+    origins["op_bytes"] = f"{how}, the same of a shallow and a deep network"
     return HostConstants(
         name=name or host.cpu_model,
         cpu=host.cpu_model,
         origin="measured",
-        origins={
-            "costs": timed,
-            "baseline_bytes": f"{how}, resident memory less the step's tensors",
-            "op_bytes": f"{how}, the same of a shallow and a deep network",
-            "cache_bytes": "measured: /sys/devices/system/cpu",
-            "saturating_threads": shipped.origins["saturating_threads"],
-        },
+        origins={**origins, "saturating_threads": shipped.origins["saturating_threads"]},
         record=f"calibrate {today}, {'; '.join(dict.fromkeys(result['engine_name'] for result in results))}",
         date=today,
         threads=first["threads"],
@@ -172,7 +155,7 @@ def put_together(results: Sequence[Result], host: Host, name: str = "") -> HostC
         saturating_threads=shipped.saturating_threads,
         baseline_bytes={engine: line["bytes"] for engine, line in lines.items()},
         op_bytes={engine: line["op_bytes"] for engine, line in lines.items()},
-        costs=costs,
+        costs=dict(costs),
     )
 
 
@@ -302,9 +285,8 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
     sizes = tensor_bytes(program)
     convolutions = [op for op in program.ops if op.kind in CONVOLUTIONS]
     ran = [event for event in events if "Conv3D" in event.type]
-    same = [
-        ("BackpropFilter" in event.type) == op.kind.endswith("filter_gradient") for op, event in zip(convolutions, ran)
-    ]
+    pairs = list(zip(convolutions, ran))
+    same = [op.kind.endswith("filter_gradient") == ("BackpropFilter" in event.type) for op, event in pairs]
     if len(ran) != len(convolutions) or not all(same):
         raise RuntimeError(
             f"a step must run the {len(convolutions)} convolutions of the closed form, got {len(ran)}, "
@@ -318,16 +300,15 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
     for op in program.ops:
         if op.kind not in CONVOLUTIONS:
             ops_of[group_of(op).replace("narrow_", "")].append(op)
-    pairs = [(op, event.seconds) for op, event in zip(convolutions, ran)]
-    sums = []
+    timed, sums = [(op, event.seconds) for op, event in pairs], []
     for group, ops in ops_of.items():
         if len(seconds_of[group]) == len(ops):
-            pairs += zip(ops, seconds_of[group])
+            timed += zip(ops, seconds_of[group])
             continue
         each = [features(op, sizes, cache) for op in ops]
         total = {name: sum(one.get(name, 0.0) for one in each) for one in each for name in one}
         sums.append({"group": group, "features": total, "seconds": sum(seconds_of[group])})
-    found = [{"group": group_of(op), "features": features(op, sizes, cache), "seconds": s} for op, s in pairs]
+    found = [{"group": group_of(op), "features": features(op, sizes, cache), "seconds": s} for op, s in timed]
     return [*found, *sums]
 
 
@@ -350,13 +331,12 @@ def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
 def _group(event: Event) -> str:
     """What an operation other than a convolution is timed as; what belongs to no layer is the loss."""
     scope = event.name.split("/")[0]
-    if scope in OPTIMIZER_SCOPES or event.name.endswith("/Cast"):
+    if scope in ("Adam", "SGD") or event.name.endswith("/Cast"):
         return "update"
     return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
 
 
 def _busy_s() -> np.ndarray:
     """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took."""
-    own, every = psutil.Process().cpu_times(), psutil.cpu_times()
-    machine = sum(getattr(every, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
-    return np.array([time.perf_counter(), own.user + own.system, machine])
+    times = psutil.cpu_times()
+    return np.array([time.perf_counter(), time.process_time(), times.user + times.nice + times.system])

@@ -3,9 +3,9 @@
     ./run.sh bench data --workdir bench-data --record records/data.jsonl
     ./run.sh bench data --workdir bench-data --rows s4 s0
 
-Rows: s4 (a case), s0 (a patch of a CT), many (48,884 entries). All files are made up and lie in the work folder, 2 GB;
-a later run finds them there. Every way takes its turn in every round; a line is the median over the rounds. "Cold"
-means that the files' pages were dropped from memory before.
+Rows: s4 (a case), s0 (a patch of a CT). All files are made up and lie in the work folder, 2 GB; a later run finds them
+there. Every way takes its turn in every round; a line is the median over the rounds. "Cold" means that the files' pages
+were dropped from memory before.
 """
 
 import contextlib
@@ -25,14 +25,12 @@ from cpu3d.data.files.reader import Reader, file_system
 from cpu3d.data.nifti import write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.sampling import PatchSampling, patch_at
-from cpu3d.data.store import KEPT, open_store
+from cpu3d.data.store import open_store
 from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
-from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.records import by, versions
 from memory_estimator.host import read_host
@@ -40,8 +38,6 @@ from memory_estimator.schema import option
 from memory_estimator.table import Table
 
 HELP = "measure how long loading takes: the store against nibabel, with warm and with cold pages"
-
-MIB = 2**20
 
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
@@ -63,18 +59,15 @@ Ways = Dict[str, Tuple[Path, Callable[[int], Any], int]]
 
 class Scale(NamedTuple):
     """Voxels of a brain of four channels (BraTS), of a CT and of a patch of it; patches of a round, where one alone
-    would be over before the clock has moved; entries of the large store (S4's 484 cases and the 101 that it made of
-    each), and samples that are streamed from it."""
+    would be over before the clock has moved."""
 
     case: Tuple[int, int, int] = (240, 240, 155)
     ct: Tuple[int, int, int] = (512, 512, 300)
     patch: Tuple[int, int, int] = (96, 96, 96)
     patches: int = 8
-    entries: int = 48_884
-    samples: int = 8000
 
 
-SMOKE = Scale((32, 40, 28), (40, 36, 30), (16, 16, 16), patches=2, entries=12, samples=12)
+SMOKE = Scale((32, 40, 28), (40, 36, 30), (16, 16, 16), patches=2)
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class Options:
     """What `bench data` measures."""
 
     workdir: Path = option(help="folder for the files that are read; kept")
-    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0", "many"))
+    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0"))
     rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
     smoke: bool = option(False, help="tiny files: a trial of the benchmark")
 
@@ -94,8 +87,8 @@ def run(options: Options, output: Output) -> int:
     scale, folder = SMOKE if options.smoke else Scale(), writable_folder(options.workdir, "--workdir").resolve()
     about = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
     about.update(scale=scale._asdict(), rounds=options.rounds, case="phantom")
-    for name in options.rows or ROWS:
-        row = {"row": name, **ROWS[name](name, folder, scale, options.rounds), **about}
+    for name in options.rows or ("s4", "s0"):
+        row = {"row": name, **beside_nibabel(name, folder, scale, options.rounds), **about}
         output.publish("data", row, row_table(row, f"{name}: {row['title']}"))
     return 0
 
@@ -141,15 +134,27 @@ def amount(value: float, unit: str) -> str:
 # --- What is read: made once into the work folder, found again by the next run ---
 
 
-def made(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, with what `make` writes into it. Raises InputError where it is half made, or holds other files."""
-    marker = folder / "made.json"
+def made(folder: Path, row: str, shape: Tuple[int, int, int]) -> Path:
+    """`folder` with one case: a store of it in each format, image.nii and image.nii.gz.
+
+    Raises InputError where it is half made, or holds other files.
+    """
+    marker, dataset = folder / "made.json", folder / "dataset"
     if folder.exists() and not marker.is_file():
         raise InputError(f"folder {folder} must be made by bench data, got other files or half of them; remove it")
     if not folder.exists():
         folder.mkdir()
         with contextlib.redirect_stdout(io.StringIO()):  # what the project's own commands print
-            make(folder)
+            if row == "s4":
+                write_phantom(dataset, cases=1, shape=shape, seed=0, workers=1)
+            else:
+                write_ct(dataset, shape)
+            for name, settings in FORMAT_CHOICES.items():
+                prepare(dataset, folder / name, fractions=(1, 0, 0), settings=Settings(**settings))
+        store = open_store(folder / "npy")
+        image = store.image(store.cases("train")[0].case_id).astype("float32" if row == "s4" else "int16")
+        for ending in ("nii", "nii.gz"):
+            write_nifti(folder / f"image.{ending}", image)
         write_json(marker, {})
     return folder
 
@@ -176,35 +181,15 @@ def write_nifti(path: Path, array: np.ndarray) -> None:
 # --- Ways to load, in turn ---
 
 
-def line_of(name: str, state: str, values: Sequence[float], unit: str = "s", note: str = "") -> Result:
-    """One way to do a thing, and what it took in each round."""
-    spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-    return {"name": name, "state": state, "unit": unit, **spread, "note": note, "values": list(values)}
-
-
-def beside_nibabel(row: str, folder: Path, scale: Scale, rounds: int) -> Result:
+def beside_nibabel(row: str, workdir: Path, scale: Scale, rounds: int) -> Result:
     """S4: a BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched. S0: a patch of a
     CT; S0's own way is a seek and a read for each row of voxels."""
-
-    def make(folder: Path) -> None:
-        dataset = folder / "dataset"
-        if row == "s4":
-            write_phantom(dataset, cases=1, shape=scale.case, seed=0, workers=1)
-        else:
-            write_ct(dataset, scale.ct)
-        for name, settings in FORMAT_CHOICES.items():
-            prepare(dataset, folder / name, fractions=(1, 0, 0), settings=Settings(**settings))
-        store = open_store(folder / "npy")
-        image = store.image(store.cases("train")[0].case_id).astype("float32" if row == "s4" else "int16")
-        for ending in ("nii", "nii.gz"):
-            write_nifti(folder / f"image.{ending}", image)
-
     shape, request = scale.case if row == "s4" else scale.ct, {"rounds": rounds, "patch": None, "patches": 1}
     title = f"One case of {by(shape)}x4"
     if row == "s0":
         title = f"One patch of {by(scale.patch)} from a CT of {by(shape)}"
         request.update(patch=scale.patch, patches=scale.patches)
-    request["folder"] = str(made(folder / f"{row}-{by(shape)}", make))
+    request["folder"] = str(made(workdir / f"{row}-{by(shape)}", row, shape))
     found = [in_fresh_process(load, {**request, "state": state})["lines"] for state in (WARM, COLD)]
     return {"title": f"{title} to a float32 tensor", "lines": [line for lines in found for line in lines]}
 
@@ -277,7 +262,11 @@ def time_in_turn(ways: Ways, request: Result) -> Result:
                 flat[:: max(1, 4096 // flat.itemsize)].sum()  # every page of it, so that no part was only promised
                 total_s += time.perf_counter() - begin
             found[name].append(total_s / count)
-    return {"lines": [line_of(name, request["state"], values[1:]) for name, values in found.items()]}
+    lines = []
+    for name, values in ((name, each[1:]) for name, each in found.items()):
+        spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+        lines.append({"name": name, "state": request["state"], "unit": "s", **spread, "note": "", "values": values})
+    return {"lines": lines}
 
 
 def set_pages(path: Path, state: str) -> None:
@@ -291,53 +280,3 @@ def set_pages(path: Path, state: str) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while state == WARM and file.read(1 << 22):
             pass
-
-
-# --- S4's size: 484 cases and 101 entries of each, 48,884 in all, over the arrays of a few ---
-
-
-def many(row: str, folder: Path, scale: Scale, rounds: int) -> Result:
-    """Open the store, by a process without TensorFlow, whose own libraries would hide what a store takes; stream."""
-
-    def make(base: Path) -> None:
-        write_phantom(base / "dataset", cases=4, shape=(64, 64, 48), seed=2, workers=1)
-        prepare(base / "dataset", base / "npy", fractions=(1, 0, 0), settings=Settings(**FORMAT_CHOICES["npy"]))
-        repeat_entries(base / "npy", scale.entries // 4)
-
-    store = str(made(folder / f"{row}-{scale.entries}", make) / "npy")
-    requests = [{"store": store, "samples": 0 if number else scale.samples} for number in range(rounds)]
-    found = [in_fresh_process(open_and_stream, request) for request in requests]
-    first = found[0]
-    growth = f"{first['growth']:+.2f} % over {first['watched']:,} volumes"
-    lines = [
-        line_of("open the store", WARM, [one["open_s"] for one in found]),
-        line_of("peak memory of the process that opens it", WARM, [one["peak_bytes"] / MIB for one in found], "MiB"),
-        line_of("anonymous memory while it streams", WARM, first["MiB"], "MiB", growth),
-    ]
-    return {"title": f"A store of {first['entries']:,} entries", "lines": lines}
-
-
-def open_and_stream(request: Result) -> Result:
-    """Seconds to open the store, and the process's peak then; with "samples" also the anonymous memory while so many
-    stream, once as many records stay parsed as ever do, and its growth in per cent."""
-    begin = time.perf_counter()
-    store = open_store(request["store"])
-    found = {
-        "entries": len(store.cases("train")),
-        "open_s": time.perf_counter() - begin,
-        "peak_bytes": peak_rss_bytes(),
-    }
-    if request["samples"]:
-        set_up()
-        from cpu3d.data.source import volume_dataset
-
-        seen = [resident() for _ in volume_dataset(store, stop=request["samples"])]
-        sizes = [now.anonymous_bytes / MIB if now else 1.0 for now in seen[min(KEPT, len(seen) // 2) :]]
-        growth = 100 * float(np.polyfit(np.arange(len(sizes)), sizes, 1)[0]) * len(sizes) / max(sizes)
-        # A record need not hold every step.
-        found.update(watched=len(sizes), growth=growth, MiB=sizes[:: max(1, len(sizes) // 100)])
-    return found
-
-
-ROWS = {"s4": beside_nibabel, "s0": beside_nibabel, "many": many}
-"""In the order they are measured."""

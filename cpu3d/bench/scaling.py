@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, Result, command_of, facts_of, gib, in_turn, middle, run_together, with_range
+from cpu3d.bench import harness
+from cpu3d.bench.harness import Output, Result, gib, host_of, title_of, with_range
 from cpu3d.bench.step import MeasuredJob, StepOptions, config_of, made_up, step_request
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.cluster import LOOPBACK, Cluster, free_ports
@@ -26,15 +27,11 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.thread_plan import THREADS, thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from cpu3d.util.records import by
 from memory_estimator.scaling.model import ALONE, APART, ASSUMED, IN_PARTS, TOGETHER, WIDE, predicted_errors
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 
 HELP = "measure one worker against several on this host: computing and exchanging apart"
-
-SUMS = 20
-"""Sums of a single number that are timed."""
 
 PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
@@ -98,11 +95,11 @@ def compare_workers(request: Dict[str, Any], cores: int, found: Sequence[Way], r
     A row's figures are all of the round with its median step, so that a step's parts add up to it.
     """
     turns = {way[:2]: lambda _, way=way: _one_round(measure_together(request, *way, cores)) for way in found}
-    measured, _ = in_turn(turns, rounds, "scaling", keep_going=False)
+    measured, _ = harness.in_turn(turns, rounds, "scaling", keep_going=False)
     rows, threads = [], {}
     for name, count, cpus in found:
         each = measured[name, count]
-        row = dict(middle(each))
+        row = dict(harness.middle(each))
         threads[name] = row.pop("threads")
         facts = {fact: row.pop(fact) for fact in ("parameters", "engine_name", "versions")}
         # Of one worker with all the cores: how many times as fast it is, over how many times the cores.
@@ -131,7 +128,9 @@ def measure_together(request: Dict[str, Any], name: str, count: int, cpus: List[
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if name == TOGETHER else []
         shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART), "folder": folder}
         own = ({"count": len(cpus), "rank": rank, "cpus": share} for rank, share in enumerate(cpus))
-        return run_together([command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ)
+        return harness.run_together(
+            [harness.command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ
+        )
 
 
 # --- One worker ---
@@ -213,7 +212,7 @@ def work(request: Dict[str, Any]) -> Result:
         wait_s, sum_s = exchange.wait_s[-steps:], exchange.sum_s[-steps:]
         own_s = wait_s  # what the trainer does not have: all that stands for an exchange, or the sum before the sum
         if request["addresses"]:
-            whole_s, messages = statistics.median(exchange.sum_of_one() for _ in range(SUMS)), 2 * (count - 1)
+            whole_s, messages = statistics.median(exchange.sum_of_one() for _ in range(20)), 2 * (count - 1)
             message_s, own_s = min(ASSUMED.message_s, whole_s / messages), [whole_s] * steps
             result.update(call_s=whole_s - messages * message_s, message_s=message_s)
         # What the learner takes for its exchange and the exchange itself does not is packing and unpacking.
@@ -223,7 +222,7 @@ def work(request: Dict[str, Any]) -> Result:
     if not request["addresses"]:  # the others' last steps are not to run faster than the first
         wait_for_all("done", lambda: learner.step(parts, 1e-4))
     exchange.close()
-    return {**result, "parameters": parameter_count(learner.model), **facts_of(tf, threads, host)}
+    return {**result, "parameters": parameter_count(learner.model), **harness.facts_of(tf, threads, host)}
 
 
 def _one_round(results: Sequence[Result]) -> Result:
@@ -245,22 +244,14 @@ def scaling_table(record: Mapping[str, Any]) -> Table:
     """A row each way: its step and the parts of it, volumes a second, efficiency, peak."""
     rows = []
     for row in record["rows"]:
-        efficiency, low, high = (f"{row[f'efficiency{end}']:.1%}" for end in ("", "_min", "_max"))
-        spread = f" ({low} to {high})" if row["efficiency_max"] > row["efficiency_min"] else ""
-        rows.append((
-            NAMES[row["name"]].format(row["workers"]),
-            str(row["workers"] * record["cores_per_worker"]),
-            with_range(row, "step_s"),
-            *(f"{1000 * row[part]:.0f}" for part in PARTS),
-            f"{row['processes'] * record['batch'] / row['step_s']:.3f}",
-            "-" if row["name"] == ALONE else efficiency + spread,
-            gib(row["process_peak_bytes"]),
-        ))  # fmt: skip
-    unet = record["unet"]
+        cells = [NAMES[row["name"]].format(row["workers"]), str(row["workers"] * record["cores_per_worker"])]
+        cells += [with_range(row, "step_s"), *(f"{1000 * row[part]:.0f}" for part in PARTS)]
+        cells += [f"{row['processes'] * record['batch'] / row['step_s']:.3f}", with_range(row, "efficiency")]
+        rows.append([*cells, gib(row["process_peak_bytes"])])
+    about = f"policy {record['unet']['policy']}, {record['engine_name']}, {host_of(record)}"
+    step = title_of(record, f"batch {record['batch']} a worker")
     title = (
-        f"{by(record['shape'], ' x ')} x {unet['channels']}, {unet['filters']} filters, batch {record['batch']} a "
-        f"worker, {unet['dtype']}, policy {unet['policy']}, {record['engine_name']}, {record['host']['cpu']}. Of a "
-        "step: waiting for the slower worker, all-reduce, and packing gradients into one vector and out of it."
+        f"{step}, {about}. Of a step: waiting for the slower, all-reduce, packing gradients into a vector and out of it"
     )
     parts = ("waiting, ms", "all-reduce, ms", "packing, ms")
     return Table(("", "cores", "s a step", *parts, "volumes/s", "efficiency", "peak, GiB"), rows, title=title)

@@ -33,13 +33,11 @@ def test_every_row_is_measured_recorded_and_a_section_of_the_page(folder, in_thi
         name: [len([line for line in row["lines"] if line["state"] == state]) for state in (WARM, COLD)]
         for name, row in found.items()
     }
-    assert counts == {"s4": [6, 5], "s0": [7, 6], "many": [3, 0]}
+    assert counts == {"s4": [6, 5], "s0": [7, 6]}
     assert all(line["min"] > 0 for row in found.values() for line in row["lines"])
-    assert found["many"]["title"] == "A store of 12 entries"
-    assert found["many"]["lines"][2]["note"].endswith("% over 6 volumes")
     assert "s0: One patch of 16x16x16 from a CT of 40x36x30" in capsys.readouterr().out
     headings = [line for line in page_lines(list(found.values())) if line.startswith("### ")]
-    assert headings == [f"### {found[name]['title']}" for name in ("s4", "s0", "many")]
+    assert headings == [f"### {found[name]['title']}" for name in ("s4", "s0")]
 
 
 @pytest.mark.parametrize(("row", "names"), [("s4", 6), ("s0", 7)])
@@ -47,7 +45,7 @@ def test_every_way_loads_the_same(folder, monkeypatch, row, names):
     taken = lambda ways, _: {"lines": [(name, np.asarray(load(1))) for name, (_, load, _) in ways.items()]}
     monkeypatch.setattr(data, "time_in_turn", taken)
     monkeypatch.setattr(data, "in_fresh_process", lambda work, request: work(request))
-    lines = data.ROWS[row](row, folder, SMOKE, 1)["lines"]
+    lines = data.beside_nibabel(row, folder, SMOKE, 1)["lines"]
     loaded = dict(lines[:names])
     first = loaded["store, mmap"]
     assert first.std() > 1
@@ -57,10 +55,10 @@ def test_every_way_loads_the_same(folder, monkeypatch, row, names):
             np.testing.assert_array_equal(other, first, err_msg=name)
 
 
-def test_files_are_made_once_and_other_files_are_left_alone(tmp_path, capsys):
-    made = data.made(tmp_path / "new", lambda folder: (folder / "file").touch())
-    before = os.stat(made / "file").st_mtime_ns
-    assert os.stat(data.made(tmp_path / "new", lambda _: pytest.fail("made twice")) / "file").st_mtime_ns == before
+def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path, capsys):
+    image = data.made(folder / "s4-32x40x28", "s4", SMOKE.case) / "image.nii"
+    before = os.stat(image).st_mtime_ns
+    assert os.stat(data.made(folder / "s4-32x40x28", "s4", SMOKE.case) / "image.nii").st_mtime_ns == before
     mine = tmp_path / "s4-32x40x28"
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")

@@ -52,7 +52,7 @@ def result_of(rounds=1):
     ]  # fmt: skip
     request = {
         "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam",
-        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "policy": "speed"},
+        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "norm": "instance", "policy": "speed"},
     }  # fmt: skip
     result = compare_workers(request, 3, found, rounds)
     return {**result, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
@@ -119,8 +119,8 @@ def test_the_estimator_reads_what_the_bench_writes_and_the_newest_counts(measure
     records = read_scaling(tmp_path / "scaling.jsonl")
     assert [one["gradient_bytes"] for one in records] == [20_000_000]
     lines = scaling_lines(records)
-    assert "| 2 workers | 6 | 2.30 | 50 | 40 | 60 | 0.870 | 87.0% | 1.00 |" in lines
-    assert "| 1 worker | 3 | 2.00 | 0 | 0 | 0 | 0.500 | - | 1.00 |" in lines
+    assert "| 2 workers | 6 | 2.30 | 50 | 40 | 60 | 0.870 | 0.87 | 1.00 |" in lines
+    assert "| 1 worker | 3 | 2.00 | 0 | 0 | 0 | 0.500 | 1.00 | 1.00 |" in lines
 
 
 @pytest.mark.slow
