@@ -16,7 +16,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
@@ -57,17 +57,9 @@ Ways = Dict[str, Tuple[Path, Callable[[int], Any], int]]
 """Name of a way to load -> the file that it reads, loads what is at a position, positions of a round."""
 
 
-class Scale(NamedTuple):
-    """Voxels of a brain of four channels (BraTS), of a CT and of a patch of it; patches of a round, where one alone
-    would be over before the clock has moved."""
-
-    case: Tuple[int, int, int] = (240, 240, 155)
-    ct: Tuple[int, int, int] = (512, 512, 300)
-    patch: Tuple[int, int, int] = (96, 96, 96)
-    patches: int = 8
-
-
-SMOKE = Scale((32, 40, 28), (40, 36, 30), (16, 16, 16), patches=2)
+CASE, CT, PATCH, PATCHES = (240, 240, 155), (512, 512, 300), (96, 96, 96), 8
+"""Voxels of a brain of four channels (BraTS), of a CT and of a patch of it; patches of a round, where one alone would
+be over before the clock has moved."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +69,17 @@ class Options:
     workdir: Path = option(help="folder for the files that are read; kept")
     rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0"))
     rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
-    smoke: bool = option(False, help="tiny files: a trial of the benchmark")
 
 
 OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    scale, folder = SMOKE if options.smoke else Scale(), writable_folder(options.workdir, "--workdir").resolve()
+    folder = writable_folder(options.workdir, "--workdir").resolve()
     about = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
-    about.update(scale=scale._asdict(), rounds=options.rounds, case="phantom")
+    about.update(rounds=options.rounds, case="phantom")
     for name in options.rows or ("s4", "s0"):
-        row = {"row": name, **beside_nibabel(name, folder, scale, options.rounds), **about}
+        row = {"row": name, **beside_nibabel(name, folder, options.rounds), **about}
         output.publish("data", row, row_table(row, f"{name}: {row['title']}"))
     return 0
 
@@ -181,14 +172,14 @@ def write_nifti(path: Path, array: np.ndarray) -> None:
 # --- Ways to load, in turn ---
 
 
-def beside_nibabel(row: str, workdir: Path, scale: Scale, rounds: int) -> Result:
+def beside_nibabel(row: str, workdir: Path, rounds: int) -> Result:
     """S4: a BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched. S0: a patch of a
     CT; S0's own way is a seek and a read for each row of voxels."""
-    shape, request = scale.case if row == "s4" else scale.ct, {"rounds": rounds, "patch": None, "patches": 1}
+    shape, request = CASE if row == "s4" else CT, {"rounds": rounds, "patch": None, "patches": 1}
     title = f"One case of {by(shape)}x4"
     if row == "s0":
-        title = f"One patch of {by(scale.patch)} from a CT of {by(shape)}"
-        request.update(patch=scale.patch, patches=scale.patches)
+        title = f"One patch of {by(PATCH)} from a CT of {by(shape)}"
+        request.update(patch=PATCH, patches=PATCHES)
     request["folder"] = str(made(workdir / f"{row}-{by(shape)}", row, shape))
     found = [in_fresh_process(load, {**request, "state": state})["lines"] for state in (WARM, COLD)]
     return {"title": f"{title} to a float32 tensor", "lines": [line for lines in found for line in lines]}

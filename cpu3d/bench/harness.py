@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Seque
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record, by, versions
 from memory_estimator.schema import option
@@ -97,12 +97,6 @@ def valid(read: Callable[..., T], *arguments: Any) -> T:
         return read(*arguments)
     except ValueError as error:
         raise InputError(str(error)) from None
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    with atomic_write(path) as file:
-        file.write(content)
 
 
 # --- Measuring processes ---

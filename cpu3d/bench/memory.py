@@ -26,6 +26,7 @@ from cpu3d.util.atomic import writable_folder
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.files import write_whole
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 from memory_estimator.units import GIB, format_bytes
@@ -64,7 +65,7 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
         result = compare_policies(request, turns.peer, turns.rounds)
         output.publish("policies", result, policies_table(result))
         if options.picture:
-            harness.write_bytes(options.picture, draw_policies(result))
+            write_whole(options.picture, draw_policies(result))
     else:
         result = harness.in_fresh_process(measure, request)
         result["predicted"] = predict(result)

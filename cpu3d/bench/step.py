@@ -29,12 +29,10 @@ from memory_estimator.table import Table
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
-WARM_UP_STEPS = 2
-"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third."""
-
-LONG_ENOUGH_S = 90
-"""Once the steps have taken this long, no more are done than one to warm up and one to time: without oneDNN a step
-takes minutes in bfloat16, next to which what settles during the first ones is nothing."""
+WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
+"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third.
+Once the steps have taken so long, no more are done than one to warm up and one to time: without oneDNN a step takes
+minutes in bfloat16, next to which what settles during the first ones is nothing."""
 
 MATMUL_SIDES = (1024, 2048, 4096)
 """Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
@@ -47,10 +45,8 @@ class MeasuredJob(JobOptions):
     """The estimator's options of a job, with all engines and a policy that is not picked."""
 
     dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
-    policy: str = option("speed", "memory policy", choices=POLICIES)
-    engine: str = option(
-        AUTO, "default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
-    )
+    policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
+    engine: str = option(AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES))
 
 
 @dataclass(frozen=True)
@@ -91,23 +87,17 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     """What `measure` is to do to measure a job; `more` win over it."""
-    found = {
-        "shape": list(job.shape),
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "unet": dataclasses.asdict(job.unet),
-    }
-    return {**found, "optimizer": job.optimizer, "engine": job.engine, "threads": job.threads, "matmul": False, **more}
+    found = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    found.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads, matmul=False)
+    return {**found, **more}
 
 
 def step_table(record: Result) -> Table:
     """Our step and the peers'."""
-    rows = [
-        (f"this project, {record['engine_name']}", f"{record['step_s']:.2f}", gib(record["process_peak_bytes"]), "")
-    ]
-    for peer in record["peers"]:
-        figures = (f"{peer['step_s']:.2f}", gib(peer["process_peak_bytes"]), with_range(peer, "ratio"))
-        rows.append((f"{peer['peer']} {peer['options']}", *figures))
+    ours, rows = {**record, "peer": "this project,", "options": record["engine_name"], "ratio": None}, []
+    for one in (ours, *record["peers"]):
+        figures = (f"{one['step_s']:.2f}", gib(one["process_peak_bytes"]), with_range(one, "ratio"))
+        rows.append((f"{one['peer']} {one['options']}", *figures))
     rate = (
         f"Our step runs at {record['gflops']:.0f} GFLOP/s, {record['matmul_peak_share']:.0%} of the matrix product of "
         f"this host ({record['matmul_gflops']:.0f})."

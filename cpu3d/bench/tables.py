@@ -19,16 +19,17 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.bench.data import page_lines
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.faults import faults_table
-from cpu3d.bench.harness import gib, valid, write_bytes
+from cpu3d.bench.harness import gib, valid
 from cpu3d.bench.memory import policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import step_table
-from cpu3d.bench.validate import percent, signed, summary_table
+from cpu3d.bench.validate import signed, summary_table
 from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
+from memory_estimator.files import write_whole
 from memory_estimator.job import Job
 from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
@@ -51,14 +52,11 @@ VALIDATION_HEAD = """\
 # The estimator against measured steps
 
 Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory.jsonl (`bench validate`)
-and the code as it stands. Errors are signed, as shares of what was measured: +2 % is predicted too high. Of more than
-one run the median size and the worst stand there; of the upper bound how far it is above the process's peak, the mean
-and the least.
-
+and the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
+median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least.
 Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels; the errors in all
 are of the larger ones. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows) are not
 held out: they were found with runs of up to 128^3 voxels in view.
-
 Disturbed is a measurement whose steps lie further apart than a tenth of their median.
 """
 
@@ -77,10 +75,10 @@ OPTIONS = (TableOptions,)
 
 def run(options: TableOptions) -> int:
     if options.page:
-        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
+        write_whole(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
-        write_bytes(options.out, text.encode())
+        write_whole(options.out, text.encode())
     else:
         print(text, end="")
     return 0
@@ -169,7 +167,7 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     held_out = [row for row in rows if row.measured.held_out]
     demanded, details = [], []
     for one in targets(held_out):
-        show = percent if one.is_share else "{:.0f}".format
+        show = ("{:.1%}" if one.is_share else "{:.0f}").format
         figures = ("-" if math.isnan(value) else show(value) for value in (one.demanded, one.found))
         demanded.append((one.name, *figures, "met" if one.met else "**not met**"))
     for row in sorted(rows, key=lambda row: not row.measured.held_out):

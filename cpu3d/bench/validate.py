@@ -109,7 +109,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
     for group, some in groups.items():
         found, least = spreads(some), min((row.slack for row in some), default=math.nan)
         allocator, process, step = (
-            f"{percent(one.median)}, worst {signed(one.worst)}" if one.count else "-"
+            f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-"
             for one in (found[name] for name in ("allocator peak", "process peak", "seconds a step"))
         )
         bound = f"{signed(found['upper bound'].mean)} ({signed(least)})"
@@ -118,14 +118,9 @@ def summary_table(rows: Sequence[Row]) -> Table:
     return Table(columns, cells)
 
 
-def percent(share: float) -> str:
-    """For reading, such as "6.3 %"."""
-    return f"{100 * share:.1f} %"
-
-
 def signed(share: Optional[float]) -> str:
-    """For reading, such as "+6.3 %"; "-" for what is not known."""
-    return "-" if share is None or math.isnan(share) else f"{100 * share:+.1f} %"
+    """For reading, such as "+6.3%"; "-" for what is not known."""
+    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
 
 
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:

@@ -8,8 +8,14 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import data
-from cpu3d.bench.data import COLD, SMOKE, WARM, amount, page_lines, time_in_turn
+from cpu3d.bench.data import COLD, WARM, amount, page_lines, time_in_turn
 from cpu3d.util.records import read_records
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    for name, size in {"CASE": (32, 40, 28), "CT": (40, 36, 30), "PATCH": (16, 16, 16), "PATCHES": 2}.items():
+        monkeypatch.setattr(data, name, size)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,7 @@ def in_this_process(monkeypatch):
 
 def test_every_row_is_measured_recorded_and_a_section_of_the_page(folder, in_this_process, tmp_path, capsys):
     record = tmp_path / "data.jsonl"
-    command = ["bench", "data", "--smoke", "--workdir", str(folder), "--record", str(record), "--rounds", "1"]
+    command = ["bench", "data", "--workdir", str(folder), "--record", str(record), "--rounds", "1"]
     assert main(command) == 0
     found = {row["row"]: row for row in read_records(record, "data")}
     counts = {
@@ -45,24 +51,24 @@ def test_every_way_loads_the_same(folder, monkeypatch, row, names):
     taken = lambda ways, _: {"lines": [(name, np.asarray(load(1))) for name, (_, load, _) in ways.items()]}
     monkeypatch.setattr(data, "time_in_turn", taken)
     monkeypatch.setattr(data, "in_fresh_process", lambda work, request: work(request))
-    lines = data.beside_nibabel(row, folder, SMOKE, 1)["lines"]
+    lines = data.beside_nibabel(row, folder, 1)["lines"]
     loaded = dict(lines[:names])
     first = loaded["store, mmap"]
     assert first.std() > 1
-    assert first.shape == ((*SMOKE.case, 4) if row == "s4" else (*SMOKE.patch, 1))
+    assert first.shape == ((32, 40, 28, 4) if row == "s4" else (16, 16, 16, 1))
     for name, other in lines:
         if "float16" not in name:  # z-scores
             np.testing.assert_array_equal(other, first, err_msg=name)
 
 
 def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path, capsys):
-    image = data.made(folder / "s4-32x40x28", "s4", SMOKE.case) / "image.nii"
+    image = data.made(folder / "s4-32x40x28", "s4", (32, 40, 28)) / "image.nii"
     before = os.stat(image).st_mtime_ns
-    assert os.stat(data.made(folder / "s4-32x40x28", "s4", SMOKE.case) / "image.nii").st_mtime_ns == before
+    assert os.stat(data.made(folder / "s4-32x40x28", "s4", (32, 40, 28)) / "image.nii").st_mtime_ns == before
     mine = tmp_path / "s4-32x40x28"
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")
-    assert main(["bench", "data", "--smoke", "--workdir", str(tmp_path)]) == 2
+    assert main(["bench", "data", "--workdir", str(tmp_path)]) == 2
     assert "must be made by bench data, got other files" in capsys.readouterr().err
     assert (mine / "thesis.txt").read_text() == "mine"
 

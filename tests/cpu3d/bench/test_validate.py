@@ -96,10 +96,10 @@ def test_the_page_shows_every_row_its_misses_and_what_failed():
     lines = page(measured, compare(measured, lambda one: PREDICTED))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     rows = {row[0]: row[1:] for row in cells}
-    base_row = ["2.000", "+0.0 %", "3.000", "+0.0 %", "+33.3 %", "1.00", "+50.0 %", "misses time"]
+    base_row = ["2.000", "+0.0%", "3.000", "+0.0%", "+33.3%", "1.00", "+50.0%", "misses time"]
     assert rows[base.job.describe()] == base_row
     notes = "misses process, misses upper bound, misses time, disturbed"
-    assert rows[missed.job.describe()] == [*base_row[:2], "4.000", "-25.0 %", "-0.0 %", *base_row[5:7], notes]
+    assert rows[missed.job.describe()] == [*base_row[:2], "4.000", "-25.0%", "-0.0%", *base_row[5:7], notes]
     assert rows[small.job.describe()][:2] == ["-", "-"]
     assert rows[failed.job.describe()][-1] == "not measured: exited with -9"
-    assert rows["process peak, worst error"] == ["5.0 %", "25.0 %", "**not met**"]
+    assert rows["process peak, worst error"] == ["5.0%", "25.0%", "**not met**"]
