@@ -23,8 +23,6 @@ Split = Dict[str, Tuple[str, ...]]
 TABLE = "table"
 """The rule by which a case's patient is known, where a table tells it."""
 
-# --- Patients ---
-
 
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
@@ -43,11 +41,9 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
-        if not any(row):
-            continue
-        if len(row) != 2 or not all(row):
+        if any(row) and (len(row) != 2 or not all(row)):
             problems.append(f"{name}:{number} must be a case and its patient, got {row}; mend the line")
-        elif patients.setdefault(*row) != row[1]:
+        elif any(row) and patients.setdefault(*row) != row[1]:
             two = f"{patients[row[0]]} and {row[1]}"
             problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
     refuse(problems)
@@ -62,9 +58,6 @@ def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:
     return [f"{count(number, 'case')}: {rule}" for rule, number in found.items() if number]
 
 
-# --- Splits ---
-
-
 def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:
     """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
 
@@ -72,9 +65,8 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
     the one furthest behind its share. Case ids come back sorted. Raises InputError for shares that are none, for too
     few patients.
     """
-    fractions = tuple(float(fraction) for fraction in fractions)
     total = sum(fractions)
-    if len(fractions) != 3 or min(fractions) < 0 or not 0 < total < math.inf:
+    if min(fractions) < 0 or not 0 < total < math.inf:
         rule = "--split must be three shares, none negative, one positive"
         raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
     order = _dealing_order(patients.values(), seed)
@@ -112,9 +104,6 @@ def deal_cases(
     }
 
 
-# --- Cross-validation ---
-
-
 def parse_fold(fold: str) -> Tuple[int, int]:
     """ "2/5" as (2, 5): the second of five parts. Raises InputError for what is no fold."""
     found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
@@ -126,33 +115,32 @@ def parse_fold(fold: str) -> Tuple[int, int]:
 
 
 def with_fold(store: Store, fold: str) -> Store:
-    """The store as a run of `fold` sees it: "val" is that part of its training and validation cases, "train" the rest.
-
-    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
-    views are between them all other cases, each once. "" is the store itself. Raises InputError for what is no fold,
-    for more parts than there are patients to deal out, and where identical images come apart.
-    """
+    """The store as a run of `fold` sees it; "" is the store itself. As `with_folds`."""
     return with_folds(store, [fold]) if fold else store
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """As `with_fold`, with the parts of several folds in "val"."""
+    """The store with the parts of `folds` of its training and validation cases in "val", and the rest in "train".
+
+    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
+    views are between them all other cases, each once. Raises InputError for what is no fold, for more parts than there
+    are patients to deal out, and where identical images come apart.
+    """
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
     entries = list(heads(manifest.cases))
     patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
-    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
+    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
-    problems = split_problems(split, entries)
-    refuse(problems)
+    refuse(split_problems(split, entries))
     return store.with_split(split)
 
 
-def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
-    """The cases of "train" and "val", sorted. `patients` maps case id -> patient id, and a patient is in one part.
+def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
+    """The cases that `fold` holds out, sorted. `patients` maps case id -> patient id, and a patient is in one part.
 
     Patients are dealt out one to each part in turn, so that the parts differ by one patient at most. Raises InputError
-    as `with_fold`.
+    as `with_folds`.
     """
     part, parts = parse_fold(fold)
     order = _dealing_order(patients.values(), seed)
@@ -160,11 +148,7 @@ def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
         rule = f"fold must have at most as many parts as there are patients to train and validate on, {len(order)}"
         raise InputError(f"{rule}, got {fold}; use fewer parts")
     chosen = set(order[part - 1 :: parts])
-    held_out = tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
-    return {"train": tuple(sorted(set(patients) - set(held_out))), "val": held_out}
-
-
-# --- Private helpers ---
+    return tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
 
 
 def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:

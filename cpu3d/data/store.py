@@ -48,6 +48,8 @@ TRIES = 5
 KEPT = 2048
 """Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
 
+_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
+
 
 class CaseIndex(Sequence[CaseRecord]):
     """The records in a file of JSON lines, in the order of `case_ids`, parsed when they are asked for.
@@ -57,14 +59,30 @@ class CaseIndex(Sequence[CaseRecord]):
     """
 
     def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
-        # Of its own, because a cache of this object's methods would be a cycle: the file would wait for the collector.
-        self._lines = _Lines(Path(path), tuple(case_ids), size_bytes)
-        self._parsed = functools.lru_cache(KEPT)(self._lines.parsed)
-        self._places: Sequence[int] = range(len(case_ids))
+        self._path, self._ids, self._places = path, tuple(case_ids), range(len(case_ids))
+        try:
+            self._handle = open_regular(path)
+            weakref.finalize(self, os.close, self._handle)
+            found = os.fstat(self._handle).st_size
+        except (FileNotFoundError, NotRegularError) as error:
+            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
+        if found != size_bytes:
+            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; run `prepare` again")
+        ends, start = [np.zeros(1, np.int64)], 0
+        with open(self._handle, "rb", closefd=False) as file:
+            for piece in iter(lambda: file.read(1 << 20), b""):
+                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
+                start += len(piece)
+        self._ends = np.concatenate(ends)
+        """In bytes from the start: 0, then of each line one past its newline."""
+        if len(self._ends) != len(case_ids) + 1:
+            rule = f"store file {path} must hold {len(case_ids)} cases"
+            raise InputError(f"{rule}, got {len(self._ends) - 1}; run `prepare` again")
+        self._record = functools.lru_cache(KEPT)(self._parsed)
 
     def select(self, places: Sequence[int]) -> "CaseIndex":
         """Some of the records, by place, without making them."""
-        selected = copy.copy(self)
+        selected = copy.copy(self)  # its records are parsed, and kept, by the index that it is of
         selected._places = [self._places[place] for place in places]
         return selected
 
@@ -72,33 +90,44 @@ class CaseIndex(Sequence[CaseRecord]):
         return len(self._places)
 
     def __getitem__(self, place: Union[int, slice]):
-        if isinstance(place, slice):
-            return self.select(range(len(self))[place])
-        return self._parsed(self._places[place])
+        return self.select(range(len(self))[place]) if isinstance(place, slice) else self._record(self._places[place])
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     __hash__ = None
 
-    def head(self, place: int) -> RecordHead:
-        """The first things of a record, in a tenth of the time that the record takes."""
-        return self._lines.parsed(self._places[place], RecordHead)
+    def heads(self) -> Iterator[RecordHead]:
+        """The first things of every record, in a tenth of the time that the records take."""
+        return (self._parsed(place, RecordHead) for place in self._places)
+
+    def _parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
+        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
+        start, end = map(int, self._ends[place : place + 2])
+        line = os.pread(self._handle, end - start, start)
+        try:
+            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
+            if record.case_id == self._ids[place]:
+                return record
+            reason = f"case {record.case_id}"
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            reason = str(error)[:300]
+        rule = f"store file {self._path} must hold case {self._ids[place]} in line {place + 1}"
+        raise InputError(f"{rule}, got {reason}; run `prepare` again")
 
 
 def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
     """That of every case, without the time and memory of whole records where they lie in a file."""
     if isinstance(cases, CaseIndex):
-        return map(cases.head, range(len(cases)))
+        return cases.heads()
     return (RecordHead(*(getattr(case, name) for name in RecordHead.__struct_fields__)) for case in cases)
 
 
 def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
     """The first record of every stem; those that share its arrays are not made."""
-    seen = set()
+    first: Dict[str, int] = {}
     for place, head in enumerate(heads(cases)):
-        if head.stem not in seen:
-            seen.add(head.stem)
+        if first.setdefault(head.stem, place) == place:
             yield cases[place]
 
 
@@ -144,8 +173,7 @@ class Store:
 
     def check_split(self) -> None:
         """Read every record. Raises InputError where a patient or image is in two splits, or the split is another."""
-        manifest = self._made
-        entries = list(heads(manifest.cases))
+        manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
             rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
@@ -168,16 +196,16 @@ def open_store(folder: Union[str, Path]) -> Store:
     Raises InputError when there is no manifest, when it was edited or the records beside it are damaged, when it is of
     another schema, or when a case is in two splits.
     """
-    folder = Path(folder)
-    content = read_manifest(folder)
+    folder, before = Path(folder), None
     for _ in range(TRIES):
+        content = read_manifest(folder)
         try:
             return _opened(folder, content)
         except InputError:
-            before, content = content, read_manifest(folder)
             if content == before:
                 raise
-    return _opened(folder, content)
+            before = content
+    return _opened(folder, read_manifest(folder))
 
 
 def read_manifest(folder: Path) -> Dict[str, Any]:
@@ -236,11 +264,6 @@ def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
         raise InputError(f"{what} must be among {', '.join(there)}, each once, got {', '.join(wanted) or 'none'}")
 
 
-# --- Private helpers ---
-
-_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
-
-
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
@@ -252,44 +275,3 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule = f"store manifest {folder / 'manifest.json'} must be complete"
         raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
-
-
-class _Lines:
-    """The file of a `CaseIndex`, open as long as this lives."""
-
-    def __init__(self, path: Path, case_ids: Tuple[str, ...], size_bytes: int):
-        self.path, self.case_ids = path, case_ids
-        rule = f"store file {path} must be {size_bytes} bytes long"
-        try:
-            self.handle = open_regular(path)
-        except (FileNotFoundError, NotRegularError) as error:
-            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-            raise InputError(f"{rule}, got {found}; run `prepare` again") from None
-        weakref.finalize(self, os.close, self.handle)
-        found = os.fstat(self.handle).st_size
-        if found != size_bytes:
-            raise InputError(f"{rule}, got {found}; run `prepare` again")
-        ends, start = [np.zeros(0, np.int64)], 0
-        with open(self.handle, "rb", closefd=False) as file:
-            for piece in iter(lambda: file.read(1 << 20), b""):
-                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
-                start += len(piece)
-        self.ends = np.concatenate(ends)
-        """Of each line, one past its newline, in bytes from the start."""
-        if len(self.ends) != len(case_ids):
-            rule = f"store file {path} must hold {len(case_ids)} cases"
-            raise InputError(f"{rule}, got {len(self.ends)}; run `prepare` again")
-
-    def parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
-        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
-        start = int(self.ends[place - 1]) if place else 0
-        line = os.pread(self.handle, int(self.ends[place]) - start, start)
-        try:
-            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
-            if record.case_id == self.case_ids[place]:
-                return record
-            reason = f"case {record.case_id}"
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            reason = str(error)[:300]
-        rule = f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}"
-        raise InputError(f"{rule}, got {reason}; run `prepare` again")

@@ -75,7 +75,12 @@ def load_case(
         max_abs_error=max_abs_error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
-        sources=tuple(_source(path, dataset_folder) for path in paths),
+        sources=tuple(
+            SourceFile(
+                source_name(path, dataset_folder), path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns
+            )
+            for path in paths
+        ),
         stem=files.case_id,
         format="",
         stored=whole(image.shape[:3]),
@@ -116,25 +121,18 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
 
 def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label on the whole grid."""
-    mask = np.zeros(image.shape[:3], bool) if label is None else label > 0
-    statistics = []
-    for index in range(image.shape[3]):
-        channel = image[..., index]
-        inside = channel != 0
-        mask |= inside
-        values = channel[inside].astype(np.float64)
-        statistics.append((values.mean(), values.std(), values.min(), values.max(), values.size))
-    mean, std, low, high, voxels = zip(*statistics)
+    values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
+    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
     counts = np.bincount(label.reshape(-1)) if label is not None else ()
     return {
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(map(float, mean)),
-        "channel_std": tuple(map(float, std)),
-        "channel_min": tuple(map(float, low)),
-        "channel_max": tuple(map(float, high)),
-        "channel_voxels": tuple(map(int, voxels)),
+        "channel_mean": tuple(float(one.mean()) for one in values),
+        "channel_std": tuple(float(one.std()) for one in values),
+        "channel_min": tuple(float(one.min()) for one in values),
+        "channel_max": tuple(float(one.max()) for one in values),
+        "channel_voxels": tuple(one.size for one in values),
         "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
         "centres": centres_of(label) if label is not None else {},
         "image_voxels_sha256": voxels_sha256(image),
@@ -154,18 +152,18 @@ def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
 def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, problems: List[str]):
     """One 3D array per channel, int16 wherever that is exact, the grid of the first file that could be read, and how
     many voxels were made 0."""
-    volumes, geometry, first, zeroed_voxels = [], None, None, 0
-    expect_4d = len(files.images) == 1 and len(channels) > 1
+    volumes, geometry, zeroed_voxels = [], None, 0
+    if len(files.images) not in (1, len(channels)):
+        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}; name them all")
     for number, path in enumerate(files.images):
         try:
             array, found = nifti.read_volume(path)
         except InputError as error:
             problems += error.problems
             continue
-        if geometry is None:
-            geometry, first = found, path
-        problems += _grid_problems(path, found, first, geometry)
-        names = channels if expect_4d else channels[number : number + 1]
+        geometry = geometry or found
+        problems += _grid_problems(path, found, files.images[0], geometry)
+        names = channels if len(files.images) == 1 else channels[number : number + 1]
         array = array if array.ndim == 4 else array[..., None]
         if array.shape[3] != max(len(names), 1):
             advice = f"give one 4D file or one 3D file for each of {', '.join(channels)}"
@@ -178,8 +176,6 @@ def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, pr
                 volume = np.where(np.isfinite(volume), volume, 0)
             problems += _channel_problems(f"channel {name} of {path}", volume)
             volumes.append(_compact(volume))
-    if len(files.images) not in (1, len(channels)):
-        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}; name them all")
     return volumes, geometry, zeroed_voxels
 
 
@@ -199,11 +195,11 @@ def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry)
 
 def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
     """NaN, infinity and channels without contrast, which no normalisation can mend."""
-    bad = volume.size - int(np.count_nonzero(np.isfinite(volume))) if volume.dtype.kind == "f" else 0
+    bad, advice = volume.size - int(np.count_nonzero(np.isfinite(volume))), "fetch it again or leave the case out"
+    inside = volume[volume != 0]
     if bad:
         advice = "mend it, leave it out, or make them background with --zero-nan"
         return [f"{name} must be finite, got {bad} NaN or infinite voxels; {advice}"]
-    inside, advice = volume[volume != 0], "fetch it again or leave the case out"
     if inside.size == 0:
         return [f"{name} must not be empty, got zeros only; {advice}"]
     if inside.min() == inside.max():
@@ -214,11 +210,9 @@ def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
 def _compact(volume: np.ndarray) -> np.ndarray:
     """The volume as int16 where that is exact, else as it is."""
     limits = np.iinfo(np.int16)
-    if volume.dtype.kind == "f" and not (np.isfinite(volume).all() and np.array_equal(np.rint(volume), volume)):
-        return volume
-    if volume.min() < limits.min or volume.max() > limits.max:
-        return volume
-    return volume.astype(np.int16)
+    integral = volume.dtype.kind != "f" or (np.isfinite(volume).all() and np.array_equal(np.rint(volume), volume))
+    exact = integral and limits.min <= volume.min() and volume.max() <= limits.max
+    return volume.astype(np.int16) if exact else volume
 
 
 def _read_label(
@@ -248,15 +242,9 @@ def _read_label(
         rule = f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}"
         problems.append(f"{rule}; mend it, or say what they are with --label-map")
         return None
-    if expected is not None:
-        problems += _grid_problems(path, geometry, files.images[0], expected)
+    problems += _grid_problems(path, geometry, files.images[0], expected or geometry)
     changed = label.astype(np.uint8)
     for value, code in zip(values, codes):
         if code != value:
             changed[label == value] = code
     return changed
-
-
-def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:
-    status = path.stat()
-    return SourceFile(source_name(path, dataset_folder), status.st_size, file_sha256(path), status.st_mtime_ns)

@@ -4,34 +4,25 @@ None of the old cases moves, and what was exact stays exact.
 """
 
 import dataclasses
-import errno
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-import numpy as np
-
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, Manifest, array_path, record_path, remake, to_json
+from cpu3d.data.records import CaseRecord, Manifest, remake
+from cpu3d.data.region import bounding_box
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, on_grid, open_store, write_store
 from cpu3d.data.stores import conversion
-from cpu3d.data.stores.case import facts_of, float16_image
-from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings, convert_all, settings_of, sweep, write_arrays
-from cpu3d.data.stores.layouts import (
-    CaseFiles,
-    Problem,
-    labels_in_use,
-    patient_of,
-    read_dataset,
-    regions_of,
-    with_label_map,
-)
+from cpu3d.data.stores.case import LoadedCase, facts_of, float16_image
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, Settings, claimed, convert_all, settings_of
+from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.atomic import remove_partials, writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
@@ -80,29 +71,26 @@ def append(
             raise InputError(f"{rule}, got {value}; prepare a store of its own")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
-        sweep(store_dir)
+        remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
         store.check_split()
-        old = store.manifest
+        old, out = store.manifest, conversion.left_out(store_dir)
         there = {case_id for ids in old.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
-        problems = [*_clashes(store, known, new), *_patient_clashes(store, patients, bool(new))]
-        refuse(problems)
-        out = conversion.left_out(store_dir)
+        refuse([*_clashes(store, known, new), *_patient_clashes(store, patients, bool(new))])
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
         jobs = conversion.jobs_of(new, dataset, store_dir, settings, finished)
-        records, problems = convert_all(conversion.convert, jobs, workers, finished, store_dir, "prepare")
-        problems += [problem for problem in dataset.problems if problem.case_id not in there]
-        for case_id in sorted(records):
-            other = sorted(set(records[case_id].label_voxels) - set(old.labels))
+        records, problems = convert_all(jobs, workers, finished, store_dir, "append")
+        problems.update((case_id, reasons) for case_id, reasons in dataset.problems.items() if case_id not in there)
+        for case_id, record in sorted(records.items()):
+            other = sorted(set(record.label_voxels) - set(old.labels))
             if other:
                 found = ", ".join(f"{code} {dataset.labels[code]}" for code in other)
                 rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {found}"
-                problems.append(Problem(case_id, f"{rule}; prepare a store of its own"))
+                problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
-        bad = tuple(sorted({problem.case_id for problem in problems}))
-        if bad and not skip_bad:
+        if not skip_bad:
             conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
         manifest = old
         if records:
@@ -114,32 +102,15 @@ def append(
             )
             rules = Counter(old.patient_rules)
             rules.update(dataset.patient_rules[case_id] for case_id in records)
-            manifest = remake(
-                old, cases=[*old.cases, *records.values()], split=split, versions=versions(), patient_rules=dict(rules)
-            )
+            cases = [*old.cases, *records.values()]
+            manifest = remake(old, cases=cases, split=split, versions=versions(), patient_rules=dict(rules))
             write_store(store_dir, manifest)
-        still_out = [problem for problem in out if problem.case_id not in {*there, *records, *bad}]
-        conversion.write_quarantine(store_dir, [*still_out, *problems])
-    return Appended(manifest, tuple(sorted(records)), tuple(sorted(files.case_id for files in known)), bad)
+        still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
+        conversion.write_quarantine(store_dir, {**still_out, **problems})
+    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
 
 
 # --- Another format ---
-
-
-@dataclass(frozen=True)
-class Job:
-    """One case's arrays to be written in another format."""
-
-    old: Path
-    new: Path
-    record: CaseRecord
-    channels: Tuple[str, ...]
-    settings: Settings
-
-    @property
-    def case_id(self) -> str:
-        """Of the arrays, which entries may share."""
-        return self.record.stem
 
 
 def change_format(
@@ -158,32 +129,25 @@ def change_format(
     cases (the good ones are kept), and where `new_dir` holds anything else. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    settings, out = _changed_settings(store, format_, crop), conversion.left_out(store.folder)
+    settings, out, old = _changed_settings(store, format_, crop), conversion.left_out(store.folder), store.manifest
     store.check_split()
-    writable_folder(new_dir, "new store")
-    with locked(new_dir, "store"):
-        made_of = {name: getattr(store.manifest, name) for name in ("schema", "name", "split_hash")}
-        made_of.update({name: getattr(settings, name) for name in ("format", "scores", "crop")})
-        conversion.claim(new_dir, "conversion.json", made_of, "new store")
-        sweep(new_dir)
-        (new_dir / "cases").mkdir(exist_ok=True)
+    made_of: Dict[str, Any] = {name: getattr(old, name) for name in ("schema", "name", "split_hash")}
+    made_of.update({name: getattr(settings, name) for name in ("format", "scores", "crop")})
+    with claimed(new_dir, "new store", "conversion.json", made_of):
         if (new_dir / "manifest.json").exists():
             print(f"Nothing to do: store {new_dir} is finished.")
             return open_store(new_dir).manifest
-        records = {record.stem: record for record in store.manifest.cases}
+        records = {record.stem: record for record in old.cases}
         done = _converted(new_dir, records)
-        channels = store.manifest.channels
-        jobs = [Job(store.folder, new_dir, one, channels, settings) for one in records.values() if one.stem not in done]
-        done, problems = convert_all(_convert_arrays, jobs, workers, done, new_dir, "convert")
-        if problems:
-            kept = f"{count(done, 'converted case')} kept in {new_dir}"
-            advice = f"{kept}: mend the old store and run the same command again"
-            raise InputError(*(problem.reason for problem in problems), advice)
-        cases = [
-            dataclasses.replace(entry, **{name: getattr(done[entry.stem], name) for name in OF_ARRAYS})
-            for entry in store.manifest.cases
-        ]
-        manifest = remake(store.manifest, cases=cases, versions=versions())
+        load = functools.partial(_stored_case, store.folder, old.channels, settings.scores)
+        waiting = [(stem, record) for stem, record in records.items() if stem not in done]
+        jobs = [Job(stem, functools.partial(load, record), new_dir, settings) for stem, record in waiting]
+        done, problems = convert_all(jobs, workers, done, new_dir, "convert")
+        kept = f"{count(done, 'converted case')} kept in {new_dir}: mend the old store and run the same command again"
+        refuse([*(reason for reasons in problems.values() for reason in reasons), kept] if problems else ())
+        of_arrays = {stem: {name: getattr(done[stem], name) for name in OF_ARRAYS} for stem in records}
+        cases = [dataclasses.replace(entry, **of_arrays[entry.stem]) for entry in old.cases]
+        manifest = remake(old, cases=cases, versions=versions())
         conversion.write_quarantine(new_dir, out)
         write_json(new_dir / "source.json", conversion.identity(manifest, settings))
         write_store(new_dir, manifest)
@@ -260,9 +224,7 @@ def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[
 
 
 def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]) -> Settings:
-    """Those of the new store. Raises InputError for an unknown format and where int16 is asked of what was rounded."""
-    if format_ not in (None, *FORMAT_CHOICES):
-        raise InputError(f"--format must be one of {', '.join(FORMAT_CHOICES)}, got {format_!r}; pick one")
+    """Those of the new store. Raises InputError where int16 is asked of what was rounded."""
     old = settings_of(store.folder)
     if old.scores and format_ == "npy":
         rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
@@ -287,33 +249,22 @@ def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, Ca
     return done
 
 
-def _convert_arrays(job: Job) -> conversion.Outcome:
-    """Write one case's arrays and then its record, or say what is wrong with the old ones.
-
-    Raises OSError where the new store cannot be written, or gives back other voxels than were written.
-    """
-    reader, record = Reader(job.old, "pread"), job.record
-    rule = f"case {record.case_id} of store {job.old} must"
+def _stored_case(store_dir: Path, channels: Sequence[str], scores: bool, record: CaseRecord) -> LoadedCase:
+    """A case as a store has it, as float16 `scores` where they are wanted. Raises InputError for damaged arrays."""
+    reader = Reader(store_dir, "pread")
     try:
         image = on_grid(reader.array(record, "x"), record)
         label = on_grid(reader.array(record, "y"), record) if record.has_label else None
-        found = voxels_sha256(image), voxels_sha256(label) if label is not None else ""
-        if found != (record.image_voxels_sha256, record.label_voxels_sha256):
-            return (f"voxels of {rule} be as recorded, got others; {ADVICE}",)
-        if job.settings.scores and record.image_dtype == "int16":
-            names = [f"channel {name} of {record.case_id}" for name in job.channels]
-            image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
-            record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
-    except InputError as error:
-        return error.problems
     except OSError as error:
-        return (f"{rule} be readable, got {error}; {ADVICE}",)
-    new = write_arrays(job.new, record, image, label, format_=job.settings.format, cropped=job.settings.crop)
-    again = Reader(job.new, "pread")
-    for part, array in (("x", image), ("y", label)):
-        if array is not None and not np.array_equal(on_grid(again.array(new, part), new), array):
-            path = array_path(job.new, new, part)
-            path.unlink()
-            raise OSError(errno.EIO, "what was read back is not what was written", str(path))
-    write_json(record_path(job.new, new.stem), to_json(new))
-    return new
+        rule = f"case {record.case_id} of store {store_dir} must be readable"
+        raise InputError(f"{rule}, got {error}; {ADVICE}") from None
+    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
+    found = bounding_box(mask), voxels_sha256(image), voxels_sha256(label) if label is not None else ""
+    if found != (record.box, record.image_voxels_sha256, record.label_voxels_sha256):
+        rule = f"voxels of case {record.case_id} of store {store_dir} must be as recorded"
+        raise InputError(f"{rule}, got others; {ADVICE}")
+    if scores and record.image_dtype == "int16":
+        names = [f"channel {name} of {record.case_id}" for name in channels]
+        image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
+        record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
+    return LoadedCase(image, label, record)

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
+from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.files.reader import Reader, choose_read_mode, file_system, parts_of
 from cpu3d.data.records import SPLITS, CaseRecord, array_path, case_from_json, largest, record_path
 from cpu3d.data.region import EXTENTS, grid_size
 from cpu3d.data.splits import describe_patients
@@ -21,7 +21,7 @@ from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by, count
-from memory_estimator.files import read_json
+from memory_estimator.files import read_regular
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
 """Fields of a record that say something of the entry."""
@@ -157,48 +157,49 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Fin
     no manifest, an edited one, another version.
     """
     workers, store = worker_count(workers), open_store(store_dir)
-    manifest, content = store.manifest, read_manifest(store.folder)["records"]
+    folder, manifest, content = store.folder, store.manifest, read_manifest(store.folder)["records"]
     problems: List[str] = []
-    if file_sha256(store.folder / content["file"]) != content["sha256"]:
-        path = store.folder / content["file"]
-        problems.append(f"store file {path} must be as it was written, got other content; run `prepare` again")
-    arrays: Dict[str, CaseRecord] = {}
-    shapes, boxes, unlabelled, good = set(), set(), [], 0
+    if file_sha256(folder / content["file"]) != content["sha256"]:
+        rule = f"store file {folder / content['file']} must be as it was written"
+        problems.append(f"{rule}, got other content; run `prepare` again")
+    records, arrays = [], {}
     for place in range(len(manifest.cases)):
         try:
             record = manifest.cases[place]
         except InputError as error:
             problems += error.problems
             continue
-        good += 1
-        shapes.add(record.shape)
-        boxes.add(record.box.size)
-        unlabelled += [] if record.has_label else [record.case_id]
         problems += _entry_problems(store, record, arrays.setdefault(record.stem, record))
-    if good == len(manifest.cases) > 0:  # what follows from damaged records is not known
-        follows = {"largest_shape": largest(shapes), "largest_box": largest(boxes), "unlabelled": tuple(unlabelled)}
+        records.append((record.case_id, record.shape, record.box.size, record.has_label))
+    if len(records) == len(manifest.cases) > 0:  # what follows from damaged records is not known
+        ids, shapes, boxes, labelled = zip(*records)
+        unlabelled = tuple(case_id for case_id, has_label in zip(ids, labelled) if not has_label)
+        follows = {"largest_shape": largest(shapes), "largest_box": largest(boxes), "unlabelled": unlabelled}
         for name, value in follows.items():
             if getattr(manifest, name) != value:
-                rule = f"{name} in the manifest of store {store.folder} must follow from its records"
+                rule = f"{name} in the manifest of store {folder} must follow from its records"
                 problems.append(f"{rule}, got {_short(getattr(manifest, name))}; restore it")
     try:
         store.check_split()
     except InputError as error:
         problems += error.problems
     for region, codes in manifest.regions.items():
-        unknown = ", ".join(map(str, sorted(set(codes) - set(manifest.labels))))
-        if unknown:
-            rule = f"region {region} in the manifest of store {store.folder} must be of the store's labels"
-            problems.append(f"{rule}, got {unknown}; restore it")
+        if not set(codes) <= set(manifest.labels):
+            rule = f"region {region} in the manifest of store {folder} must be of the store's labels"
+            problems.append(f"{rule}, got {codes}; restore it")
     with bar("verify", total=len(arrays)) as advance:
-        look = functools.partial(_array_problems, store.folder)
-        for record, found in run_jobs(look, list(arrays.values()), workers):
-            if found is KILLED:
-                found = (f"case {record.case_id} must fit into memory, but its process was killed; free some",)
-            problems += found
+        for record, found in run_jobs(functools.partial(_array_problems, folder), list(arrays.values()), workers):
+            killed = f"case {record.case_id} must fit into memory, but its process was killed; free some"
+            problems += [killed] if found is KILLED else found
             advance()
+    known = {"manifest.json", "source.json", "conversion.json", "quarantine.jsonl", content["file"]}
+    for record in arrays.values():
+        known.update(array_path("", record, part).as_posix() for part in parts_of(record))
+    own = {*arrays, *(case_id for ids in manifest.split.values() for case_id in ids)}
+    known.update(record_path("", name).as_posix() for name in own)
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     size_bytes = sum(record.image_bytes + record.label_bytes for record in arrays.values())
-    strays = tuple(_strays(store, arrays))
+    strays = tuple(sorted(there - known))
     return Findings(tuple(dict.fromkeys(problems)), strays, len(manifest.cases), len(arrays), size_bytes)
 
 
@@ -210,9 +211,8 @@ def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List
     manifest, rule, problems = store.manifest, f"record of case {record.case_id}", []
     if record.channels != len(manifest.channels):
         problems.append(f"{rule} must have {len(manifest.channels)} channels, got {record.channels}; {ADVICE}")
-    unknown = ", ".join(map(str, sorted(set(record.label_voxels) - set(manifest.labels))))
-    if unknown:
-        problems.append(f"{rule} must have label codes of the store, got {unknown}; {ADVICE}")
+    if not set(record.label_voxels) <= set(manifest.labels):
+        problems.append(f"{rule} must have label codes of the store, got {[*record.label_voxels]}; {ADVICE}")
     other = ", ".join(name for name in OF_ARRAYS if getattr(record, name) != getattr(first, name))
     if other:
         rule = f"{rule} must say of its arrays what case {first.case_id} says of the same"
@@ -220,54 +220,36 @@ def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List
     return problems
 
 
-def _array_problems(folder: Path, record: CaseRecord) -> Tuple[str, ...]:
+def _array_problems(folder: Path, record: CaseRecord) -> List[str]:
     """All that is wrong with one case's arrays, its own record's file among it."""
-    reader = Reader(folder, "pread")
-    problems, lengths = _own_record_problems(folder, record), reader.problems(record)
+    reader, own = Reader(folder, "pread"), record_path(folder, record.case_id)
+    problems, lengths = [], reader.problems(record)
+    try:
+        found = "" if case_from_json(read_regular(own)) == record else "another"
+    except (OSError, ValueError) as error:
+        found = "" if isinstance(error, FileNotFoundError) else str(error)
+    if found:
+        rule = f"store file {own} must hold the case's record as the store does"
+        problems.append(f"{rule}, got {found}; delete it")
     if lengths:
-        return (*problems, *lengths)
+        return [*problems, *lengths]
     voxels: Dict[str, np.ndarray] = {}
-    for part, file_sha, voxels_sha in (
-        ("x", record.image_sha256, record.image_voxels_sha256),
-        ("y", record.label_sha256, record.label_voxels_sha256),
-    )[: 1 + record.has_label]:
+    for part in parts_of(record):
         path = array_path(folder, record, part)
         try:
-            if file_sha256(path) != file_sha:
+            if file_sha256(path) != (record.image_sha256 if part == "x" else record.label_sha256):
                 problems.append(f"store file {path} must be as it was written, got other content; {ADVICE}")
                 continue
             voxels[part] = on_grid(reader.array(record, part), record)
-            if voxels_sha256(voxels[part]) != voxels_sha:
-                problems.append(f"voxels in {path} must be those of case {record.case_id}, got others; {ADVICE}")
         except InputError as error:
             problems += error.problems
         except (OSError, ValueError, OverflowError, MemoryError) as error:  # the latter of impossible sizes
             problems.append(f"store file {path} must be readable: {error}")
-    if not problems:
-        problems += _fact_problems(record, voxels["x"], voxels.get("y"))
-    return tuple(problems)
-
-
-def _own_record_problems(folder: Path, record: CaseRecord) -> List[str]:
-    """A case's own file of its record: what an unfinished store would go on from."""
-    path = record_path(folder, record.case_id)
-    try:
-        if case_from_json(read_json(path)) == record:
-            return []
-        found = "another"
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        found = str(error)
-    return [f"store file {path} must hold the case's record as the store does, got {found}; delete it"]
-
-
-def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray]) -> List[str]:
-    """Where a record differs from what follows from its voxels."""
-    if not image.any(axis=(0, 1, 2)).all():
+    if problems:
+        return problems
+    if not voxels["x"].any(axis=(0, 1, 2)).all():
         return [f"image of case {record.case_id} must have voxels in every channel, got an empty one; {ADVICE}"]
-    problems = []
-    for name, value in facts_of(image, label).items():
+    for name, value in facts_of(voxels["x"], voxels.get("y")).items():
         found, same = getattr(record, name), value == getattr(record, name)
         if name in ("channel_mean", "channel_std"):
             same = len(value) == len(found) and np.allclose(value, found, rtol=CLOSE, atol=CLOSE)
@@ -275,18 +257,6 @@ def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.nda
             rule = f"{name} in the record of case {record.case_id} must follow from its voxels, {_short(value)}"
             problems.append(f"{rule}, got {_short(found)}; {ADVICE}")
     return problems
-
-
-def _strays(store: Store, arrays: Mapping[str, CaseRecord]) -> List[str]:
-    """Files in the store's folder that nothing in it names."""
-    records_file = read_manifest(store.folder)["records"]["file"]
-    known = {"manifest.json", "source.json", "conversion.json", "quarantine.jsonl", records_file}
-    for record in arrays.values():
-        known |= {array_path("", record, part).as_posix() for part in "xy"[: 1 + record.has_label]}
-        known.add(record_path("", record.stem).as_posix())
-    known |= {record_path("", case_id).as_posix() for ids in store.manifest.split.values() for case_id in ids}
-    found = {path.relative_to(store.folder).as_posix() for path in store.folder.rglob("*") if not path.is_dir()}
-    return sorted(found - known)
 
 
 def _short(value: Any) -> str:
