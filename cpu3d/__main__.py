@@ -6,47 +6,40 @@ import faulthandler
 import importlib
 import os
 import sys
-from typing import List, Optional
+from types import ModuleType
+from typing import List, Optional, Tuple
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
-from memory_estimator.schema import OptionError
+from memory_estimator.schema import OptionError, add_options, arguments
 
 COMMANDS = {
-    "demo": "cpu3d.demo",
-    "phantom": "cpu3d.data.stores.phantom",
-    "prepare": "cpu3d.data.stores.prepare",
-    "store": "cpu3d.data.stores.command",
-    "train": "cpu3d.training.train",
-    "launch": "cpu3d.distributed.launch",
-    "status": "cpu3d.report.status",
-    "evaluate": "cpu3d.inference.evaluate",
-    "predict": "cpu3d.inference.predict",
-    "export": "cpu3d.inference.export.command",
-    "report": "cpu3d.report.report",
-    "compare": "cpu3d.compare.command",
-    "bench": "cpu3d.bench.command",
-    "calibrate": "cpu3d.bench.calibrate",
-    "doctor": "cpu3d.host.doctor",
+    "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
+    "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
+    "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
+    "store": ("cpu3d.data.stores.command", "look into a store, check it, change its format, add cases"),
+    "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
+    "launch": ("cpu3d.distributed.launch", "train with several workers: one a socket, or on several hosts"),
+    "status": ("cpu3d.report.status", "tell how a run is doing: phase, progress, memory, and what to do next"),
+    "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
+    "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
+    "export": ("cpu3d.inference.export.command", "write a trained network for other programs: SavedModel or ONNX"),
+    "report": ("cpu3d.report.report", "write one report.html of a run"),
+    "compare": (
+        "cpu3d.compare.command",
+        "train whole-volume and patch runs, or any variants, under one budget and compare them",
+    ),
+    "bench": (
+        "cpu3d.bench.command",
+        "measure time and memory of training, loading and inference; compare engines and policies",
+    ),
+    "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, within a minute"),
+    "doctor": (
+        "cpu3d.host.doctor",
+        "look at this host: what it has, what would be set, whether the engine does what it should",
+    ),
 }
-
-OVERVIEW = {
-    "demo": "make phantoms, train on them, score, predict, report: everything once, in minutes",
-    "phantom": "write a data set of made-up brains with tumours",
-    "prepare": "read a BraTS or Decathlon data set into a store",
-    "store": "look into a store, check it, change its format, add cases",
-    "train": "train a 3D U-Net on whole volumes or on patches, or continue",
-    "launch": "train with several workers: one a socket, or on several hosts",
-    "status": "tell how a run is doing: phase, progress, memory, and what to do next",
-    "evaluate": "score untouched cases on their full grids, or cross-validate folds",
-    "predict": "segment new cases, in their own grids, with one run or several",
-    "export": "write a trained network for other programs: SavedModel or ONNX",
-    "report": "write one report.html of a run",
-    "compare": "train whole-volume and patch runs, or any variants, under one budget and compare them",
-    "bench": "measure time and memory of training, loading and inference; compare engines and policies",
-    "doctor": "look at this host: what it has, what would be set, whether the engine does what it should",
-    "calibrate": "measure this host's constants for the estimator, within a minute",
-}
+"""Subcommand -> its module and a line of help."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -59,8 +52,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        return importlib.import_module(COMMANDS[args.command]).run(args)
+        module, args = parse(sys.argv[1:] if argv is None else argv)
+        options = getattr(module, "OPTIONS", None)
+        return module.run(args) if options is None else module.run(*arguments(options, args, InputError))
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -84,22 +78,19 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-def parse(argv: List[str]) -> argparse.Namespace:
-    """Read a command line; only the module of the subcommand that is asked for is imported."""
-    asked = argv[0] if argv else None
+def parse(argv: List[str]) -> Tuple[ModuleType, argparse.Namespace]:
+    """Read a command line: the module of its subcommand, the only one imported, and the options."""
     parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
-    for command, help_line in OVERVIEW.items():
-        module = importlib.import_module(COMMANDS[command]) if command == asked else None
-        sub = subparsers.add_parser(
-            command,
-            help=help_line,
-            description=module.__doc__ if module else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if module:
-            module.add_arguments(sub)
-    return parser.parse_args(argv)
+    for command, (module_name, help_line) in COMMANDS.items():
+        sub = subparsers.add_parser(command, help=help_line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if argv[:1] == [command]:
+            module = importlib.import_module(module_name)
+            sub.description = module.__doc__
+            # The actions of `store` and the kinds of `bench` are commands themselves.
+            getattr(module, "add_arguments", add_options)(sub, *getattr(module, "OPTIONS", ()))
+    args = parser.parse_args(argv)
+    return module, args
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 Every step is the command that it prints. A demo that was cut off continues where it stopped.
 """
 
-import argparse
 import os
 import shlex
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from cpu3d.distributed.cluster import VARIABLES
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from models.config import POLICIES
 
 CASES = 12
@@ -35,16 +34,14 @@ class Options:
     policy: Optional[str] = option(None, "memory policy of the run (default: what `train` picks)", choices=POLICIES)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     from cpu3d.__main__ import main
 
     for name in VARIABLES:  # left over, it would make the training one of several that nobody has started
         os.environ.pop(name, None)
-    options = from_args(Options, args)
     out = options.out / "smoke" if options.smoke else options.out
     for command in commands(out, options.smoke, options.policy):
         print(f"\n$ ./run.sh {shlex.join(command)}", file=sys.stderr, flush=True)

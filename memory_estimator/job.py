@@ -245,13 +245,13 @@ DEFAULT_RECIPE = "brats-regions"
 class Architecture:
     """The network between its input and its output, as the estimator and the trainer take it from a command line."""
 
-    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS)
-    filters: int = option(16, "feature maps of the first convolution", "F")
-    depth: int = option(5, "levels of resolution", "L")
-    norm: str = option("instance", choices=NORMS)
-    up: str = option("transposed", "how the decoder doubles the grid", choices=UPS)
-    residual: bool = option(False, "residual blocks")
-    deep_supervision: bool = option(False, "a loss at every decoder level")
+    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS, group="network")
+    filters: int = option(16, "feature maps of the first convolution", "F", group="network")
+    depth: int = option(5, "levels of resolution", "L", group="network")
+    norm: str = option("instance", choices=NORMS, group="network")
+    up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
+    residual: bool = option(False, "residual blocks", group="network")
+    deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
 
 @dataclass(frozen=True)

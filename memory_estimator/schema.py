@@ -9,6 +9,9 @@
     add_options(parser, Options)
     options = from_args(Options, parser.parse_args(argv))
 
+A command is a module with `OPTIONS`, a dataclass for each argument of its `run`. A tuple of dataclasses there is a dict
+of the options that were given; the others come from elsewhere, as from a recipe.
+
 A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple of a fixed length
 (`--shape X Y Z`) or of any (`--seeds 0 1 2`). Fields without `option` are not on the command line.
 """
@@ -62,20 +65,19 @@ def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = No
 
 def add_options(
     parser: argparse.ArgumentParser,
-    *classes: type,
+    *classes: Union[type, Tuple[type, ...]],
     only: Optional[Sequence[str]] = None,
-    required: bool = True,
     choices: Optional[Mapping[str, Sequence[Any]]] = None,
     group: str = "",
 ) -> None:
     """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
 
-    With `required` False nothing has to be given: what is not comes from elsewhere, such as a recipe. `choices` are of
-    named fields, in place of their own; `group` is the heading of options that have none.
+    `choices` are of named fields, in place of their own; `group` is the heading of options that have none.
     """
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
-    fields = [(get_type_hints(cls)[field.name], field, spec) for cls in classes for field, spec in _fields(cls)]
+    each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
+    fields = [(get_type_hints(cls)[field.name], field, spec) for cls in each for field, spec in _fields(cls)]
     for hint, field, spec in fields:
         if only is not None and field.name not in only:
             continue
@@ -122,8 +124,7 @@ def add_options(
         elif spec.positional:
             target.add_argument(field.name, **more)
         else:
-            needed = required and field.default is dataclasses.MISSING
-            target.add_argument(flag, dest=field.name, required=needed, **more)
+            target.add_argument(flag, dest=field.name, required=field.default is dataclasses.MISSING, **more)
 
 
 def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
@@ -136,6 +137,18 @@ def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = O
     found = cls(**{**given(cls, args), **more})
     check(found, error)
     return found
+
+
+def arguments(
+    parts: Sequence[Union[type, Tuple[type, ...]]], args: argparse.Namespace, error: Type[Exception] = OptionError
+) -> List[Any]:
+    """What a command's `run` takes: its OPTIONS as they were given. Raises `error` for a value out of range."""
+    return [
+        {name: value for cls in part for name, value in given(cls, args).items()}
+        if isinstance(part, tuple)
+        else from_args(part, args, error)
+        for part in parts
+    ]
 
 
 def check(settings: Any, error: Type[Exception] = OptionError) -> None:

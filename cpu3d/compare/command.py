@@ -16,14 +16,14 @@ command continues one that was cut off; with more --seeds it adds to one that is
 named, and the exit code is 1. Folders of --runs are only read: scores that they lack are in OUT/evaluations.
 """
 
-import argparse
+import dataclasses
 import functools
 import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
@@ -62,11 +62,11 @@ from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, with_settings
+from cpu3d.settings import SETTINGS, load_config, recipe_config, with_settings
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
-from memory_estimator.schema import add_options, check, given, option
+from memory_estimator.schema import option
 
 SEARCH_FACTORS = (0.5, 1.0, 2.0)
 
@@ -123,29 +123,25 @@ class Options:
     """Of every run; an option of training."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
-    add_training_options(parser)
+OPTIONS = (Options, SETTINGS)
 
 
-def run(args: argparse.Namespace) -> int:
-    settings = chosen_settings(args)
-    options = _checked(args, settings)
+def run(options: Options, settings: Json) -> int:
+    options = _checked(options, settings)
     if options.runs:
         return _compare_folders(options)
     common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
     refuse("compare", common)
-    return _train_and_compare(options, common, getattr(args, "recipe", None), settings.get("epochs"))
+    return _train_and_compare(options, common, settings.get("epochs"))
 
 
 # --- Private helpers ---
 
 
-def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
-    """The options. Raises InputError for values out of range, and for options that do not go together, all at once."""
-    chosen = given(Options, args)
-    options = Options(**{**chosen, "validations": settings.get("validations", VALIDATIONS)})
-    check(options, InputError)
+def _checked(options: Options, settings: Json) -> Options:
+    """The options, with the settings' validations. Raises InputError for those that do not go together, all at once."""
+    chosen = {one.name for one in dataclasses.fields(Options) if getattr(options, one.name) != one.default}
+    options = dataclasses.replace(options, validations=settings.get("validations", VALIDATIONS))
     problems = []
     if not (options.runs or options.store):
         problems.append("--store must name a store to train on, got none; or give --runs with folders to compare")
@@ -161,13 +157,9 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
     own = [name for name in ("variant", "voxels", "minutes") if name in chosen]
-    budgets = [f"--{name}" for name in ("epochs", *own) if name != "variant" and name in {**settings, **chosen}]
+    budgets = [f"--{name}" for name in ("epochs", *own) if name != "variant" and name in {*settings, *chosen}]
     if options.runs:
-        wrong = [
-            *(name for name in settings if name != "validations"),
-            *(["recipe"] if hasattr(args, "recipe") else []),
-            *own,
-        ]
+        wrong = [*(name for name in settings if name != "validations"), *own]
         wrong += ["resolutions"] if options.resolutions else []
         rule = "must come without --runs, where nothing is trained"
     elif options.resolutions:
@@ -185,11 +177,11 @@ def _checked(args: argparse.Namespace, settings: Dict[str, Any]) -> Options:
     return options
 
 
-def _train_and_compare(options: Options, common: Json, recipe: Optional[str], epochs: Optional[float]) -> int:
+def _train_and_compare(options: Options, common: Json, epochs: Optional[float]) -> int:
     store, evaluation = open_store(options.store), Evaluation(options.split, options.tolerance)
     store.check_split()
     store.check(record for split in store.manifest.split for record in store.cases(split))
-    asked, plan, budget = _planned(options, store, evaluation, common, recipe, epochs)
+    asked, plan, budget = _planned(options, store, evaluation, common, epochs)
     words, is_study = f"{budget.words(plan[0]['name'])} each", bool(options.resolutions)
 
     def taken_up() -> Kept:
@@ -235,7 +227,7 @@ def _train_and_compare(options: Options, common: Json, recipe: Optional[str], ep
 
 
 def _planned(
-    options: Options, store: Store, evaluation: Evaluation, common: Json, recipe: Optional[str], epochs: Optional[float]
+    options: Options, store: Store, evaluation: Evaluation, common: Json, epochs: Optional[float]
 ) -> Tuple[Json, List[Course], Budget]:
     """What tells this comparison from others, its plan and its budget.
 
@@ -244,13 +236,13 @@ def _planned(
     asked: Json = {"split_hash": store.manifest.split_hash, "validations": options.validations}
     asked["evaluation"] = evaluation._asdict()
     if not options.resolutions:
-        variants = [parse_variant(name, words, common, recipe) for name, words in options.variant]
-        variants = variants or usual_variants(common, recipe, store)
+        variants = [parse_variant(name, words, common) for name, words in options.variant]
+        variants = variants or usual_variants(common, store)
         found = resolve_variants(variants, store)
         given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
         usual = ("epochs", found[0][1].config.epochs)
         budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
-        chosen = {variant.name: {"recipe": variant.recipe, **variant.settings} for variant in variants}
+        chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
         asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
         return asked, courses(found, budget, options.validations), budget
     if not store.cases("val"):
@@ -258,16 +250,17 @@ def _planned(
             f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
         )
     try:
-        base = with_settings(recipe_config(recipe), common)
+        base = with_settings(recipe_config(common), common)
     except ValueError as error:
         raise InputError(str(error)) from None
     arms = []
     for batch, resolution in sorted(itertools.product(set(options.batches or [base.batch]), set(options.resolutions))):
         own = {"mode": "whole", "resolution": resolution, "batch": batch}
-        arms.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}, recipe))
+        arms.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}))
     found, budget = resolve_variants(arms, store), Budget("passes", epochs or base.epochs)
     search = Search(base, options.search_share, options.learning_rates, options.search_factors)
-    asked.update(study=STUDY, recipe=recipe, settings=common, epochs=budget.amount)
+    settings = {name: value for name, value in common.items() if name != "recipe"}
+    asked.update(study=STUDY, recipe=common.get("recipe"), settings=settings, epochs=budget.amount)
     asked.update(search_share=options.search_share, search_seed=options.seeds[0])
     return asked, merged((), courses(found, budget, options.validations, search), more_rates=False), budget
 

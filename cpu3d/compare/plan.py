@@ -24,11 +24,10 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
 from cpu3d.settings import (
+    SETTINGS,
     SIZES_OF_PATCH,
     RunConfig,
-    add_training_options,
     as_options,
-    chosen_settings,
     load_config,
     recipe_config,
 )
@@ -38,6 +37,7 @@ from cpu3d.util.lock import locked
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
+from memory_estimator.schema import add_options, arguments
 
 SCHEMA = 1
 """Version of compare.json."""
@@ -118,8 +118,7 @@ class Variant(NamedTuple):
     name: str
     """Of its runs' folders and of the lines of every table."""
     settings: Json
-    """Chosen ones, by the names of `cpu3d.settings.chosen_settings`; the common ones are among them."""
-    recipe: Optional[str] = None
+    """Chosen ones, "recipe" among them; the common ones are there too."""
 
 
 class Search(NamedTuple):
@@ -161,7 +160,7 @@ def refuse(who: str, settings: Dict[str, Any], names: Sequence[str] = DECIDED) -
         raise InputError(*problems)
 
 
-def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optional[str]) -> Variant:
+def parse_variant(name: str, options: str, common: Dict[str, Any]) -> Variant:
     """The variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top of the common settings.
 
     Raises InputError, which names the variant, for what is no name of a folder or what train would not take.
@@ -171,34 +170,33 @@ def parse_variant(name: str, options: str, common: Dict[str, Any], recipe: Optio
             f"--variant must have a name of letters, digits, '-', '_' and '.', got {name!r}; it names folders"
         )
     parser = _Parser(name)
-    add_training_options(parser)
+    add_options(parser, SETTINGS)
     try:
-        args = parser.parse_args(shlex.split(options))
+        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)), InputError)
     except ValueError as error:
         raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    own, recipe = chosen_settings(args), getattr(args, "recipe", None) or recipe
     refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
-    usual = recipe_config(recipe).mode
+    usual = recipe_config({**common, **own}).mode
     if own.get("mode", common.get("mode", usual)) == "whole":
         common = _without(common, OF_PATCHES)
-    return Variant(name, {**common, **own}, recipe)
+    return Variant(name, {**common, **own})
 
 
-def usual_variants(common: Dict[str, Any], recipe: Optional[str], store: Store) -> List[Variant]:
+def usual_variants(common: Dict[str, Any], store: Store) -> List[Variant]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis.
 
     Raises InputError for a common mode, as there is one of each.
     """
     if "mode" in common:
         raise InputError(f"--mode must be left to the variants, got {common['mode']}; compare has one of each")
-    whole = Variant("whole", {**_without(common, OF_PATCHES), "mode": "whole"}, recipe)
+    whole = Variant("whole", {**_without(common, OF_PATCHES), "mode": "whole"})
     if set(common) & set(SIZES_OF_PATCH):
-        return [whole, Variant("patch", {**common, "mode": "patch"}, recipe)]
+        return [whole, Variant("patch", {**common, "mode": "patch"})]
     config = resolve_variants([whole], store)[0][1].config
     patch = list(half(config.grid, config.unet.divisor))
-    return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch}, recipe)]
+    return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch})]
 
 
 def half(grid: Shape3, divisor: int) -> Shape3:
@@ -214,7 +212,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
     host, gpus, found, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
-            plan = make_plan(store, Path("/nonexistent"), host, variant.settings, variant.recipe, gpus=gpus)
+            plan = make_plan(store, Path("/nonexistent"), host, variant.settings, gpus=gpus)
         except InputError as error:
             problems += [f"variant {variant.name}: {problem}" for problem in error.problems]
             continue
@@ -332,14 +330,14 @@ def courses(
     first, voxels, plan = found[0][1], budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
         voxels *= len(first.store.cases("train")) * first.config.patches_per_case * math.prod(first.config.grid)
-    for (name, settings, recipe), planned in found:
+    for (name, settings), planned in found:
         config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
         steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
         course = {
             "name": name,
-            "options": [*(["--recipe", recipe] if recipe else []), *as_options(settings)],
+            "options": as_options(settings),
             "grid": config.grid,
             "batch": config.batch,
             "policy": config.unet.policy,

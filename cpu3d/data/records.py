@@ -22,8 +22,7 @@ SCHEMA = 2
 SPLITS = ("train", "val", "test")
 
 CENTRES = 32
-"""Voxels of each label code that a record keeps for patches to be centred on. A patch is shifted around its centre, so
-many differ; ten thousand voxels a code, as others keep, would be most of the manifest."""
+"""Voxels of each label code that a record keeps: enough, as a patch is shifted around its centre."""
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
@@ -59,7 +58,7 @@ class SourceFile:
     size_bytes: Count
     sha256: str
     mtime_ns: Optional[int] = None
-    """When the file was last written, in ns since 1970; None in records made before it was kept."""
+    """None in records made before it was kept."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class CaseRecord:
 
     case_id: BareName
     patient_id: str
-    """Cases of one patient never straddle a split."""
     shape: Shape3
     """Voxels of the whole grid, also where only a box of it is stored."""
     spacing_mm: Tuple[Positive, Positive, Positive]
@@ -136,11 +134,10 @@ class Manifest:
     layout: str
     """The data set layout it was read from, such as "decathlon"."""
     channels: Tuple[str, ...]
-    """Names of the image channels in order, such as ("FLAIR", "T1w", "T1gd", "T2w")."""
     labels: Dict[int, str]
     """Label code -> name, 0 is background."""
     regions: Dict[str, Tuple[int, ...]]
-    """Region name -> label codes it is made of, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
+    """Region -> its label codes, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
     split: Dict[str, Tuple[str, ...]]
     """"train", "val", "test" -> case ids, sorted. Every case is in one, and stays there."""
     split_seed: int
@@ -149,13 +146,10 @@ class Manifest:
     largest_shape: Shape3
     """Of the cases' grids, axis by axis."""
     largest_box: Shape3
-    """Of the cases' brains, axis by axis."""
     unlabelled: Tuple[str, ...]
-    """Cases without a label."""
     cases: Sequence[CaseRecord]
     """Sorted by case id. Read from a store they are parsed one at a time, when they are asked for."""
     versions: Dict[str, str]
-    """Of this project and the libraries that made the store."""
     patient_rules: Dict[str, int] = field(default_factory=dict)
     """How patients are known -> of how many cases; those that came before it was kept are in none."""
     schema: int = SCHEMA
@@ -206,28 +200,23 @@ def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRec
 
 def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
     """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
-    patients = {case.case_id: case.patient_id for case in cases}
+    place = {case_id: name for name in SPLITS for case_id in split[name]}
+    patients, images = defaultdict(dict), defaultdict(dict)
+    for case in cases:
+        if case.case_id in place:
+            patients[case.patient_id][place[case.case_id]] = case
+            images[case.image_voxels_sha256][place[case.case_id]] = case
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
-        for patient, places in straddling(split, patients)
+        for patient, places in sorted(patients.items())
+        if len(places) > 1
     ]
-    for _, places in straddling(split, {case.case_id: case.image_voxels_sha256 for case in cases}):
-        if len({patients[case_id] for case_id in places.values()}) > 1:
-            names = " and ".join(f"{case_id} ({place})" for place, case_id in places.items())
-            rule = f"image of cases {names} must be in one split"
+    for _, places in sorted(images.items()):
+        if len({case.patient_id for case in places.values()}) > 1:
+            names = " and ".join(f"{case.case_id} ({name})" for name, case in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
-            problems.append(f"{rule}, got identical voxels; {advice}")
+            problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
     return problems
-
-
-def straddling(split: Mapping[str, Sequence[str]], groups: Mapping[str, str]) -> List[Tuple[str, Dict[str, str]]]:
-    """(group, split -> first of its cases) of the groups in more than one split. `groups`: case id -> group."""
-    places: Dict[str, Dict[str, str]] = defaultdict(dict)
-    for name in SPLITS:
-        for case_id in split[name]:
-            if case_id in groups:
-                places[groups[case_id]].setdefault(name, case_id)
-    return [(group, found) for group, found in sorted(places.items()) if len(found) > 1]
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:

@@ -45,6 +45,8 @@ T = TypeVar("T")
 TRIES = 5
 """Manifests that may follow each other while a store is opened."""
 
+ADVICE = "restore it, or delete manifest.json and run `prepare` again"
+
 KEPT = 2048
 """Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
 
@@ -67,7 +69,7 @@ class CaseIndex(Sequence[CaseRecord]):
         except (FileNotFoundError, NotRegularError) as error:
             found = "none" if isinstance(error, FileNotFoundError) else error.strerror
         if found != size_bytes:
-            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; run `prepare` again")
+            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; {ADVICE}")
         ends, start = [np.zeros(1, np.int64)], 0
         with open(self._handle, "rb", closefd=False) as file:
             for piece in iter(lambda: file.read(1 << 20), b""):
@@ -77,7 +79,7 @@ class CaseIndex(Sequence[CaseRecord]):
         """In bytes from the start: 0, then of each line one past its newline."""
         if len(self._ends) != len(case_ids) + 1:
             rule = f"store file {path} must hold {len(case_ids)} cases"
-            raise InputError(f"{rule}, got {len(self._ends) - 1}; run `prepare` again")
+            raise InputError(f"{rule}, got {len(self._ends) - 1}; {ADVICE}")
         self._record = functools.lru_cache(KEPT)(self._parsed)
 
     def select(self, places: Sequence[int]) -> "CaseIndex":
@@ -113,7 +115,7 @@ class CaseIndex(Sequence[CaseRecord]):
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             reason = str(error)[:300]
         rule = f"store file {self._path} must hold case {self._ids[place]} in line {place + 1}"
-        raise InputError(f"{rule}, got {reason}; run `prepare` again")
+        raise InputError(f"{rule}, got {reason}; {ADVICE}")
 
 
 def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
@@ -177,7 +179,7 @@ class Store:
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
             rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
-            raise InputError(f"{rule}, got another; restore its manifest.json, or run `prepare` again")
+            raise InputError(f"{rule}, got another; {ADVICE}")
 
     def _whole(self, record: CaseRecord, part: str) -> np.ndarray:
         array = on_grid(self._reader.array(record, part), record)
@@ -217,14 +219,14 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
         content = read_json(path)
         if content["schema"] != SCHEMA:
             rule = f"store {folder} must have schema {SCHEMA}, got {content['schema']}"
-            raise InputError(f"{rule}; run `prepare` again with this version")
+            raise InputError(f"{rule}; it is left as it is, `prepare` another with this version")
         # A records file of another name could lie outside of the store.
         if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
             rule = f"store manifest {path} must be as it was written"
-            raise InputError(f"{rule}, got an edited one; restore it or run `prepare` again")
+            raise InputError(f"{rule}, got an edited one; {ADVICE}")
     except (ValueError, KeyError, TypeError) as error:
         rule = f"store manifest {path} must be JSON with a schema, and complete"
-        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
+        raise InputError(f"{rule}, got {error!r}; {ADVICE}") from None
     return content
 
 
@@ -274,4 +276,4 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule = f"store manifest {folder / 'manifest.json'} must be complete"
-        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
+        raise InputError(f"{rule}, got {error!r}; {ADVICE}") from None

@@ -56,13 +56,12 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import default_workers, share_of, thread_plans
 from cpu3d.host.topology import Topology, hosts_table, read_topology, topology_of
 from cpu3d.plan import make_plan as plan_training
-from cpu3d.settings import chosen_settings
 from cpu3d.training.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, last_step
 from cpu3d.util.progress import columns
 from cpu3d.util.records import count as counted
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import add_options, arguments, option
 from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
 
@@ -87,14 +86,11 @@ class Options:
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `launch`."""
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Start what is asked for and wait for its end, or say what would be started."""
-    options = from_args(Options, args, InputError)
+def run(options: Options) -> int:
+    """Start the workers and wait for their end, or print what would be started."""
     for name, given in (("--on-host", options.on_host), ("--json", options.json)):
         if given and not options.dry_run:
             raise InputError(f"{name} must come with --dry-run, got {given} without; leave it out")
@@ -108,24 +104,23 @@ def run(args: argparse.Namespace) -> int:
 
     # Train's own reading of its options: one refusal before anything starts, and not one a worker.
     parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
-    train.add_arguments(parser)
-    training = parser.parse_args(options.train[1:])
+    add_options(parser, *train.OPTIONS)
+    training, settings = arguments(train.OPTIONS, parser.parse_args(options.train[1:]), InputError)
     topology = functools.lru_cache(lambda: topology_of(options.on_host) if options.on_host else read_topology())
     plan = make_plan(options, os.environ, lambda: default_workers(topology()))
-    commands = plan.commands(options.train, Path(training.run))
+    commands = plan.commands(options.train, training.run)
     if options.json:
-        store = open_store(Path(training.store))
+        store = open_store(training.store)
         store.check_split()
         share = share_of(topology().host, len(plan.cluster.local_ranks), cpus_apart=plan.apart)
-        more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": getattr(training, "force", False)}
-        settings, recipe = chosen_settings(training), getattr(training, "recipe", None)
-        planned = plan_training(store, Path(training.run), share, settings, recipe, **more)
+        more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": training.force}
+        planned = plan_training(store, training.run, share, settings, **more)
         print(json.dumps(planned.to_json(), indent=2))  # what the chief would write to plan.json
     elif options.dry_run:
         _show(plan, topology(), commands)
     else:
         thread_plans(topology(), 1 if plan.apart else len(plan.cluster.local_ranks))  # else each worker would refuse
-        _launch(plan, commands, Path(training.run))
+        _launch(plan, commands, training.run)
     return 0
 
 

@@ -9,7 +9,6 @@
 Exit code 1 means that a check has failed; warnings alone leave it 0.
 """
 
-import argparse
 import dataclasses
 import json
 import resource
@@ -28,7 +27,7 @@ from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, thread
 from cpu3d.host.topology import Topology, hosts_table, read_topology, to_json, topology_of
 from cpu3d.util.progress import bar
 from memory_estimator.host import memory_high
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes
 
@@ -49,12 +48,11 @@ class Options:
     json: bool = option(False, help="print it as JSON, the host in full")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options, console = from_args(Options, args), Console()
+def run(options: Options) -> int:
+    console = Console()
     if options.on_host == "list":
         console.print(hosts_table())
         return 0

@@ -16,7 +16,6 @@ Scored is what is written: the painted label map, turned back into regions. The 
 axes turned, so scores on it are scores on the original grid.
 """
 
-import argparse
 import datetime
 import json
 import math
@@ -52,7 +51,7 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count, plus_minus
 from memory_estimator.files import read_json, typed
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Table
 
 SCHEMA = 1
@@ -91,13 +90,10 @@ class Options:
     json: bool = option(False, help="print scores.json instead of a table")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for cls in (RunOptions, Options, Inference):
-        add_options(parser, cls)
+OPTIONS = (RunOptions, Options, Inference)
 
 
-def run(args: argparse.Namespace) -> int:
-    options, chosen, inference = (from_args(cls, args, InputError) for cls in (Options, RunOptions, Inference))
+def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     runs = [folder.resolve() for folder in chosen.run]
     configs = load_configs(runs, some_folds=chosen.some_folds)
     if len(runs) > 1 and not options.out:

@@ -21,7 +21,6 @@ Several runs answer together, with the mean of their probabilities; folds have t
 Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
 """
 
-import argparse
 import dataclasses
 import re
 import time
@@ -53,7 +52,7 @@ from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count
 from memory_estimator.files import read_json
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Table
 
 SCHEMA = 1
@@ -108,13 +107,10 @@ class Codes:
     """The run's regions, in its order, in these codes."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for cls in (RunOptions, Options, ZeroNan, Inference):
-        add_options(parser, cls)
+OPTIONS = (RunOptions, Options, ZeroNan, Inference)
 
 
-def run(args: argparse.Namespace) -> int:
-    options, chosen, inference = (from_args(cls, args, InputError) for cls in (Options, RunOptions, Inference))
+def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: Inference) -> int:
     check_there("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
     writable_folder(options.out, "--out")
@@ -124,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     about = {**(about[0] if len(about) == 1 else {"runs": about}), "weights": chosen.weights}
     cases, problems = find_cases(options.image, predictor.channels, predictor.inputs)
     check_out(options.out, options.image, cases)
-    zero_nan = from_args(ZeroNan, args, InputError).zero_nan or zeroes_nan(configs)
+    zero_nan = background.zero_nan or zeroes_nan(configs)
     with_codes: List[Tuple[CaseFiles, Codes]] = []
     for files in cases:
         try:

@@ -6,7 +6,6 @@ Writes run/report.html: no script, no network, pictures inside, so it can be mai
 what is there, also while a training is under way or before anything was evaluated, and says what is missing.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -24,7 +23,7 @@ from cpu3d.report.pictures import PALETTE, Line
 from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.records import by, duration, seconds
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Bold, Table
 from memory_estimator.units import GIB
 
@@ -40,12 +39,10 @@ class Options:
     out: Optional[Path] = option(None, help="page to write (default: report.html in the run folder)", metavar="FILE")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args)
+def run(options: Options) -> int:
     print(f"written: {write_report(options.run, options.out)}")
     return 0
 

@@ -9,7 +9,6 @@ hangs, or has ended before the run was done; with 2 for a folder that is no run.
 the folder.
 """
 
-import argparse
 import dataclasses
 import json
 import time
@@ -23,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cpu3d.report.run_status import RunStatus, WorkerStatus, run_status
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import format_bytes, format_seconds
 
@@ -43,12 +42,10 @@ class Options:
     every: float = option(2.0, help="seconds between, with --watch", at_least=0.1, metavar="S")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args)
+def run(options: Options) -> int:
     status = run_status(options.run)
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))

@@ -10,7 +10,6 @@ Several processes that train one run together are started by `launch`; under a T
 one of them.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -29,7 +28,7 @@ from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import share_of
 from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
-from cpu3d.settings import RunConfig, add_training_options, chosen_settings, left_open, load_config, save_config
+from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
@@ -37,7 +36,7 @@ from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.units import format_seconds
 
 
@@ -50,14 +49,11 @@ class Options:
     force: bool = option(False, "train although it may not fit the memory that is free")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
-    add_training_options(parser)
+OPTIONS = (Options, SETTINGS)
 
 
-def run(args: argparse.Namespace) -> int:
-    options, recipe = from_args(Options, args), getattr(args, "recipe", None)
-    train(options.store, options.run, settings=chosen_settings(args), recipe=recipe, force=options.force)
+def run(options: Options, settings: Dict[str, Any]) -> int:
+    train(options.store, options.run, settings=settings, force=options.force)
     return 0
 
 
@@ -66,7 +62,6 @@ def train(
     run_folder: Path,
     *,
     settings: Optional[Dict[str, Any]] = None,
-    recipe: Optional[str] = None,
     force: bool = False,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
@@ -93,7 +88,7 @@ def train(
             check_fits(plan, host, gpus)
 
     if cluster.is_chief:  # the others get its plan once they are together
-        plan = make_plan(store, run_folder, host, settings, recipe, gpus=gpus, workers=cluster.workers, force=force)
+        plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=cluster.workers, force=force)
         _say(*plan.describe(host))
         engine, device = left_open(plan.config.engine), plan.config.device
         if plan.saved is None:

@@ -1,8 +1,11 @@
 """Runs on the store of phantoms, as tests begin, cut and read them; and a learner that needs no network."""
 
+import argparse
+
 import numpy as np
 import pytest
 
+from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.settings import save_config
 from cpu3d.training.checkpoint import load_checkpoint, weights_file
@@ -10,6 +13,7 @@ from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_log import read_events
 from memory_estimator.host import read_host
+from memory_estimator.schema import add_options, arguments
 
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
 
@@ -73,9 +77,16 @@ def shared_learner(config):
 _LEARNERS = {}
 
 
-def decided(store, folder, *, recipe=None, gpus=(), host=None, workers=1, **settings):
+def run_command(module, *words):
+    """Run a command of `python -m cpu3d` in this process: its module and the words after its name."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, *module.OPTIONS)
+    return module.run(*arguments(module.OPTIONS, parser.parse_args([str(word) for word in words]), InputError))
+
+
+def decided(store, folder, *, gpus=(), host=None, workers=1, **settings):
     """The settings of a run on `store`, all of them."""
-    return make_plan(store, folder, host or read_host(), settings, recipe, gpus=gpus, workers=workers).config
+    return make_plan(store, folder, host or read_host(), settings, gpus=gpus, workers=workers).config
 
 
 def start(store, folder, *, learner=shared_learner, **settings):

@@ -8,10 +8,9 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.settings import (
+    SETTINGS,
     RunConfig,
-    add_training_options,
     as_options,
-    chosen_settings,
     differences,
     load_config,
     recipe_config,
@@ -19,6 +18,7 @@ from cpu3d.settings import (
     with_settings,
 )
 from memory_estimator.job import RECIPES
+from memory_estimator.schema import add_options, arguments
 from models.config import UNetConfig
 
 CONFIG = RunConfig(
@@ -33,8 +33,8 @@ CONFIG = RunConfig(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_config_that_saves(name, tmp_path):
-    save_config(recipe_config(name), tmp_path)
-    assert load_config(tmp_path) == recipe_config(name)
+    save_config(recipe_config({"recipe": name}), tmp_path)
+    assert load_config(tmp_path) == recipe_config({"recipe": name})
 
 
 def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
@@ -163,8 +163,8 @@ def test_a_saved_config_with_a_value_of_another_kind_is_refused_by_name(tmp_path
 
 def chosen(*words):
     parser = argparse.ArgumentParser()
-    add_training_options(parser)
-    return chosen_settings(parser.parse_args(words))
+    add_options(parser, SETTINGS)
+    return arguments([SETTINGS], parser.parse_args(words))[0]
 
 
 def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
@@ -222,13 +222,13 @@ def test_a_budget_of_minutes_goes_without_steps():
 
 
 def test_the_help_lists_every_recipe():
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_training_options(parser)
-    assert all(f"\n  {name} " in parser.format_help() for name in RECIPES)
+    parser = argparse.ArgumentParser()
+    add_options(parser, SETTINGS)
+    assert all(f" {name}: " in " ".join(parser.format_help().split()) for name in RECIPES)
 
 
 def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():
-    patch, whole = recipe_config("gpu-patch"), recipe_config("brats-regions")
+    patch, whole = recipe_config({"recipe": "gpu-patch"}), recipe_config({})
     assert (patch.mode, patch.device, patch.batch, patch.unet.filters) == ("patch", "gpu:0", 2, 32)
     for name in ("regions", "channels", "schedule", "learning_rate", "epochs", "extent", "augment", "optimizer"):
         assert getattr(patch, name) == getattr(whole, name)

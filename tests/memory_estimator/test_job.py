@@ -85,7 +85,7 @@ def test_a_policy_is_open_where_neither_the_command_nor_a_run_has_one(options, i
 
 def test_every_recipe_s_settings_agree_with_its_job():
     for name, recipe in RECIPES.items():
-        config, job = recipe_config(name), recipe.job
+        config, job = recipe_config({"recipe": name}), recipe.job
         assert (config.unet, config.batch, config.optimizer, config.ema) == (job.unet, job.batch, job.optimizer, 0)
         assert config.micro == job.micro
         if config.channels:

@@ -129,4 +129,9 @@ def _append(options: Append) -> None:
         print("           Train anew, or keep a copy of the store they know.")
 
 
-_ACTIONS = {"info": (Info, _info), "verify": (Verify, _verify), "convert": (Convert, _convert), "append": (Append, _append)}
+_ACTIONS = {
+    "info": (Info, _info),
+    "verify": (Verify, _verify),
+    "convert": (Convert, _convert),
+    "append": (Append, _append),
+}

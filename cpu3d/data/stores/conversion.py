@@ -19,6 +19,7 @@ import numpy as np
 
 from cpu3d.data.files import pages
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256
+from cpu3d.data.files.reader import Reader, parts_of
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import LoadedCase, load_case, source_name
@@ -76,22 +77,21 @@ class Job:
     settings: Settings = USUAL
 
 
-Outcome = Union[CaseRecord, Tuple[str, ...]]
-"""The record of a case that was stored, or what is wrong with one that was not."""
-
-
 def jobs_of(
     cases: Sequence[CaseFiles], dataset: Dataset, store: Path, settings: Settings, finished: Container[str]
 ) -> List[Job]:
     """Those of the cases that are not finished."""
     how = {"channels": dataset.channels, "labels": dataset.labels, "dataset_folder": dataset.folder}
-    how.update({name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")})
+    how.update((name, getattr(settings, name)) for name in ("scores", "zero_nan", "label_map"))
     waiting = [files for files in cases if files.case_id not in finished]
     return [Job(files.case_id, functools.partial(load_case, files, **how), store, settings) for files in waiting]
 
 
-def convert(job: Job) -> Outcome:
-    """Write one case's arrays and then its record. Raises OSError when the store cannot be written."""
+def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
+    """Write one case's arrays and then its record, and return it, or what is wrong with the case.
+
+    Raises OSError when the store cannot be written.
+    """
     rule = f"case {job.case_id} must"
     try:
         case = job.load()
@@ -172,7 +172,7 @@ def refuse_bad_cases(folder: Path, problems: Problems, kept: str) -> None:
     """Raise InputError with all the problems of a data set's cases, where there are any, and what was kept."""
     advice = "mend the bad and run again, or leave them out with --skip-bad"
     rule = f"data set {folder} must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse([*(reason for reasons in problems.values() for reason in reasons), rule] if problems else ())
+    refuse([*(reason for case_id in sorted(problems) for reason in problems[case_id]), rule] if problems else ())
 
 
 # --- What is done already ---
@@ -220,26 +220,26 @@ def finished_cases(
     """
     finished = {}
     for files in cases:
-        record = own_record(store_dir, files.case_id)
-        if record is None or record.patient_id != files.patient_id:
-            continue
-        arrays = (("x", record.image_bytes, record.image_sha256), ("y", record.label_bytes, record.label_sha256))
-        found = [(array_path(store_dir, record, part), *as_made) for part, *as_made in arrays[: 1 + record.has_label]]
-        good = all(
-            path.is_file() and path.stat().st_size == size_bytes and (not verify or file_sha256(path) == sha256)
-            for path, size_bytes, sha256 in found
-        )
-        if good and same_sources(files, record, dataset_folder, verify):
+        record = stored_record(store_dir, files.case_id, verify=verify)
+        if record and record.patient_id == files.patient_id and same_sources(files, record, dataset_folder, verify):
             finished[files.case_id] = record
     return finished
 
 
-def own_record(store_dir: Path, name: str) -> Optional[CaseRecord]:
-    """The record that was written after the arrays called `name`; None where it is not there, or no whole record."""
+def stored_record(store_dir: Path, name: str, *, verify: bool = False) -> Optional[CaseRecord]:
+    """The record that was written after the arrays called `name`; None where it is damaged or they are.
+
+    That is told by their lengths, and with `verify` by their hashes.
+    """
     try:
-        return case_from_json(read_regular(record_path(store_dir, name)))
+        record = case_from_json(read_regular(record_path(store_dir, name)))
     except (FileNotFoundError, ValueError):
         return None
+    hashes = {"x": record.image_sha256, "y": record.label_sha256}
+    good = not Reader(store_dir, "pread").problems(record) and not (
+        verify and any(file_sha256(array_path(store_dir, record, part)) != hashes[part] for part in parts_of(record))
+    )
+    return record if good else None
 
 
 def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:
@@ -284,6 +284,13 @@ def settings_of(store_dir: Path) -> Settings:
         raise InputError(f"{path} must be as `prepare` wrote it, got: {error}") from None
 
 
+class _LeftOut(msgspec.Struct):
+    """A line of quarantine.jsonl."""
+
+    case_id: str
+    reasons: List[str]
+
+
 def left_out(store_dir: Path) -> Problems:
     """The cases that were left out of the store, with the reasons. Raises InputError where the list is damaged."""
     path, problems = store_dir / "quarantine.jsonl", {}
@@ -304,18 +311,7 @@ def write_quarantine(store_dir: Path, problems: Problems) -> None:
         path.unlink(missing_ok=True)
         return
     with atomic_write(path, "w") as file:
-        for case_id, reasons in sorted(problems.items()):
-            file.write(json.dumps({"case_id": case_id, "reasons": reasons}) + "\n")
-
-
-# --- Private helpers ---
-
-
-class _LeftOut(msgspec.Struct):
-    """A line of quarantine.jsonl."""
-
-    case_id: str
-    reasons: List[str]
+        file.writelines(json.dumps({"case_id": one, "reasons": problems[one]}) + "\n" for one in sorted(problems))
 
 
 def _read_object(path: Path) -> Dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Callable, Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 
@@ -25,17 +25,16 @@ UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """A layout with a folder of 3D files for each case."""
+    """A layout with a folder of 3D files for each case, named <case><separator><suffix>."""
 
     separator: str
-    """Between a case's name and the suffix of a file."""
     suffixes: Dict[str, str]
     """Suffix -> channel, in the store's order, or "seg"."""
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()
     """Codes of which a store has those alone that occur in its cases."""
     patients: Dict[str, str] = field(default_factory=dict)
-    """Rule -> names of cases, of any release, with the patient as group 1."""
+    """As PATIENT_NAMES, for this layout alone."""
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -130,24 +129,16 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
         raise InputError(f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}")
     read = _read_decathlon if (folder / "dataset.json").is_file() else _read_folders
     name, layout, channels, labels, cases, problems = read(folder)
-    ids = [case.case_id for case in cases]
-    refuse(f"case id {one} in {folder} must be used once; rename one" for one, n in Counter(ids).items() if n > 1)
+    times = Counter(case.case_id for case in cases)
+    refuse(f"case id {one} in {folder} must be used once; rename one of them" for one, n in times.items() if n > 1)
     cases = sorted((case for case in cases if case.case_id not in problems), key=lambda case: case.case_id)
-    if patients is None:
-        known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
-    else:
-        table = read_patients(patients, [case.case_id for case in cases])
-        known = {case.case_id: (table[case.case_id], TABLE) for case in cases}
-    return Dataset(
-        folder=folder,
-        name=name,
-        layout=layout,
-        channels=channels,
-        labels=labels,
-        cases=tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases),
-        problems=dict(sorted(problems.items())),
-        patient_rules={case_id: rule for case_id, (_, rule) in known.items()},
-    )
+    known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
+    if patients is not None:
+        table = read_patients(patients, list(known))
+        known = {case_id: (table[case_id], TABLE) for case_id in known}
+    cases = tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases)
+    rules = {case_id: rule for case_id, (_, rule) in known.items()}
+    return Dataset(folder, name, layout, channels, labels, cases, problems, rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
@@ -175,17 +166,14 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     Beside those a resection cavity, which is no tumour, is a region RC.
     """
 
-    def named(pattern: str) -> Tuple[int, ...]:
-        return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
-
-    codes = tuple(code for code in sorted(labels) if code != 0)
-    oedema, cavity = named("edema"), named("cavity")
-    enhancing = named(r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    tumour = tuple(code for code in codes if code not in cavity) if len(cavity) == 1 else codes
-    if not (len(oedema) == 1 and len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
+    codes = [code for code in sorted(labels) if code != 0]
+    patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
+    cavity, oedema, enhancing = ([code for code in codes if re.search(one, labels[code].lower())] for one in patterns)
+    tumour = [code for code in codes if [code] != cavity]
+    if not (len(oedema) == len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
         return {labels[code]: (code,) for code in codes}
-    regions = {"WT": tumour, "TC": tuple(code for code in tumour if code not in oedema), "ET": enhancing}
-    return {**regions, "RC": cavity} if tumour != codes else regions
+    regions = {"WT": tumour, "TC": [code for code in tumour if code not in oedema], "ET": enhancing, "RC": cavity}
+    return {name: tuple(those) for name, those in regions.items() if name != "RC" or tumour != codes}
 
 
 def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
@@ -231,24 +219,29 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
     modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
     a channel is missing or double.
     """
-    first, where = paths[0], paths[0].parent
-    case_id, own = _stem(first), [_channel(name) for name in channels]
-    if first.is_dir():
-        case_id, paths = _name(first), _in_channel_order(_volumes(first), channels, first)
-    elif len(paths) > 1 or len(channels) == 1:
+    first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
+    folder, named = first.is_dir(), all(own) and all(map(_modality, paths))
+    case_id = _name(first) if folder else _stem(first)
+    apart = not folder and (len(paths) > 1 or len(channels) == 1)
+    if apart:
         paths = [path for path in paths if _modality(path) != "seg"]
-        if all(own) and all(map(_modality, paths)):
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(where)
-            paths = _in_channel_order(paths, channels, where)
+        if named:
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(first.parent)
         elif len(paths) != len(channels):
             rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
             raise InputError(f"{rule}, got {len(paths)} files; name them all")
-        refuse(
-            f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
-            f" in the order of {', '.join(channels)}"
-            for path, name, modality in zip(paths, channels, own)
-            if _modality(path) in {*own} - {None, modality}
-        )
+        else:
+            refuse(
+                f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
+                f" in the order of {', '.join(channels)}"
+                for path, name, modality in zip(paths, channels, own)
+                if _modality(path) in {*own} - {None, modality}
+            )
+    if folder or (named and apart):
+        wanted = [known or name for known, name in zip(own, channels)]
+        files, wrong = _one_each(_volumes(first) if folder else paths, wanted, first if folder else first.parent)
+        refuse(wrong)
+        paths = [files[name] for name in wanted]
     return CaseFiles(case_id, case_id, tuple(paths), None)
 
 
@@ -260,7 +253,7 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     which files make up a case.
     """
     paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
-    named = [path for path in paths if _modality(path) and all(map(_channel, channels))]
+    named = [path for path in paths if _modality(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
     if len(named) == len(paths):
         groups: Dict[str, List[Path]] = defaultdict(list)
         for path in paths:
@@ -304,15 +297,12 @@ def _read_folders(folder: Path):
         )
     layout = FOLDER_LAYOUTS[layouts[0]]
     _refuse_other_codes(folder, [_name(case) for case, _ in found])
-    cases, problems = [], defaultdict(list)
+    cases, problems = [], {}
     for case, _ in found:
-        chosen, double, case_id = *_one_each(_volumes(case), lambda path: _modality(path, layouts[0])), _name(case)
-        for suffix, channel in layout.suffixes.items():
-            if channel not in chosen:
-                what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{layout.separator}{suffix}.nii.gz"
-                there = f"must be there once, found {double.get(channel, 'none')}; mend the case or leave it out"
-                problems[case_id].append(f"{what} {there}")
-        *images, label = (chosen.get(channel) for channel in layout.suffixes.values())
+        case_id, files, wrong = _name(case), *_one_each(_volumes(case), layout.suffixes.values(), case, layouts[0])
+        if wrong:
+            problems[case_id] = wrong
+        *images, label = (files.get(channel) for channel in layout.suffixes.values())
         cases.append(CaseFiles(case_id, case_id, tuple(images), label))
     return _name(folder), layouts[0], tuple(layout.suffixes.values())[:-1], layout.labels, cases, problems
 
@@ -390,14 +380,12 @@ def _read_decathlon(folder: Path):
     refuse(problems)
     cases, bad = [], defaultdict(list)
     for entry in content.training:
-        case_id = _stem(Path(entry.image))
-        label = folder / entry.label if entry.label is not None else None
-        cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), label))
-        if label is None:
-            bad[case_id].append(f"case {case_id} must have a label in {path}, got none; add it or leave the case out")
-        for file in cases[-1].paths:
-            if not file.is_file():
-                bad[case_id].append(f"file {file} of case {case_id} must exist, found none; fetch it again")
+        case_id, files = _stem(Path(entry.image)), (entry.image, entry.label)
+        cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), folder / (entry.label or "")))
+        for what, name in zip(("image", "label"), files):
+            if name is None or not (folder / name).is_file():
+                rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
+                bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
     ordered = tuple(channels[index] for index in range(len(channels)))
     return content.name or _name(folder), "decathlon", ordered, labels, cases, bad
 
@@ -430,28 +418,15 @@ def _modality(path: Path, layout: Optional[str] = None) -> Optional[str]:
     return (how.suffixes if how else CHANNEL_NAMES).get(match[1].lower())
 
 
-def _channel(name: str) -> Optional[str]:
-    """The name in stores of a channel, None where no layout has it."""
-    return CHANNEL_NAMES.get(name.lower())
-
-
-def _one_each(paths: Sequence[Path], key: Callable[[Path], Optional[str]]) -> Tuple[Dict[str, Path], Dict[str, str]]:
-    """The file of each key that one file has, and the names of those of each key that several have."""
-    found: Dict[str, List[Path]] = defaultdict(list)
-    for path in paths:
-        found[key(path)].append(path)
-    single = {what: those[0] for what, those in found.items() if len(those) == 1}
-    return single, {what: ", ".join(one.name for one in those) for what, those in found.items() if what not in single}
-
-
-def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
-    """The file of each channel, by their names; others are left out."""
-    single, double = _one_each(paths, _modality)
-    wanted = [_channel(name) or name for name in channels]
-    refuse(
-        f"channel {name} of {where} must have one file named after it, found {double.get(key, 'none')}; add or name"
-        " files"
-        for name, key in zip(channels, wanted)
-        if key not in single
-    )
-    return tuple(single[key] for key in wanted)
+def _one_each(
+    paths: Sequence[Path], channels: Iterable[str], where: Path, layout: Optional[str] = None
+) -> Tuple[Dict[str, Path], List[str]]:
+    """The file of each channel, or "seg", by their names; and what is wrong where there is none or are several."""
+    found = {channel: [path for path in paths if _modality(path, layout) == channel] for channel in channels}
+    wrong = [
+        f"{channel} of {where} must have one file named after it, found"
+        f" {', '.join(path.name for path in those) or 'none'}; mend the case or leave it out"
+        for channel, those in found.items()
+        if len(those) != 1
+    ]
+    return {channel: those[0] for channel, those in found.items() if len(those) == 1}, wrong

@@ -2,13 +2,11 @@
 
 Example: python -m cpu3d phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-With --context the tumours look alike and only what their rim is called depends on something far away: on the side of
-the head ("side", to be trained with --no-flip), on the distance of a bright nodule ("landmark"), or on whether there is
-another lesion ("count"). WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
+With --context count the tumours look alike and only what their rim is called depends on something far away: whether
+there is another lesion. WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
 gap in between: of volumes of 240 voxels up to 70 from front to back. What is written says how many it is.
 """
 
-import argparse
 import contextlib
 import functools
 from dataclasses import dataclass
@@ -21,22 +19,13 @@ from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.conversion import claimed
-from cpu3d.data.stores.phantom_case import (
-    CHANNELS,
-    ENHANCING,
-    LABELS,
-    NON_ENHANCING,
-    RULES,
-    VERSION,
-    blind_patch,
-    phantom_case,
-)
+from cpu3d.data.stores.phantom_case import CHANNELS, CONTEXTS, LABELS, RULE, VERSION, blind_patch, phantom_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 SMALLEST = 24
 """Voxels along an axis below which the enhancing rim no longer shows."""
@@ -51,17 +40,15 @@ class Options:
     shape: Shape3 = option((240, 240, 155), "voxels", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
-        "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=RULES
+        "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=CONTEXTS
     )
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args, InputError)
+def run(options: Options) -> int:
     settings = dict(vars(options))
     write_phantom(settings.pop("out"), **settings)
     return 0
@@ -85,7 +72,7 @@ def write_phantom(
     workers, out = worker_count(workers), Path(out)
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"of {SMALLEST} to 32767", tuple(shape), min(shape) >= SMALLEST and max(shape) <= 32767),
+        ("--shape", f"from {SMALLEST} to 32767", tuple(shape), min(shape) >= SMALLEST and max(shape) <= 32767),
         ("--seed", "at least 0", seed, seed >= 0),
     )
     refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
@@ -135,12 +122,11 @@ def _case_id(index: int) -> str:
 def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
     """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
-    if RULES[context]:
-        rim = f"a rim is called {LABELS[ENHANCING]} where {RULES[context]}, else {LABELS[NON_ENHANCING]}"
-        description += f". Context {context}: {rim}"
-    blind = blind_patch(context, shape)
-    if blind:
-        description += f"; a patch of up to {blind} voxels from front to back has nothing in it that tells which"
+    if context == "count":
+        description += (
+            f". Context count: a rim is called {LABELS[3]} where {RULE}, else {LABELS[2]}; a patch of up to"
+            f" {blind_patch(context, shape)} voxels from front to back has nothing in it that tells which"
+        )
     ids = [_case_id(index) for index in range(cases)]
     return {
         "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",

@@ -5,11 +5,10 @@ zero background; grey and white matter fold, ventricles are filled, the field is
 an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI. No channel tells the tumour
 by its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
 
-With a context every lesion looks the same, and what its rim is *called* follows a rule about the rest of the head
-(`RULES`): enhancing tumour is not to be had from a patch that ends within `CLEARANCE` of the core. A small kernel in
-the necrosis is always enhancing, as a region without voxels has next to no gradient in a Dice. From a volume's mean and
-spread alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of `side`
-is the weak one: a patch that shows the midline or the edge of the brain can tell it.
+With the context "count" all lesions look the same, and what their rim is *called* follows a rule about the rest of the
+head (`RULE`): enhancing tumour is not to be had from a patch that ends within `CLEARANCE` of the core. A small kernel
+in the necrosis is always enhancing, as a region without voxels has next to no gradient in a Dice. From a volume's mean
+and spread alone a linear guess is right in 61% of the cases.
 
 Coordinates run from -1 to 1 across the head's box, whatever its voxels: u to the right, v to the front, w up.
 """
@@ -44,25 +43,12 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-LANDMARK = {"FLAIR": 700, "T1w": 900, "t1gd": 700, "T2w": 800}
-"""Channel -> brightness of a landmark: above all of `SIGNALS`, so that it is taken for nothing else."""
-
-RULES = {
-    "none": "",
-    "side": "the lesion is on the patient's left",
-    "landmark": "the bright nodule is near: 1.14 halves of the head's length from the lesion, front to back, not 1.50",
-    "count": "the lesion is the only one",
-}
-"""Context -> when a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2); "" is always."""
-
-NEAR, FAR = 1.14, 1.50
-"""From lesion to landmark along the head's length, in halves of it."""
+CONTEXTS = ("none", "count")
+RULE = "the lesion is the only one"
+"""When a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2), in the context "count"."""
 
 CLEARANCE = 0.42
 """Share of the head's length, front to back, that is at least between a core and whatever tells its rule."""
-
-LANDMARK_RADII = (0.26, 0.12, 0.20)
-"""Of the nodule, in the head's coordinates: a ball in a head of the usual proportions."""
 
 Fields = Dict[str, np.ndarray]
 """Substance -> how much of each voxel of the head's box it is, 0 to 1; soft edges are partial volume."""
@@ -83,17 +69,12 @@ def phantom_case(
     head = Head(box, rng)
     tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    landmark, rim = None, ENHANCING
-    if context == "none":
-        lesions = usual_lesions(head)
-    else:
+    lesions, rim = usual_lesions(head) if context == "none" else [], ENHANCING
+    if context == "count":
         holds = index % 2 == 0 if holds is None else holds
-        own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
-        lesions, landmark = scene(context, holds, head, own)
+        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[: 1 if holds else 2]
         rim = ENHANCING if holds else NON_ENHANCING
     found, tumour = tumours(head, tissue, lesions, roughness, rim)
-    if landmark is not None:
-        tumour["landmark"] = soft(1, head.ball(landmark, LANDMARK_RADII), 0.3) * head.brain
     image, label = np.zeros((*shape, len(CHANNELS)), np.int16), np.zeros(shape, np.uint8)
     for number, name in enumerate(CHANNELS):
         image[(*inside, number)] = signal_of(name, head, {**tissue, **tumour})
@@ -104,9 +85,9 @@ def phantom_case(
 def blind_patch(context: str, shape: Shape3) -> Optional[int]:
     """Voxels from front to back of the longest patch that cannot tell the rule in any head of volumes of this shape.
 
-    CLEARANCE of the shortest head: 70 of 240. None where patches of any size may tell, or there is nothing to tell.
+    CLEARANCE of the shortest head: 70 of 240. None where there is nothing to tell.
     """
-    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context in ("landmark", "count") else None
+    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context == "count" else None
 
 
 # --- The head ---
@@ -243,28 +224,19 @@ def usual_lesions(head: Head) -> List[Lesion]:
     return lesions
 
 
-def scene(context: str, holds: bool, head: Head, rng: np.random.Generator):
-    """(lesions, landmark): one lesion near the front or the back, and far from it a landmark or another, or neither.
+def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
+    """One lesion near the front or the back, and another at the other end.
 
-    A landmark is the middle of a nodule, in the head's coordinates. The numbers are the same whether the rule `holds`.
+    They are flat from front to back, so that as much as possible lies between them.
     """
-
-    def lesion(side: float, pole: float) -> Lesion:
-        """Flat from front to back, so that as much as possible lies between it and the other end of the head."""
+    lesions, (pole, side), _ = [], rng.choice((-1.0, 1.0), 2), rng.random(2)  # two numbers that nothing needs any more
+    for sign in (1, -1):
         u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
         reach = rng.uniform(0.28, 0.32)
         radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
         core_edge, thick = rng.uniform(0.64, 0.72), _rim_thickness(head, reach, rng)
-        return Lesion((side * u, pole * v, w), radii, reach, core_edge, thick, kernel=0.27)
-
-    pole, side = rng.choice((-1.0, 1.0), 2)
-    across, up = rng.uniform((-0.12, 0.0), (0.12, 0.2))
-    if context == "side":
-        side = -1.0 if holds else 1.0
-    first, other = lesion(side, pole), lesion(-side, -pole)
-    place = (across, first.centre[1] - pole * (NEAR if holds else FAR), up)
-    lesions = [first, other] if context == "count" and not holds else [first]
-    return lesions, place if context == "landmark" else None
+        lesions.append(Lesion((sign * side * u, sign * pole * v, w), radii, reach, core_edge, thick, kernel=0.27))
+    return lesions
 
 
 def tumours(
@@ -309,11 +281,10 @@ def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
     rng = head.rng
     level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(SUBSTANCES, SIGNALS[name])}
-    level.update(kernel=level["rim"], landmark=LANDMARK[name])
+    level["kernel"] = level["rim"]
     signal = parts["fluid"] * level["fluid"] + parts["grey"] * level["grey"] + parts["white"] * level["white"]
-    for what in (*SUBSTANCES[3:], "kernel", "landmark"):
-        if what in parts:
-            signal += parts[what] * (level[what] - signal)
+    for what in (*SUBSTANCES[3:], "kernel"):
+        signal += parts[what] * (level[what] - signal)
     signal *= 1 + 0.06 * parts["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
     brain, sigma = head.brain, np.float32(0.045 * level["white"])

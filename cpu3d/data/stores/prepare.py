@@ -6,14 +6,13 @@ Cases are converted in parallel and each is written whole or not at all. A run t
 lost machine, is continued by the same command; the manifest comes last and marks the store as finished.
 """
 
-import argparse
 import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Mapping, Optional, Set, Tuple, Union
+from typing import Mapping, Optional, Tuple, Union
 
-from cpu3d.data.records import SPLITS, CaseRecord, Manifest, make_manifest, remake
+from cpu3d.data.records import SPLITS, Manifest, make_manifest, remake
 from cpu3d.data.splits import Split, describe_patients, split_cases
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.conversion import (
@@ -45,7 +44,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.child import worker_count
 from cpu3d.util.records import count, versions
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 Fractions = Tuple[float, float, float]
 
@@ -82,12 +81,10 @@ class Options:
     verify: bool = option(False, "check finished cases by hash, not only by size and date")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, Options)
+OPTIONS = (Options,)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args, InputError)
+def run(options: Options) -> int:
     prepare(
         options.dataset,
         options.store,
@@ -140,28 +137,44 @@ def prepare(
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
     wanted = identity(dataset, settings)
     with claimed(store_dir, "store", "source.json", wanted, **dataclasses.asdict(USUAL)):
-        old, cases = _finished(store_dir), dataset.cases
-        if old is not None:
-            patients_of = {case.case_id: case.patient_id for case in old.cases}
-            _refuse_other_content(store_dir, old, patients_of, dataset, fractions, seed, verify)
-            there = [files for files in cases if files.case_id in patients_of]
-            cases = [dataclasses.replace(files, patient_id=patients_of[files.case_id]) for files in there]
+        old, cases = None, dataset.cases
+        if (store_dir / "manifest.json").exists():
+            old = open_store(store_dir).manifest
+            _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
+            own = {case.case_id: case.patient_id for case in old.cases}
+            there = [files for files in cases if files.case_id in own]
+            cases = [dataclasses.replace(files, patient_id=own[files.case_id]) for files in there]
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
         if old is not None and len(finished) == len(old.cases):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-            _print_left_out(store_dir)
             return old
         jobs = jobs_of(cases, dataset, store_dir, settings, finished)
         records, problems = convert_all(jobs, workers, finished, store_dir, "prepare")
-        if old is None:
-            problems = {**problems, **dataset.problems}
-        if not (skip_bad and old is None):
+        problems = {**problems, **(dataset.problems if old is None else {})}
+        if not skip_bad or old is not None:
             refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")
         if old is None:
-            manifest = _manifest(dataset, records, fractions, seed, problems)
+            patients_of = {case_id: record.patient_id for case_id, record in records.items()}
+            codes = {code for record in records.values() for code in record.label_voxels}
+            labels = labels_in_use(dataset.layout, dataset.labels, codes)
+            manifest = make_manifest(
+                name=dataset.name,
+                layout=dataset.layout,
+                channels=dataset.channels,
+                labels=labels,
+                regions=regions_of(labels),
+                split=_split(patients_of, fractions, seed, problems),
+                split_seed=seed,
+                cases=list(records.values()),
+                versions=versions(),
+                patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+            )
             write_quarantine(store_dir, problems)
         else:
-            manifest = _mended(store_dir, old, records)
+            manifest = remake(old, cases=list(records.values()))
+            if manifest.split_hash != old.split_hash:  # files may differ: other versions may pack them differently
+                rule = f"the cases of {store_dir} that were damaged must get back the voxels that they had"
+                raise InputError(f"{rule}, got others; use the versions in manifest.json")
         write_store(store_dir, manifest)
     summarise(store_dir)
     return manifest
@@ -170,7 +183,10 @@ def prepare(
 def summarise(store_dir: Path) -> None:
     """Print what a finished store holds, and what was left out of it."""
     print(*lines_of(store_info(open_store(store_dir), free_bytes=read_host().free_bytes)), sep="\n")
-    _print_left_out(store_dir)
+    bad = left_out(store_dir)
+    if bad:
+        path = store_dir / "quarantine.jsonl"
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
 
 
 def split_sizes(manifest: Manifest) -> str:
@@ -196,65 +212,34 @@ def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) ->
     print(f"Patients: {len({case.patient_id for case in dataset.cases})}", *rules, sep="\n  ")
     if UNKNOWN in dataset.patient_rules.values():
         print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
-    if dataset.problems:
-        print(f"{count(dataset.problems, 'more case')} with a file missing or double: named at the end")
-
-
-def _print_left_out(store_dir: Path) -> None:
-    bad = left_out(store_dir)
-    if bad:
-        path = store_dir / "quarantine.jsonl"
-        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
-
-
-def _finished(store_dir: Path) -> Optional[Manifest]:
-    """The manifest of a finished store, None for one that is not. Raises InputError for another version or damage."""
-    path = store_dir / "manifest.json"
-    if not path.exists():
-        return None
-    try:
-        return open_store(store_dir).manifest
-    except InputError as error:
-        advice = f"{path} is left as it is; choose another store, or delete that file"
-        raise InputError(*error.problems, advice) from None
 
 
 def _refuse_other_content(
-    store_dir: Path,
-    old: Manifest,
-    patients: Mapping[str, str],
-    dataset: Dataset,
-    fractions: Fractions,
-    seed: int,
-    verify: bool,
+    store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
 ) -> None:
-    """A finished store is fixed: raise, naming every difference, where this run would make another one of it.
-
-    `patients`: case id -> patient, as the store has them.
-    """
-    found = {files.case_id: files for files in dataset.cases}
-    differences = [
-        f"case {case_id} is new in {dataset.folder}"
-        for case_id in sorted(set(found) - {*patients, *left_out(store_dir)})
-    ]
-    known_as: Dict[str, Set[str]] = defaultdict(set)
+    """A finished store is fixed: raise, naming every difference, where this run would make another one of it."""
+    found, known_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
+    patients = {record.case_id: record.patient_id for record in old.cases}
+    new = sorted(set(found) - {*patients, *left_out(store_dir)})
+    differences += [f"case {case_id} is new in {dataset.folder}" for case_id in new]
     for record in old.cases:
         files = found.get(record.case_id)
         if files is None:
             differences.append(f"case {record.case_id} is no longer whole in {dataset.folder}")
             continue
+        known_as[files.patient_id].add(record.patient_id)
         if not same_sources(files, record, dataset.folder, verify):
             differences.append(f"the source of case {record.case_id} has changed")
-        known_as[files.patient_id].add(record.patient_id)
-    for patient, those in known_as.items():
-        if len(those) > 1:
-            names = ", ".join(sorted(those))
-            differences.append(f"patient {patient} counts as {len(those)} patients, {names}, which splits may part")
+    differences += [
+        f"patient {patient} counts as several, {', '.join(sorted(those))}, which splits may part"
+        for patient, those in known_as.items()
+        if len(those) > 1
+    ]
     if seed != old.split_seed or _split(patients, fractions, seed, {}) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     rule = f"store {store_dir} is finished and must keep its content"
-    advice = "give another --store for the new content, or add new cases with `store append`"
-    refuse([*(f"{rule}, but {one}" for one in differences), f"{advice}; it is untouched"] if differences else ())
+    advice = "give another --store for the new content, or add new cases with `store append`; it is untouched"
+    refuse([*(f"{rule}, but {one}" for one in differences), advice] if differences else ())
 
 
 def _split(patients: Mapping[str, str], fractions: Fractions, seed: int, problems: Problems) -> Split:
@@ -263,37 +248,3 @@ def _split(patients: Mapping[str, str], fractions: Fractions, seed: int, problem
         return split_cases(patients, fractions=fractions, seed=seed)
     except InputError as error:
         raise InputError(*(one for reasons in problems.values() for one in reasons), *error.problems) from None
-
-
-def _manifest(
-    dataset: Dataset, records: Mapping[str, CaseRecord], fractions: Fractions, seed: int, problems: Problems
-) -> Manifest:
-    cases = tuple(records.values())
-    labels = labels_in_use(dataset.layout, dataset.labels, {code for case in cases for code in case.label_voxels})
-    return make_manifest(
-        name=dataset.name,
-        layout=dataset.layout,
-        channels=dataset.channels,
-        labels=labels,
-        regions=regions_of(labels),
-        split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
-        split_seed=seed,
-        cases=cases,
-        versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
-    )
-
-
-def _mended(store_dir: Path, old: Manifest, records: Mapping[str, CaseRecord]) -> Manifest:
-    """A finished store's manifest once damaged cases were made again: the voxels must be what they were.
-
-    The files may differ: another version of a library may pack the same voxels differently.
-    """
-    rule = f"of {store_dir} must get back the voxels that it had, got others; use the versions in manifest.json"
-    refuse(
-        f"case {case.case_id} {rule}"
-        for case in old.cases
-        for new in [records[case.case_id]]
-        if (new.image_voxels_sha256, new.label_voxels_sha256) != (case.image_voxels_sha256, case.label_voxels_sha256)
-    )
-    return remake(old, cases=tuple(records.values()))

@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
@@ -18,7 +18,7 @@ from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, on_grid, open_store, write_store
 from cpu3d.data.stores import conversion
 from cpu3d.data.stores.case import LoadedCase, facts_of, float16_image
-from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, Settings, claimed, convert_all, settings_of
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, claimed, convert_all, settings_of
 from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.errors import InputError, refuse
@@ -26,8 +26,6 @@ from cpu3d.util.atomic import remove_partials, writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
-
-# --- New cases ---
 
 
 @dataclass(frozen=True)
@@ -78,39 +76,36 @@ def append(
         there = {case_id for ids in old.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
-        refuse([*_clashes(store, known, new), *_patient_clashes(store, patients, bool(new))])
+        refuse([*_clashes(store, known, new), *(_patient_clashes(store, patients) if new else ())])
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
         jobs = conversion.jobs_of(new, dataset, store_dir, settings, finished)
         records, problems = convert_all(jobs, workers, finished, store_dir, "append")
         problems.update((case_id, reasons) for case_id, reasons in dataset.problems.items() if case_id not in there)
         for case_id, record in sorted(records.items()):
-            other = sorted(set(record.label_voxels) - set(old.labels))
+            other = ", ".join(f"{one} {dataset.labels[one]}" for one in record.label_voxels if one not in old.labels)
             if other:
-                found = ", ".join(f"{code} {dataset.labels[code]}" for code in other)
-                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {found}"
+                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {other}"
                 problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
         if not skip_bad:
             conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
         manifest = old
         if records:
-            split = deal_cases(
-                old.split,
-                {case.case_id: _patient_of(case, old.layout) for case in old.cases},
-                {case_id: record.patient_id for case_id, record in records.items()},
-                seed=old.split_seed,
-            )
+            own = {case.case_id: _patient_of(case, old.layout) for case in old.cases}
+            added = {case_id: record.patient_id for case_id, record in records.items()}
             rules = Counter(old.patient_rules)
             rules.update(dataset.patient_rules[case_id] for case_id in records)
-            cases = [*old.cases, *records.values()]
-            manifest = remake(old, cases=cases, split=split, versions=versions(), patient_rules=dict(rules))
+            manifest = remake(
+                old,
+                cases=[*old.cases, *records.values()],
+                split=deal_cases(old.split, own, added, seed=old.split_seed),
+                versions=versions(),
+                patient_rules=dict(rules),
+            )
             write_store(store_dir, manifest)
         still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
         conversion.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-# --- Another format ---
 
 
 def change_format(
@@ -129,23 +124,34 @@ def change_format(
     cases (the good ones are kept), and where `new_dir` holds anything else. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    settings, out, old = _changed_settings(store, format_, crop), conversion.left_out(store.folder), store.manifest
+    before, out, old = settings_of(store.folder), conversion.left_out(store.folder), store.manifest
+    if before.scores and format_ == "npy":
+        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
+        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
+    changes = {**FORMAT_CHOICES.get(format_, {}), **({} if crop is None else {"crop": crop})}
+    changes["scores"] = before.scores or changes.get("scores", False)
+    settings = dataclasses.replace(before, **changes)
     store.check_split()
-    made_of: Dict[str, Any] = {name: getattr(old, name) for name in ("schema", "name", "split_hash")}
-    made_of.update({name: getattr(settings, name) for name in ("format", "scores", "crop")})
+    made_of = {name: getattr(old, name) for name in ("schema", "name", "split_hash")}
+    made_of.update((name, getattr(settings, name)) for name in ("format", "scores", "crop"))
     with claimed(new_dir, "new store", "conversion.json", made_of):
         if (new_dir / "manifest.json").exists():
             print(f"Nothing to do: store {new_dir} is finished.")
             return open_store(new_dir).manifest
-        records = {record.stem: record for record in old.cases}
-        done = _converted(new_dir, records)
-        load = functools.partial(_stored_case, store.folder, old.channels, settings.scores)
-        waiting = [(stem, record) for stem, record in records.items() if stem not in done]
-        jobs = [Job(stem, functools.partial(load, record), new_dir, settings) for stem, record in waiting]
+        done, jobs = {}, []
+        for stem, record in {record.stem: record for record in old.cases}.items():
+            new = conversion.stored_record(new_dir, stem)
+            other_dtype = new and new.image_dtype != record.image_dtype  # rounded, so that its voxels are its own
+            same = new and (other_dtype or new.image_voxels_sha256 == record.image_voxels_sha256)
+            if same and new.label_voxels_sha256 == record.label_voxels_sha256:
+                done[stem] = new
+                continue
+            load = functools.partial(_stored_case, store.folder, record, old.channels, settings.scores)
+            jobs.append(Job(stem, load, new_dir, settings))
         done, problems = convert_all(jobs, workers, done, new_dir, "convert")
         kept = f"{count(done, 'converted case')} kept in {new_dir}: mend the old store and run the same command again"
         refuse([*(reason for reasons in problems.values() for reason in reasons), kept] if problems else ())
-        of_arrays = {stem: {name: getattr(done[stem], name) for name in OF_ARRAYS} for stem in records}
+        of_arrays = {stem: {name: getattr(record, name) for name in OF_ARRAYS} for stem, record in done.items()}
         cases = [dataclasses.replace(entry, **of_arrays[entry.stem]) for entry in old.cases]
         manifest = remake(old, cases=cases, versions=versions())
         conversion.write_quarantine(new_dir, out)
@@ -154,22 +160,17 @@ def change_format(
     return manifest
 
 
-# --- More entries ---
-
-
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
     """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
 
     To measure what grows with the number of cases. The entries of a case share its arrays, its patient and its split.
-    Raises InputError for fewer than one entry a case, and while another process writes the store.
+    Raises InputError while another process writes the store.
     """
-    if times < 1:
-        raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
 
-    def names(case_id: str) -> Sequence[str]:
+    def names(case_id: str) -> List[str]:
         return [f"{case_id}-{number:03d}" for number in range(times)]
 
-    store_dir = open_store(store_dir).folder  # raises unless finished
+    store_dir = Path(store_dir)
     with locked(store_dir, "store"):
         old = open_store(store_dir).manifest
         cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in names(case.case_id)]
@@ -180,7 +181,7 @@ def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
     return manifest
 
 
-# --- Private helpers: new cases ---
+# --- Private helpers ---
 
 
 def _patient_of(case: CaseRecord, layout: str) -> str:
@@ -205,13 +206,13 @@ def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles])
     return problems
 
 
-def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[str]:
-    """Where the store's patients come from a table and there is none, or another, for `new` cases."""
-    old, problems = store.manifest, []
-    table = read_patients(patients, ()) if patients is not None else {}
-    if new and TABLE in old.patient_rules and patients is None:
+def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
+    """Where the store's patients come from a table and there is none, or another, for the new cases."""
+    old = store.manifest
+    if TABLE in old.patient_rules and patients is None:
         rule = f"--patients must name a table, as store {store.folder} knows its patients from one"
-        problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
+        return [f"{rule}, got none; give one that says which of them the new cases are of"]
+    problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
         own = _patient_of(case, old.layout)
         if table.get(case.case_id, own) not in (case.patient_id, own):
@@ -220,49 +221,18 @@ def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[
     return problems
 
 
-# --- Private helpers: another format ---
-
-
-def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]) -> Settings:
-    """Those of the new store. Raises InputError where int16 is asked of what was rounded."""
-    old = settings_of(store.folder)
-    if old.scores and format_ == "npy":
-        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
-        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
-    changes: Dict[str, Any] = {} if crop is None else {"crop": crop}
-    if format_ is not None:
-        changes.update(FORMAT_CHOICES[format_])
-        changes["scores"] |= old.scores
-    return dataclasses.replace(old, **changes)
-
-
-def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, CaseRecord]:
-    """By stem, those that are written already: of the same voxels, in files of the right lengths."""
-    reader, done = Reader(new_dir, "pread"), {}
-    for stem, old in records.items():
-        new = conversion.own_record(new_dir, stem)
-        if new is None:
-            continue
-        same = new.image_dtype != old.image_dtype or new.image_voxels_sha256 == old.image_voxels_sha256
-        if same and new.label_voxels_sha256 == old.label_voxels_sha256 and not reader.problems(new):
-            done[stem] = new
-    return done
-
-
-def _stored_case(store_dir: Path, channels: Sequence[str], scores: bool, record: CaseRecord) -> LoadedCase:
+def _stored_case(store_dir: Path, record: CaseRecord, channels: Sequence[str], scores: bool) -> LoadedCase:
     """A case as a store has it, as float16 `scores` where they are wanted. Raises InputError for damaged arrays."""
-    reader = Reader(store_dir, "pread")
+    reader, rule = Reader(store_dir, "pread"), f"case {record.case_id} of store {store_dir} must"
     try:
         image = on_grid(reader.array(record, "x"), record)
         label = on_grid(reader.array(record, "y"), record) if record.has_label else None
     except OSError as error:
-        rule = f"case {record.case_id} of store {store_dir} must be readable"
-        raise InputError(f"{rule}, got {error}; {ADVICE}") from None
+        raise InputError(f"{rule} be readable, got {error}; {ADVICE}") from None
     mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
     found = bounding_box(mask), voxels_sha256(image), voxels_sha256(label) if label is not None else ""
     if found != (record.box, record.image_voxels_sha256, record.label_voxels_sha256):
-        rule = f"voxels of case {record.case_id} of store {store_dir} must be as recorded"
-        raise InputError(f"{rule}, got others; {ADVICE}")
+        raise InputError(f"voxels of {rule} be as recorded, got others; {ADVICE}")
     if scores and record.image_dtype == "int16":
         names = [f"channel {name} of {record.case_id}" for name in channels]
         image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)

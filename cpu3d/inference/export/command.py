@@ -13,7 +13,6 @@ At the end the files are read in a process of their own and asked about a case, 
 or --case; the answer must be that of `predict`. Else the exit code is 1 and there is no export.json.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -50,7 +49,7 @@ from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.child import ROOT
 from cpu3d.util.lock import locked
 from cpu3d.util.records import by, versions
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 from memory_estimator.table import Table
 
 CASE_INSTEAD = "--case must name a case to try it on if the store is gone or changed"
@@ -94,13 +93,10 @@ class NotReadableError(Exception):
     """The exported files do not run."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for cls in (Options, ZeroNan):
-        add_options(parser, cls)
+OPTIONS = (Options, ZeroNan)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(Options, args, InputError)
+def run(options: Options, background: ZeroNan) -> int:
     _check_out(options.out)
     config = load_config(options.run)
     contract = _contract(config, FILES[options.format], options.size)
@@ -119,9 +115,7 @@ def run(args: argparse.Namespace) -> int:
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if options.format == "savedmodel" else networks.ExactPredictor)(contract.config, weights)
     if options.case:
-        case = _given_case(
-            options.case, own, zero_nan=from_args(ZeroNan, args, InputError).zero_nan or zeroes_nan([config])
-        )
+        case = _given_case(options.case, own, zero_nan=background.zero_nan or zeroes_nan([config]))
     else:
         case = _stores_case(config)
     check_fits(case, exact)

@@ -22,8 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from cpu3d.settings import add_training_options, chosen_settings, load_config, recipe_config, save_config, with_settings
+from cpu3d.settings import SETTINGS, load_config, recipe_config, save_config, with_settings
 from cpu3d.training.run_log import append_event, read_events
+from memory_estimator.schema import add_options, arguments
 
 BUDGET_STEPS = 6
 """What a budget of minutes comes to."""
@@ -34,7 +35,7 @@ def main(template: Path, command: str, *words: str) -> int:
     for name, kind in (("store", str), ("run", Path), ("split", str), ("tolerance", float), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--force", action="store_true")
-    add_training_options(parser)
+    add_options(parser, SETTINGS)
     args = parser.parse_args(words)
     with (template.parent / "calls.txt").open("a") as file:
         file.write(f"{command} {args.run.name}\n")
@@ -53,9 +54,9 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
 
 
 def train(template: Path, args: argparse.Namespace) -> int:
-    around, run, settings = template.parent, args.run, chosen_settings(args)
+    around, run, settings = template.parent, args.run, arguments([SETTINGS], args)[0]
     store = load_config(template)
-    config = with_settings(recipe_config(getattr(args, "recipe", None)), settings)
+    config = with_settings(recipe_config(settings), settings)
     own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
     config = dataclasses.replace(
         config, grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS, **own

@@ -1,6 +1,5 @@
 """Comparisons and resolution studies as they are called: what is carried out, continued, added to and refused."""
 
-import argparse
 import json
 import os
 import shutil
@@ -15,15 +14,14 @@ from cpu3d.compare.run import RunFailedError
 from cpu3d.errors import InputError
 from cpu3d.settings import load_config
 from cpu3d.util.records import read_records
+from tests.cpu3d.runs import run_command
 
 SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]
 VARIANTS = ["--variant", "whole", "--mode whole", "--variant", "patch", "--mode patch --patch 8 8 8"]
 
 
 def compare(*options):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(list(map(str, options))))
+    return run_command(command, *options)
 
 
 def kept(out):

@@ -17,9 +17,9 @@ from cpu3d.compare.plan import (
     usual_variants,
 )
 from cpu3d.errors import InputError
-from cpu3d.settings import chosen_settings
-from cpu3d.training.train import add_arguments
+from cpu3d.settings import SETTINGS
 from cpu3d.util.lock import locked
+from memory_estimator.schema import add_options, arguments
 from tests.cpu3d.runs import decided
 
 
@@ -42,8 +42,8 @@ SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
 
 def train_arguments(options):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(["--store", "s", "--run", "r", *options])
+    add_options(parser, SETTINGS)
+    return arguments([SETTINGS], parser.parse_args(options))[0]
 
 
 def found(store, *variants):
@@ -52,12 +52,12 @@ def found(store, *variants):
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
     common = {"filters": 8, "patch": [64, 64, 64], "foreground": 0.5, "learning_rate": 0.1}
-    variant = parse_variant("p", "--mode patch --gpu-memory 8GiB --learning-rate 0.2", common, "demo")
+    variant = parse_variant("p", "--mode patch --gpu-memory 8GiB --learning-rate 0.2", {**common, "recipe": "demo"})
     assert variant.settings == {
-        "filters": 8, "foreground": 0.5, "learning_rate": 0.2, "mode": "patch", "gpu_memory": "8GiB"
+        "filters": 8, "foreground": 0.5, "learning_rate": 0.2, "mode": "patch", "gpu_memory": "8GiB", "recipe": "demo"
     }  # fmt: skip
-    assert variant.recipe == "demo"
-    assert parse_variant("p", "--recipe paper-flair", {}, "demo").recipe == "paper-flair"
+    own = parse_variant("p", "--recipe paper-flair", {"recipe": "demo"}).settings
+    assert own == {"recipe": "paper-flair"}
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
 )
 def test_what_a_variant_may_not_have_is_told_with_its_name(options, words):
     with pytest.raises(InputError, match=words):
-        parse_variant("bad", options, {}, None)
+        parse_variant("bad", options, {})
     for name in ("", "a/b", "..", ".hidden", "a b"):
         with pytest.raises(InputError, match="must have a name of letters"):
-            parse_variant(name, "", {}, None)
+            parse_variant(name, "", {})
 
 
 def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
     common = {**SMALL, "patch": [16, 8, 16], "foreground": 0.5, "patches_per_case": 5}
-    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
+    whole, patch = found(phantom_store, *usual_variants(common, phantom_store))
     assert (whole[0].name, patch[0].name) == ("whole", "patch")
     assert (patch[1].config.grid, patch[1].config.foreground, patch[1].config.patches_per_case) == ((16, 8, 16), 0.5, 5)
     del common["patch"]
-    whole, patch = found(phantom_store, *usual_variants(common, None, phantom_store))
+    whole, patch = found(phantom_store, *usual_variants(common, phantom_store))
     assert (patch[1].config.grid, patch[1].config.patches_per_case) == (half(whole[1].config.grid, 4), 5)
 
 
@@ -113,7 +113,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     for course, seed in itertools.product(plan, (0, 5)):
         assert abs(course["voxels"] - whole) <= math.prod(course["grid"]) * course["batch"]
         run = planned_run(course, seed, tmp_path)
-        settings = chosen_settings(train_arguments(run.options))
+        settings = train_arguments(run.options)
         config = decided(phantom_store, tmp_path / "none", **settings)
         assert (config.steps, config.grid, config.seed) == (course["steps"], course["grid"], seed)
         assert config.unet.policy == course["policy"]
@@ -128,17 +128,17 @@ def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(p
 
 
 @pytest.mark.parametrize(
-    ("options", "recipe", "common", "whole"),
+    ("options", "common", "whole"),
     [
-        ("", None, {}, True),
-        ("--mode whole", "gpu-patch", {}, True),
-        ("--recipe gpu-patch", None, {}, False),
-        ("", None, {"mode": "patch"}, False),
+        ("", {}, True),
+        ("--mode whole", {"recipe": "gpu-patch"}, True),
+        ("--recipe gpu-patch", {}, False),
+        ("", {"mode": "patch"}, False),
     ],
 )
-def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, recipe, common, whole):
+def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, common, whole):
     of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
-    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}, recipe).settings
+    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}).settings
     assert set(of_patches) & set(settings) == (set() if whole else set(of_patches))
 
 

@@ -1,6 +1,5 @@
 """What a launch plans and starts, with a stand-in for the training: it ends as a file beside the run says."""
 
-import argparse
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
 from cpu3d.host.topology import EXAMPLE_HOSTS
 from cpu3d.util.child import ROOT
+from tests.cpu3d.runs import run_command
 
 # --- The plan ---
 
@@ -134,9 +134,7 @@ def program(tmp_path, monkeypatch, alone):
 
 
 def launched(*words):
-    parser = argparse.ArgumentParser()
-    launch.add_arguments(parser)
-    return launch.run(parser.parse_args([str(word) for word in words]))
+    return run_command(launch, *words)
 
 
 def train(folder, *more):

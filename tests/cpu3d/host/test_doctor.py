@@ -1,6 +1,5 @@
 """The doctor's report, its JSON, its exit codes; what is warned of, and what is said of a process that is set up."""
 
-import argparse
 import dataclasses
 import json
 
@@ -14,14 +13,13 @@ from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import THREADS, default_workers, thread_plan, thread_plans
 from cpu3d.host.topology import Node, from_json, read_topology, restricted, topology_of
 from memory_estimator.host import Host
+from tests.cpu3d.runs import run_command
 
 GIB = 2**30
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args(words))
+    return run_command(doctor, *words)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Scoring a split: what is written, what is refused, and what stays when it is cut off."""
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -20,12 +19,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.run_files import gather
 from cpu3d.util import atomic
-
-
-def arguments(*words):
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    return parser.parse_args(list(words))
+from tests.cpu3d.runs import run_command
 
 
 @pytest.fixture
@@ -188,19 +182,19 @@ def test_the_summary_is_worked_out_by_hand():
 
 
 def test_the_command_prints_a_row_a_region_and_warns_of_seen_cases_alone(tiny_run, trained, capsys):
-    assert evaluate.run(arguments("--run", str(tiny_run))) == 0
+    assert run_command(evaluate, "--run", str(tiny_run)) == 0
     out, err = capsys.readouterr()
     assert "WT 1.000 ± 0.000 1.000 0.00 ± 0.00 0.00 1.000" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
-    assert evaluate.run(arguments("--run", str(tiny_run), "--json", "--split", "train")) == 0
+    assert run_command(evaluate, "--run", str(tiny_run), "--json", "--split", "train") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["split"] == "train"
     assert "NOT untouched" in err
 
 
 def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_run, trained, monkeypatch):
-    evaluate.run(arguments("--run", str(tiny_run)))
+    run_command(evaluate, "--run", str(tiny_run))
     scores = json.loads(scores_path(tiny_run).read_text())
     for name in ("fold", "inference", "peak_rss_bytes"):
         del scores[name]
@@ -221,15 +215,15 @@ def test_folds_that_cannot_be_scored_together_are_refused_before_a_network_is_lo
         (("--some-folds", "--split", "train"), "--split must be test or val"),
     ):
         with pytest.raises(InputError, match=problem):
-            evaluate.run(arguments("--run", *runs, *out, *words))
+            run_command(evaluate, "--run", *runs, *out, *words)
     assert trained == []
-    assert evaluate.run(arguments("--run", *runs, *out, "--some-folds", "--split", "val")) == 0
+    assert run_command(evaluate, "--run", *runs, *out, "--some-folds", "--split", "val") == 0
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tiny_run, trained):
     (tiny_run / "evaluation").write_text("in the way")
     with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
-        evaluate.run(arguments("--run", str(tiny_run)))
+        run_command(evaluate, "--run", str(tiny_run))
     assert trained == []
 
 
@@ -238,7 +232,7 @@ def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it
 ):
     fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
     asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
-    assert evaluate.run(arguments("--run", str(tiny_run), *asked)) == 0
+    assert run_command(evaluate, "--run", str(tiny_run), *asked) == 0
     scores = json.loads(scores_path(tiny_run).read_text())
     assert scores["run"] == str(tiny_run)
     assert scores["fold"] == ""
@@ -250,7 +244,7 @@ def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it
 def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
     (run,) = fold_runs("2/2")
     held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
-    assert evaluate.run(arguments("--run", str(run), "--split", "val")) == 0
+    assert run_command(evaluate, "--run", str(run), "--split", "val") == 0
     scores = json.loads(scores_path(run, "val").read_text())
     assert tuple(case["case_id"] for case in scores["cases"]) == held_out
     assert scores["fold"] == "2/2"
@@ -260,9 +254,9 @@ def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_stor
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path, capsys):
     runs = [str(run) for run in fold_runs("1/2", "2/2")]
     with pytest.raises(InputError, match="--out must name a folder for the scores of 2 runs together"):
-        evaluate.run(arguments("--run", *runs))
+        run_command(evaluate, "--run", *runs)
     assert trained == []
-    assert evaluate.run(arguments("--run", *runs, "--out", str(tmp_path / "both"))) == 0
+    assert run_command(evaluate, "--run", *runs, "--out", str(tmp_path / "both")) == 0
     scores = json.loads((tmp_path / "both/evaluation/scores.json").read_text())
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(runs[0], "1/2"), (runs[1], "2/2")]
@@ -290,7 +284,7 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
     runs = [str(run) for run in fold_runs("1/2", "2/2")]
-    assert evaluate.run(arguments("--run", *runs, "--split", "val", "--out", str(tmp_path / "both"))) == 0
+    assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", str(tmp_path / "both")) == 0
     scores = json.loads((tmp_path / "both/evaluation/val/scores.json").read_text())
     assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
     assert not scores["untouched"]

@@ -1,6 +1,5 @@
 """Predicting new images: where the answer lies, what lies beside it, and what is never overwritten."""
 
-import argparse
 import json
 import shutil
 
@@ -15,6 +14,7 @@ from cpu3d.inference import predict
 from cpu3d.inference.predict import find_cases, predict_case
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
+from tests.cpu3d.runs import run_command
 
 
 @pytest.fixture
@@ -28,9 +28,7 @@ def call(monkeypatch, predictor, tiny_run):
     monkeypatch.setattr(predict, "trained_predictors", lambda runs, weights, inference: [predictor] * len(runs))
 
     def run(*words, runs=(tiny_run,)):
-        parser = argparse.ArgumentParser()
-        predict.add_arguments(parser)
-        return predict.run(parser.parse_args(["--run", *map(str, runs), *map(str, words)]))
+        return run_command(predict, "--run", *runs, *words)
 
     return run
 

@@ -1,6 +1,5 @@
 """The page of a run: complete, self-contained, and made from whatever is there."""
 
-import argparse
 import dataclasses
 import json
 import re
@@ -16,6 +15,7 @@ from cpu3d.report.report import write_report
 from cpu3d.report.run_files import gather
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.run_log import read_events, recent_events
+from tests.cpu3d.runs import run_command
 
 VOID = {"meta", "img", "br", "link"}
 
@@ -274,10 +274,8 @@ def test_scores_that_are_damaged_or_of_another_version_are_refused_and_the_old_p
 
 
 def test_the_page_can_be_written_elsewhere_but_not_onto_a_folder(tiny_run, tmp_path, capsys, no_pictures):
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
     page = tmp_path / "page.html"
-    assert report.run(parser.parse_args(["--run", str(tiny_run), "--out", str(page)])) == 0
+    assert run_command(report, "--run", tiny_run, "--out", page) == 0
     assert page.is_file()
     assert str(page) in capsys.readouterr().out
     with pytest.raises(InputError, match="must be a file, found a folder"):

@@ -145,13 +145,13 @@ def test_a_budget_is_cut_alike_on_all_workers_by_the_chief_s_time(phantom_store,
 
 
 def test_a_run_cut_to_a_budget_keeps_its_steps_until_it_is_given_another_length(phantom_store, tmp_path):
-    def again(recipe=None, **settings):
-        config = decided(phantom_store, tmp_path, recipe=recipe, **settings)
+    def again(**settings):
+        config = decided(phantom_store, tmp_path, **settings)
         return config.budget_minutes, config.steps
 
     first = decided(phantom_store, tmp_path, recipe="demo", budget_minutes=4.0, depth=3)
     save_config(dataclasses.replace(first, steps=7), tmp_path)
-    assert again() == again(budget_minutes=4.0) == again("demo", budget_minutes=4.0, depth=3) == (4.0, 7)
+    assert again() == again(budget_minutes=4.0) == again(recipe="demo", budget_minutes=4.0, depth=3) == (4.0, 7)
     assert again(steps=9) == (0.0, 9)
     assert again(epochs=8) == (0.0, 0)
     assert again(budget_minutes=8.0) == (8.0, 0)

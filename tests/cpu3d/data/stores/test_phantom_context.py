@@ -1,6 +1,5 @@
 """Phantoms that only a whole volume can tell: the rule is far away, and there is no trace of it near a lesion."""
 
-import argparse
 import json
 
 import numpy as np
@@ -11,6 +10,7 @@ from cpu3d.data.stores.layouts import read_dataset
 from cpu3d.data.stores.phantom import phantom_case, write_phantom
 from cpu3d.data.stores.phantom_case import CLEARANCE, blind_patch
 from cpu3d.errors import InputError
+from tests.cpu3d.runs import run_command
 
 SMALL = (40, 48, 36)
 SHAPE = (64, 80, 56)
@@ -51,10 +51,8 @@ def test_nothing_within_a_patch_of_a_lesion_tells_the_rule(twins, context):
 
 
 def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    phantom_module.add_arguments(parser)
     line = ["--out", str(tmp_path / "p"), "--cases", "2", "--shape", *map(str, SMALL), "--context", "count"]
-    assert phantom_module.run(parser.parse_args([*line, "--workers", "1"])) == 0
+    assert run_command(phantom_module, *line, "--workers", "1") == 0
     told = json.loads((tmp_path / "p/dataset.json").read_text())["description"]
     assert "called enhancing tumour where the lesion is the only one, else non-enhancing tumor" in told
     blind = blind_patch("count", SMALL)
@@ -67,7 +65,7 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
             write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1, context=other)
     write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1, context="count")
     with pytest.raises(SystemExit):
-        parser.parse_args(["--out", "p", "--context", "size"])
+        run_command(phantom_module, "--out", "p", "--context", "size")
 
 
 def along(axis, mask):
