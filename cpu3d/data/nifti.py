@@ -117,9 +117,6 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
         file.write(packer.flush())
 
 
-# --- Private helpers ---
-
-
 def _read_bytes(path: Path) -> bytes:
     """All of a file, unpacked where it is gzip by content: to the end, so that its CRC and length are checked."""
     try:

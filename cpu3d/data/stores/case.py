@@ -160,9 +160,6 @@ def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
     return path.relative_to(folder).as_posix() if folder in path.parents else path.name
 
 
-# --- Private helpers ---
-
-
 def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
     """How the grid of `path` differs from that of `first`; nothing where it is the same."""
     apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())

@@ -9,23 +9,17 @@ What can be long can be interrupted: `convert` and `append` continue with the sa
 """
 
 import argparse
-import dataclasses
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
-
-from rich.console import Console
 
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.conversion import FORMAT_CHOICES
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
 from cpu3d.data.stores.upkeep import append, change_format
-from cpu3d.data.stores.verify import label_table, lines_of, store_info, verify
+from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
-from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, from_args, option
 
 
@@ -34,7 +28,6 @@ class Info:
     """What it holds, and how it would be read here."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
-    json: bool = option(False, "print JSON")
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,6 @@ class Verify:
     """Compare every file and every voxel with the records."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
-    json: bool = option(False, "print JSON")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
@@ -70,68 +62,41 @@ class Append:
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
+ACTIONS = {"info": Info, "verify": Verify, "convert": Convert, "append": Append}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, (options, _) in _ACTIONS.items():
+    for name, options in ACTIONS.items():
         add_options(actions.add_parser(name, help=options.__doc__), options)
 
 
 def run(args: argparse.Namespace) -> int:
-    cls, action = _ACTIONS[args.action]
-    return action(from_args(cls, args, InputError)) or 0
-
-
-# --- Private helpers ---
-
-
-def _info(options: Info) -> None:
-    info = store_info(open_store(options.store), free_bytes=read_host().free_bytes)
-    if options.json:
-        print(json.dumps(info, indent=1))
-        return
-    print("\n".join(lines_of(info)))
-    Console().print(label_table(info).rich())
-
-
-def _verify(options: Verify) -> Optional[int]:
-    found = verify(options.store, workers=options.workers)
-    if options.json:
-        content = {"store": str(options.store), "good": not found.problems, **dataclasses.asdict(found)}
-        print(json.dumps(content, indent=1))
-        return InputError.exit_code if found.problems else 0
-    for name in found.strays:
-        print(f"note: {options.store / name} belongs to no case of the store; it does no harm", file=sys.stderr)
-    refuse(found.problems)
-    read = f"{found.arrays} with arrays of their own, {found.bytes_read / 1e6:,.1f} MB read"
-    print(f"Store {options.store} is whole: {count(found.cases, 'case')}, {read}")
-    return None
-
-
-def _convert(options: Convert) -> None:
-    how = {"format_": options.format, "crop": options.crop, "workers": options.workers}
-    manifest = change_format(options.store, options.new, **how)
-    summarise(options.new)
-    if manifest.split_hash == open_store(options.store).manifest.split_hash:
-        print(f"  voxels   the same, so runs trained on {options.store} can go on with {options.new}")
-    else:
-        print(f"  voxels   rounded, hash {manifest.split_hash}: runs trained on {options.store} refuse {options.new}")
-
-
-def _append(options: Append) -> None:
+    options = from_args(ACTIONS[args.action], args, InputError)
     before, settings = open_store(options.store).manifest, dict(vars(options))
-    done = append(settings.pop("store"), settings.pop("dataset"), **settings)
-    print(f"Store {options.store}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
-    if done.bad:
-        print(f"  left out {count(done.bad, 'bad case')}, see {options.store / 'quarantine.jsonl'}")
-    if done.new:
-        print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
-        print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it.")
-        print("           Train anew, or keep a copy of the store they know.")
-
-
-_ACTIONS = {
-    "info": (Info, _info),
-    "verify": (Verify, _verify),
-    "convert": (Convert, _convert),
-    "append": (Append, _append),
-}
+    folder = settings.pop("store")
+    if args.action == "info":
+        summarise(folder)
+    elif args.action == "verify":
+        refuse(verify(folder, workers=options.workers))
+        print(f"Store {folder} is whole: {count(before.cases, 'case')}")
+    elif args.action == "convert":
+        new = settings.pop("new")
+        same = change_format(folder, new, **settings).split_hash == before.split_hash
+        summarise(new)
+        what = (
+            f"same, so runs trained on {folder} can go on" if same else f"rounded: runs trained on {folder} refuse it"
+        )
+        print(f"  voxels   {what}")
+    else:
+        done = append(folder, settings.pop("dataset"), **settings)
+        print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+        if done.bad:
+            print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+        if done.new:
+            print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
+            print(
+                f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it."
+            )
+            print("           Train anew, or keep a copy of the store they know.")
+    return 0

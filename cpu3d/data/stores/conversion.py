@@ -63,9 +63,6 @@ class Settings:
 USUAL = Settings()
 
 
-# --- Writing ---
-
-
 @dataclass(frozen=True)
 class Job:
     """A case to store, with all that a process needs to know for it."""
@@ -175,9 +172,6 @@ def refuse_bad_cases(folder: Path, problems: Problems, kept: str) -> None:
     refuse([*(reason for case_id in sorted(problems) for reason in problems[case_id]), rule] if problems else ())
 
 
-# --- What is done already ---
-
-
 @contextlib.contextmanager
 def claimed(
     folder: Path, what: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",), **defaults: Any
@@ -252,9 +246,6 @@ def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, ver
         if status.st_size != source.size_bytes or (undecided and file_sha256(path) != source.sha256):
             return False
     return True
-
-
-# --- Files beside the manifest ---
 
 
 def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str, Any]:

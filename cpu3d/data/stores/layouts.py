@@ -151,9 +151,6 @@ def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
     return case_id, UNKNOWN
 
 
-# --- Labels and regions ---
-
-
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
     """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
     optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
@@ -207,9 +204,6 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
         problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
     refuse(problems)
     return replace(dataset, labels=dict(sorted(labels.items())))
-
-
-# --- Files to predict ---
 
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
@@ -281,9 +275,6 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
         return None
     named = [layout for layout in FOLDER_LAYOUTS if all(_modality(path, layout) for path in files.images)]
     return (named[0], LABEL_CODES[named[0]]) if named else None
-
-
-# --- Private helpers: the two kinds of layout, each as name, layout, channels, labels, cases, problems ---
 
 
 def _read_folders(folder: Path):
@@ -388,9 +379,6 @@ def _read_decathlon(folder: Path):
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
     ordered = tuple(channels[index] for index in range(len(channels)))
     return content.name or _name(folder), "decathlon", ordered, labels, cases, bad
-
-
-# --- Private helpers: names ---
 
 
 def _volumes(folder: Path) -> List[Path]:

@@ -101,9 +101,6 @@ def write_phantom(
     return out
 
 
-# --- Private helpers ---
-
-
 def _write_case(out: Path, shape: Shape3, seed: int, context: str, index: int) -> None:
     """Write a case's two files unless both are there; each appears whole or not at all."""
     image_path, label_path = (out / folder / f"{_case_id(index)}.nii.gz" for folder in ("imagesTr", "labelsTr"))

@@ -90,9 +90,6 @@ def blind_patch(context: str, shape: Shape3) -> Optional[int]:
     return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context == "count" else None
 
 
-# --- The head ---
-
-
 class Head:
     """The grid of a head, the random numbers that it is drawn from and smooth random fields of them."""
 
@@ -188,9 +185,6 @@ def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.nda
         part += result
         result = part
     return result
-
-
-# --- Tumours ---
 
 
 @dataclass(frozen=True)

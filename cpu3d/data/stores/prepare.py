@@ -39,7 +39,7 @@ from cpu3d.data.stores.layouts import (
     regions_of,
     with_label_map,
 )
-from cpu3d.data.stores.verify import lines_of, store_info
+from cpu3d.data.stores.verify import describe
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.child import worker_count
 from cpu3d.util.records import count, versions
@@ -182,7 +182,7 @@ def prepare(
 
 def summarise(store_dir: Path) -> None:
     """Print what a finished store holds, and what was left out of it."""
-    print(*lines_of(store_info(open_store(store_dir), free_bytes=read_host().free_bytes)), sep="\n")
+    print(*describe(open_store(store_dir), free_bytes=read_host().free_bytes), sep="\n")
     bad = left_out(store_dir)
     if bad:
         path = store_dir / "quarantine.jsonl"
@@ -192,9 +192,6 @@ def summarise(store_dir: Path) -> None:
 def split_sizes(manifest: Manifest) -> str:
     """Such as "8 train, 1 val, 1 test"."""
     return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
-
-
-# --- Private helpers ---
 
 
 def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> None:

@@ -22,7 +22,7 @@ from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, claimed, convert_a
 from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import remove_partials, writable_folder, write_json
+from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
@@ -112,38 +112,35 @@ def change_format(
     store_dir: Union[str, Path],
     new_dir: Union[str, Path],
     *,
-    format_: Optional[str] = None,
+    format: Optional[str] = None,  # noqa: A002
     crop: Optional[bool] = None,
     workers: Optional[int] = None,
 ) -> Manifest:
     """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
 
-    `format_` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. Every case
-    is written whole or not at all, read back and compared; the same call continues one that was cut. The split stays,
-    and so does its hash, unless int16 images become float16. Raises InputError for a way back from float16, for damaged
-    cases (the good ones are kept), and where `new_dir` holds anything else. OSError and KeyboardInterrupt as `prepare`.
+    `format` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. The split
+    stays, and so does its hash, unless int16 images become float16. The same call continues one that was cut. Raises
+    InputError for a way back from float16, for damaged cases (the good ones are kept), and where `new_dir` holds
+    anything else. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    before, out, old = settings_of(store.folder), conversion.left_out(store.folder), store.manifest
-    if before.scores and format_ == "npy":
+    before, old = settings_of(store.folder), store.manifest
+    if before.scores and format == "npy":
         rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
         raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
-    changes = {**FORMAT_CHOICES.get(format_, {}), **({} if crop is None else {"crop": crop})}
-    changes["scores"] = before.scores or changes.get("scores", False)
+    changes = {**FORMAT_CHOICES.get(format, {}), **({} if crop is None else {"crop": crop})}
     settings = dataclasses.replace(before, **changes)
+    settings = dataclasses.replace(settings, scores=settings.scores or before.scores)
     store.check_split()
-    made_of = {name: getattr(old, name) for name in ("schema", "name", "split_hash")}
-    made_of.update((name, getattr(settings, name)) for name in ("format", "scores", "crop"))
-    with claimed(new_dir, "new store", "conversion.json", made_of):
-        if (new_dir / "manifest.json").exists():
-            print(f"Nothing to do: store {new_dir} is finished.")
-            return open_store(new_dir).manifest
+    with claimed(new_dir, "new store", "source.json", conversion.identity(old, settings)):
+        if (new_dir / "manifest.json").exists() and open_store(new_dir).manifest.split != old.split:
+            raise InputError(f"new store {new_dir} must be of store {store.folder}, got other cases; choose another")
         done, jobs = {}, []
         for stem, record in {record.stem: record for record in old.cases}.items():
             new = conversion.stored_record(new_dir, stem)
-            other_dtype = new and new.image_dtype != record.image_dtype  # rounded, so that its voxels are its own
-            same = new and (other_dtype or new.image_voxels_sha256 == record.image_voxels_sha256)
-            if same and new.label_voxels_sha256 == record.label_voxels_sha256:
+            made_of = new and (new.sources, new.label_voxels_sha256) == (record.sources, record.label_voxels_sha256)
+            rounded = new and new.image_dtype != record.image_dtype  # so that its voxels are its own
+            if made_of and (rounded or new.image_voxels_sha256 == record.image_voxels_sha256):
                 done[stem] = new
                 continue
             load = functools.partial(_stored_case, store.folder, record, old.channels, settings.scores)
@@ -154,8 +151,7 @@ def change_format(
         of_arrays = {stem: {name: getattr(record, name) for name in OF_ARRAYS} for stem, record in done.items()}
         cases = [dataclasses.replace(entry, **of_arrays[entry.stem]) for entry in old.cases]
         manifest = remake(old, cases=cases, versions=versions())
-        conversion.write_quarantine(new_dir, out)
-        write_json(new_dir / "source.json", conversion.identity(manifest, settings))
+        conversion.write_quarantine(new_dir, conversion.left_out(store.folder))
         write_store(new_dir, manifest)
     return manifest
 
@@ -179,9 +175,6 @@ def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
         manifest = remake(old, cases=cases, split=split, patient_rules=rules)
         write_store(store_dir, manifest)
     return manifest
-
-
-# --- Private helpers ---
 
 
 def _patient_of(case: CaseRecord, layout: str) -> str:
