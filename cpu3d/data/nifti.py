@@ -33,8 +33,8 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     The array is Fortran-ordered, read-only and in native byte order. It keeps the file's dtype where the header has no
     scaling (slope 0, NaN or 1 with intercept 0); scaled it is float64, which keeps integral values integral.
 
-    Raises InputError when the file is missing, unreadable, truncated, damaged or no NIfTI-1 or -2 in one file, when its
-    voxels are not plain numbers (RGB, complex), or when it has neither three nor four axes or no usable affine.
+    Raises InputError for a file that is missing, truncated, damaged or no NIfTI-1 or -2 in one file, for voxels that
+    are not plain numbers (RGB, complex), neither three nor four axes, and an affine without an inverse.
     """
     path = Path(path)
     content = _read_bytes(path)
@@ -43,8 +43,8 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     if len(content) < needed:
         raise InputError(f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again")
     voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
-    if not dtype.isnative or dtype.itemsize > 8:
-        voxels = voxels.astype(np.float64 if dtype.itemsize > 8 else dtype.newbyteorder("="))
+    if not dtype.isnative:
+        voxels = voxels.astype(dtype.newbyteorder("="))
     if (slope, inter) != (1.0, 0.0):
         voxels = voxels.astype(np.float64) * slope + inter
     voxels = voxels.reshape(shape, order="F")
@@ -56,15 +56,15 @@ def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first three. A view."""
     if tuple(array.shape[:3]) != geometry.shape:
         raise ValueError(f"array must lie on the source's grid {geometry.shape}, got shape {array.shape}")
-    return orientations.apply_orientation(array, _orientation(geometry))
+    return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
 def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A view."""
     if tuple(array.shape[:3]) != ras_shape(geometry):
         raise ValueError(f"array must have the shape {ras_shape(geometry)} in axes R A S, got {array.shape}")
-    ras = orientations.axcodes2ornt(("R", "A", "S"))
-    return orientations.apply_orientation(array, orientations.ornt_transform(ras, _orientation(geometry)))
+    ras, own = map(orientations.axcodes2ornt, ("RAS", geometry.axes))
+    return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
 
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
@@ -92,8 +92,8 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
 def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` given in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
 
-    `path` must end in .nii.gz or .nii. The same input gives the same bytes. `compression` is gzip's level: 1 takes a
-    third of the time for noisy images.
+    The same input gives the same bytes. `compression` is gzip's level: 1 takes a third of the time for noisy images.
+    Raises InputError for another ending than .nii.gz or .nii.
     """
     path = Path(path)
     if not path.name.endswith(EXTENSIONS):
@@ -125,8 +125,7 @@ def _read_bytes(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again") from None
     except OSError as error:
-        found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        raise InputError(f"{path} must be a file that can be read, found {found}; check the path") from None
+        raise InputError(f"{path} must be a file that can be read, got {error.strerror}; check the path") from None
 
 
 def _parse_header(path: Path, content: bytes):
@@ -169,13 +168,9 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     return dataclasses.replace(geometry, forms=forms)
 
 
-def _orientation(geometry: Geometry) -> np.ndarray:
-    return orientations.axcodes2ornt(tuple(geometry.axes))
-
-
 def _in_ras_order(geometry: Geometry, values) -> tuple:
     """Values given along the source's axes, put in the order R, A, S."""
-    return tuple(values[axis] for axis in np.argsort(_orientation(geometry)[:, 0]))
+    return tuple(values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0]))
 
 
 def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:

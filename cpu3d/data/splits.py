@@ -27,8 +27,8 @@ TABLE = "table"
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
 
-    All of its lines, a header among them, and at least `case_ids`. Raises InputError for a file that cannot be read,
-    for lines that are no pair, and for a case of `case_ids` that has no patient or two.
+    All of its lines, a header among them. Raises InputError for a file that cannot be read, for lines that are no pair,
+    for a case with two patients, and for one of `case_ids` that has none.
     """
     name = f"--patients {path}"
     try:
@@ -44,11 +44,9 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         if any(row) and (len(row) != 2 or not all(row)):
             problems.append(f"{name}:{number} must be a case and its patient, got {row}; mend the line")
         elif any(row) and patients.setdefault(*row) != row[1]:
-            two = f"{patients[row[0]]} and {row[1]}"
-            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
-    refuse(problems)
-    lacking = sorted(set(case_ids) - set(patients))
-    refuse(f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking)
+            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one")
+    lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
+    refuse([*problems, *(f"{name} must give case {one} a patient, got none; add a line" for one in lacking)])
     return patients
 
 
@@ -62,8 +60,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
     """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
 
     `patients` maps case id -> patient id. Every split with a fraction above 0 gets at least one patient, then always
-    the one furthest behind its share. Case ids come back sorted. Raises InputError for shares that are none, for too
-    few patients.
+    the one furthest behind its share. Case ids come back sorted. Raises InputError for bad shares or too few patients.
     """
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
@@ -84,11 +81,10 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
 def deal_cases(
     split: Mapping[str, Sequence[str]], patients: Mapping[str, str], new: Mapping[str, str], *, seed: int
 ) -> Split:
-    """The split with the new cases in it. `patients` and `new` map case id -> patient id.
+    """The split with the new cases in it; nothing moves. `patients` and `new` map case id -> patient id.
 
-    Nothing moves. A case of a known patient goes where that patient is. The other patients are dealt as `split_cases`
-    deals: as many to each split as brings it nearest to the share of the patients that it had; a split that had none
-    gets none.
+    A case of a known patient goes where that patient is. The others are dealt as `split_cases` deals: as many to each
+    split as brings it nearest to the share of the patients that it had; a split that had none gets none.
     """
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
@@ -137,10 +133,9 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
 
 
 def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
-    """The cases that `fold` holds out, sorted. `patients` maps case id -> patient id, and a patient is in one part.
+    """The cases that `fold` holds out, sorted. `patients` maps case id -> patient id.
 
-    Patients are dealt out one to each part in turn, so that the parts differ by one patient at most. Raises InputError
-    as `with_folds`.
+    Patients are dealt out one to each part in turn: parts differ by one at most. Raises InputError as `with_folds`.
     """
     part, parts = parse_fold(fold)
     order = _dealing_order(patients.values(), seed)

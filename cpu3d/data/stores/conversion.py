@@ -209,8 +209,8 @@ def finished_cases(
 ) -> Dict[str, CaseRecord]:
     """The records of the cases that need not be done again, by case id.
 
-    A case is finished when it is of the recorded patient, its arrays have their recorded lengths and its sources
-    their recorded sizes and dates; another date is settled by hash. `verify` compares the hashes of all of them.
+    They are of the recorded patient, their arrays have the recorded lengths, their sources the recorded sizes and
+    dates; another date is settled by hash. `verify` compares the hashes of all of them.
     """
     finished = {}
     for files in cases:
@@ -221,10 +221,7 @@ def finished_cases(
 
 
 def stored_record(store_dir: Path, name: str, *, verify: bool = False) -> Optional[CaseRecord]:
-    """The record that was written after the arrays called `name`; None where it is damaged or they are.
-
-    That is told by their lengths, and with `verify` by their hashes.
-    """
+    """The record written after the arrays called `name`; None where it is damaged or they are, by length or hash."""
     try:
         record = case_from_json(read_regular(record_path(store_dir, name)))
     except (FileNotFoundError, ValueError):
@@ -263,10 +260,7 @@ def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str,
 
 
 def settings_of(store_dir: Path) -> Settings:
-    """The settings that a store was begun with, by its source.json; the usual ones where it has none.
-
-    Raises InputError where that is damaged.
-    """
+    """Those that a store was begun with, by its source.json, or USUAL. Raises InputError where that is damaged."""
     path = store_dir / "source.json"
     content = _read_object(path) if path.is_file() else {}
     try:

@@ -193,15 +193,14 @@ class Lesion:
 
     centre: Sequence[float]
     radii: Sequence[float]
-    """Of the oedema, along the axes."""
+    """Of the oedema, along the axes; what follows but `reach` are shares of them."""
     reach: float
     """A middling radius, which the width of soft edges follows."""
     core_edge: float
-    """Radius of the core, as a share of `radii`."""
-    thick: float
-    """Of the enhancing rim, as a share of `radii`."""
+    rim: float
+    """How thick it is."""
     kernel: float = 0.0
-    """Radius of an enhancing kernel in the necrosis, as a share of `radii`."""
+    """Radius of an enhancing kernel in the necrosis."""
 
 
 def usual_lesions(head: Head) -> List[Lesion]:
@@ -252,7 +251,7 @@ def tumours(
         parts = {
             "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
             "core": core,
-            "necrosis": soft(max(shell - lesion.thick, 0.12), inner, edge) * allowed,
+            "necrosis": soft(max(shell - lesion.rim, 0.12), inner, edge) * allowed,
             "rim": soft(shell, inner, edge) * allowed,
         }
         if lesion.kernel:

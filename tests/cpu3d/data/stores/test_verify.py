@@ -42,9 +42,7 @@ def flip(path, place=-1):
 @pytest.mark.parametrize("settings", [{}, {"crop": True}, {"scores": True}, {"format": "b2nd", "crop": True}])
 def test_a_good_store_of_every_format_has_no_problems(store_in, settings):
     store = store_in(**settings)
-    found = verify(store, workers=1)
-    assert (found.problems, found.strays, found.cases, found.arrays) == ((), (), 3, 3)
-    assert found.bytes_read == sum(path.stat().st_size for path in store.glob("cases/*.[xy].*"))
+    assert verify(store, workers=1) == ()
 
 
 @pytest.mark.parametrize("format_", ["npy", "b2nd"])
@@ -55,7 +53,7 @@ def test_damaged_files_are_all_told_with_what_to_do(store_in, format_, part):
     files[0].unlink()
     change(files[1], lambda content: content.pop())
     flip(files[2])
-    problems = verify(store, workers=1).problems
+    problems = verify(store, workers=1)
     assert len(problems) == 3
     for path, problem, told in zip(files, problems, ("must exist", "bytes long, got", "got other content; restore it")):
         assert str(path) in problem
@@ -92,7 +90,7 @@ def edit_records(store, edit):
 def test_a_record_that_does_not_follow_from_its_voxels_is_told(store_in, name, value):
     store = store_in()
     edit_records(store, lambda lines: lines[1].update({name: value}))
-    (problem,) = verify(store, workers=1).problems
+    (problem,) = verify(store, workers=1)
     assert f"{name} in the record of case BRATS_001 must follow from its voxels" in problem
 
 
@@ -103,31 +101,18 @@ def test_damaged_records_are_told_line_by_line_and_the_arrays_of_the_others_are_
     lines[1] = b"#" + lines[1][1:]
     path.write_bytes(b"".join(lines))
     flip(store / "cases/BRATS_002.x.npy")
-    told = "\n".join(verify(store, workers=1).problems)
+    told = "\n".join(verify(store, workers=1))
     assert f"{path} must be as it was written" in told
     assert "must hold case BRATS_001 in line 2" in told
     assert "BRATS_002.x.npy must be as it was written" in told
 
 
-def test_files_of_no_case_are_told_as_harmless(store_in):
-    store = store_in()
-    for name in ("cases/BRATS_009.x.npy", "cases/.BRATS_000.x.npy.q.partial", "notes.txt", "cases/deep/file"):
-        (store / name).parent.mkdir(exist_ok=True)
-        (store / name).write_bytes(b"")
-    found = verify(store, workers=1)
-    assert found.problems == ()
-    assert found.strays == tuple(
-        sorted(["cases/BRATS_009.x.npy", "cases/.BRATS_000.x.npy.q.partial", "notes.txt", "cases/deep/file"])
-    )
-
-
 def test_arrays_that_entries_share_are_read_once_and_contradictions_between_entries_are_told(store_in):
     store = store_in()
     repeat_entries(store, 4)
-    found = verify(store, workers=1)
-    assert (found.problems, found.cases, found.arrays) == ((), 12, 3)
+    assert verify(store, workers=1) == ()
     edit_records(store, lambda lines: lines[5].update(channel_mean=[0.0] * 4))
-    (problem,) = verify(store, workers=1).problems
+    (problem,) = verify(store, workers=1)
     assert "case BRATS_001-001 must say of its arrays what case BRATS_001-000 says of the same, got another" in problem
     assert "channel_mean" in problem
 
@@ -138,8 +123,7 @@ def test_arrays_that_entries_share_are_read_once_and_contradictions_between_entr
         ("largest_box", [1, 1, 1], "largest_box in the manifest"),
         ("largest_shape", [999, 5, 4], "largest_shape in the manifest"),
         ("unlabelled", ["nobody"], "unlabelled in the manifest"),
-        ("split_hash", "0" * 12, "must have hash 000000000000"),
-        ("regions", {"WT": [1, 2, 9], "TC": [2], "ET": [3]}, "region WT in the manifest"),
+        ("split_hash", "0" * 12, "split_hash in the manifest"),
     ],
 )
 def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_was_sealed(store_in, name, value, told):
@@ -149,6 +133,6 @@ def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_
     with pytest.raises(InputError, match="must be as it was written, got an edited one"):
         verify(store)
     write_json(store / "manifest.json", sealed({**content, name: value}))
-    (problem,) = verify(store, workers=1).problems
+    (problem,) = verify(store, workers=1)
     assert told in problem
     assert "restore" in problem
