@@ -45,12 +45,9 @@ def load_case(
     """Read, check and turn one case.
 
     The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
-    `scores`, it is `float16_image`, with its largest rounding error in the record. `zero_nan` makes NaN and infinite
-    voxels background, and counts them. `labels` are the codes that may occur once those in `label_map` are changed;
-    None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
-
-    Raises InputError with every problem of the case: files that cannot be read or lie on different grids, NaN or
-    infinite voxels, empty or constant channels, unknown label codes.
+    `scores`, it is `float16_image`. `zero_nan` makes NaN and infinite voxels background, and counts them. `labels` are
+    the codes that may occur once those in `label_map` are changed; None leaves the label unread. Sources are recorded
+    relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of the case.
     """
     if len(files.images) not in (1, len(channels)):
         rule = f"case {files.case_id} must have a file per channel, {', '.join(channels)}"
@@ -73,25 +70,24 @@ def load_case(
         except InputError as error:
             problems += error.problems
     refuse(problems)
-    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if scores or any(volume.dtype != np.int16 for volume in volumes):
-        image, max_abs_error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
+        image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
     else:
-        image, max_abs_error = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2")), 0.0
+        image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))
     del volumes, array
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources = []
-    for path in paths:
-        status = path.stat()
-        name = source_name(path, dataset_folder)
-        sources.append(SourceFile(name, status.st_size, file_sha256(path), status.st_mtime_ns))
+    sources = [
+        SourceFile(source_name(path, dataset_folder), path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns)
+        for path in paths
+    ]
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
         spacing_mm=nifti.ras_spacing_mm(geometry),
         **facts_of(image, label),
-        max_abs_error=max_abs_error,
+        max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
         sources=tuple(sources),
@@ -156,8 +152,7 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
 
 def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
     """The path as a record tells it: relative to the data set's folder, or the bare name where it lies outside."""
-    folder = Path(dataset_folder) if dataset_folder is not None else path.parent
-    return path.relative_to(folder).as_posix() if folder in path.parents else path.name
+    return path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
 
 
 def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:

@@ -12,14 +12,14 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Container, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
 
 from cpu3d.data.files import pages
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256
-from cpu3d.data.files.reader import Reader, parts_of
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import LoadedCase, load_case, source_name
@@ -63,15 +63,14 @@ class Settings:
 USUAL = Settings()
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A case to store, with all that a process needs to know for it."""
 
     case_id: str
     load: Callable[[], LoadedCase]
     """Raises InputError with all that is wrong with the case. Picklable."""
     store: Path
-    settings: Settings = USUAL
+    settings: Settings
 
 
 def jobs_of(
@@ -85,10 +84,7 @@ def jobs_of(
 
 
 def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
-    """Write one case's arrays and then its record, and return it, or what is wrong with the case.
-
-    Raises OSError when the store cannot be written.
-    """
+    """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
     rule = f"case {job.case_id} must"
     try:
         case = job.load()
@@ -109,8 +105,7 @@ def write_arrays(
 ) -> CaseRecord:
     """Write a case's arrays, given on its whole grid, and return its record as it stands in this store.
 
-    `cropped` keeps only the brain's box; nothing is lost, as all outside is 0. Files are read back and compared. Raises
-    OSError when the disk is full, fails, or may not be written.
+    `cropped` keeps only the brain's box; all outside is 0. Files are read back and compared. Raises OSError.
     """
     stored = record.box if cropped else whole(record.shape)
     record, changes = dataclasses.replace(record, format=format_, stored=stored), {}
@@ -140,8 +135,7 @@ def convert_all(
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
     """Records of all good cases by job's `case_id`, `finished` ones too, and the problems of the bad ones.
 
-    In `workers` processes; `what` is shown on the bar. Raises OSError, as on a full disk, and KeyboardInterrupt with
-    how many cases are kept; the same command continues then.
+    Raises OSError, as on a full disk, and KeyboardInterrupt with how many cases are kept; the same command continues.
     """
     records, problems = dict(finished), {}
     results = run_jobs(convert, jobs, workers)
@@ -178,9 +172,9 @@ def claimed(
 ) -> Iterator[None]:
     """Hold a folder, made if absent, for the work that `content` describes; what killed processes left is removed.
 
-    An empty one is taken by writing `content` into its file `name`, and one that has it already is gone on with.
-    `defaults` are fields that the file may lack; `parts` are folders in it. Raises InputError, and touches nothing,
-    where the folder holds something else (all differences are named), cannot be written, or is in use.
+    An empty one is taken by writing `content` into its file `name`; one that has it already is gone on with. `defaults`
+    are fields that the file may lack; `parts` are folders in it. Raises InputError, and touches nothing, where the
+    folder holds something else, cannot be written, or is in use.
     """
     path = folder / name
     if not (folder / "manifest.json").exists():  # a finished store may lie where nobody writes any more
@@ -226,23 +220,23 @@ def stored_record(store_dir: Path, name: str, *, verify: bool = False) -> Option
         record = case_from_json(read_regular(record_path(store_dir, name)))
     except (FileNotFoundError, ValueError):
         return None
-    hashes = {"x": record.image_sha256, "y": record.label_sha256}
-    good = not Reader(store_dir, "pread").problems(record) and not (
-        verify and any(file_sha256(array_path(store_dir, record, part)) != hashes[part] for part in parts_of(record))
-    )
-    return record if good else None
+    made = {
+        array_path(store_dir, record, "x"): record.image_sha256,
+        array_path(store_dir, record, "y"): record.label_sha256,
+    }
+    damaged = Reader(store_dir, "pread").problems(record)
+    damaged = damaged or (verify and any(sha256 and file_sha256(path) != sha256 for path, sha256 in made.items()))
+    return None if damaged else record
 
 
 def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:
     """Whether a case still has the sources that it was made from."""
-    if [source_name(path, dataset_folder) for path in files.paths] != [source.path for source in record.sources]:
-        return False
-    for path, source in zip(files.paths, record.sources):
+    same = [source_name(path, dataset_folder) for path in files.paths] == [source.path for source in record.sources]
+    for path, source in zip(files.paths, record.sources) if same else ():
         status = path.stat()
         undecided = verify or status.st_mtime_ns != source.mtime_ns
-        if status.st_size != source.size_bytes or (undecided and file_sha256(path) != source.sha256):
-            return False
-    return True
+        same &= status.st_size == source.size_bytes and not (undecided and file_sha256(path) != source.sha256)
+    return same
 
 
 def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str, Any]:

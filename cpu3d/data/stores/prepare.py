@@ -119,14 +119,13 @@ def prepare(
     """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
 
     A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
-    `verify`. `settings` say how arrays are made; a store is continued with its own only. `patients` is a table of the
-    cases' patients, else their names tell them where they can. More than one worker means processes that import the
-    calling script: guard its start with `if __name__ == "__main__"`.
+    `verify`. A store is continued with its own `settings` only. `patients` is a table of the cases' patients, else
+    their names tell them. More than one worker means processes that import the calling script: guard its start with
+    `if __name__ == "__main__"`.
 
-    Raises InputError when cases are bad (all are named, the good ones are written, no manifest is) unless `skip_bad`,
-    when data set or split are no good, identical images fall into two splits, or the store is another's or of other
-    settings. Raises OSError when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are
-    kept then.
+    Raises InputError when cases are bad (the good ones are written, no manifest is) unless `skip_bad`, when data set or
+    split are no good, identical images fall into two splits, or the store is another's or of other settings; OSError
+    when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     found = read_dataset(dataset_dir, patients)

@@ -6,9 +6,8 @@ None of the old cases moves, and what was exact stays exact.
 import dataclasses
 import functools
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
@@ -28,18 +27,13 @@ from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
 
 
-@dataclass(frozen=True)
-class Appended:
-    """What became of a data set's cases."""
+class Appended(NamedTuple):
+    """What became of a data set's cases: the store's manifest now, and ids that were new, there, and left out."""
 
     manifest: Manifest
-    """Of the store as it is now."""
     new: Tuple[str, ...]
-    """Case ids that the store did not have."""
     known: Tuple[str, ...]
-    """Case ids that it had, from the same files."""
     bad: Tuple[str, ...]
-    """Case ids that were left out."""
 
 
 def append(
