@@ -64,8 +64,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
     """
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
-        rule = "--split must be three shares, none negative, one positive"
-        raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
+        raise InputError(f"--split must be three shares from 0 on, one above it, got {fractions}; try --split 8 1 1")
     order = _dealing_order(patients.values(), seed)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
@@ -105,8 +104,7 @@ def parse_fold(fold: str) -> Tuple[int, int]:
     found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
     part, parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= part <= parts or parts < 2:
-        rule = "fold must be I/K with 1 <= I <= K and K >= 2"
-        raise InputError(f"{rule}, got {fold}; 1/5 holds out the first of five parts")
+        raise InputError(f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five")
     return part, parts
 
 

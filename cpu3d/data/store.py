@@ -77,9 +77,9 @@ class CaseIndex(Sequence[CaseRecord]):
                 start += len(piece)
         self._ends = np.concatenate(ends)
         """In bytes from the start: 0, then of each line one past its newline."""
-        if len(self._ends) != len(case_ids) + 1:
-            rule = f"store file {path} must hold {len(case_ids)} cases"
-            raise InputError(f"{rule}, got {len(self._ends) - 1}; {ADVICE}")
+        found = len(self._ends) - 1
+        if found != len(case_ids):
+            raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {found}; {ADVICE}")
         self._record = functools.lru_cache(KEPT)(self._parsed)
 
     def select(self, places: Sequence[int]) -> "CaseIndex":
@@ -174,8 +174,7 @@ class Store:
         manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
-            rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
-            raise InputError(f"{rule}, got another; {ADVICE}")
+            raise InputError(f"split of store {self.folder} must have the hash {manifest.split_hash}; {ADVICE}")
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)
@@ -214,15 +213,12 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
     try:
         content = read_json(path)
         if content["schema"] != SCHEMA:
-            rule = f"store {folder} must have schema {SCHEMA}, got {content['schema']}"
-            raise InputError(f"{rule}; it is left as it is, `prepare` another with this version")
+            raise InputError(f"store {folder} must have schema {SCHEMA}, got {content['schema']}; `prepare` another")
         # A records file of another name could lie outside of the store.
         if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
-            rule = f"store manifest {path} must be as it was written"
-            raise InputError(f"{rule}, got an edited one; {ADVICE}")
+            raise InputError(f"store manifest {path} must be as it was written, got an edited one; {ADVICE}")
     except (ValueError, KeyError, TypeError) as error:
-        rule = f"store manifest {path} must be JSON with a schema, and complete"
-        raise InputError(f"{rule}, got {error!r}; {ADVICE}") from None
+        raise InputError(f"store manifest {path} must be complete JSON, got {error!r}; {ADVICE}") from None
     return content
 
 
@@ -271,5 +267,4 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         records = content["records"]
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        rule = f"store manifest {folder / 'manifest.json'} must be complete"
-        raise InputError(f"{rule}, got {error!r}; {ADVICE}") from None
+        raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None

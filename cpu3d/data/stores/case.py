@@ -50,8 +50,7 @@ def load_case(
     relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of the case.
     """
     if len(files.images) not in (1, len(channels)):
-        rule = f"case {files.case_id} must have a file per channel, {', '.join(channels)}"
-        raise InputError(f"{rule}, got {len(files.images)}; name them all")
+        raise InputError(f"case {files.case_id} must have a file for each of {channels}, got {len(files.images)}")
     names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
     paths = files.images if labels is None else files.paths
     volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []

@@ -277,8 +277,8 @@ def left_out(store_dir: Path) -> Problems:
         try:
             found = msgspec.json.decode(line, type=_LeftOut)
         except (msgspec.MsgspecError, RecursionError) as error:
-            rule = f"{path} must be JSON with a case_id and its reasons in line {number}"
-            raise InputError(f"{rule}, got {error}; restore or delete the file") from None
+            rule = f"{path} must be JSON with a case_id and its reasons in line {number}, got {error}"
+            raise InputError(f"{rule}; restore or delete the file") from None
         problems.setdefault(found.case_id, []).extend(found.reasons)
     return problems
 

@@ -222,8 +222,8 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
         if named:
             case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(first.parent)
         elif len(paths) != len(channels):
-            rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
-            raise InputError(f"{rule}, got {len(paths)} files; name them all")
+            rule = f"one 4D file or one for each of {', '.join(channels)}"
+            raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
         else:
             refuse(
                 f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
@@ -255,8 +255,10 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
         return list(groups.values())
     several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
     if several or (len(channels) == 1 and named):
-        rule = "3D files must be of one case, or all or none of them named after their modality"
-        raise InputError(f"{rule}, got {', '.join(path.name for path in paths)}; predict them apart")
+        found = ", ".join(path.name for path in paths)
+        raise InputError(
+            f"3D files must be of one case, or all named after modalities, got {found}; predict them apart"
+        )
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 

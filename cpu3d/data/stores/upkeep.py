@@ -78,7 +78,7 @@ def append(
         for case_id, record in sorted(records.items()):
             other = ", ".join(f"{one} {dataset.labels[one]}" for one in record.label_voxels if one not in old.labels)
             if other:
-                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {other}"
+                rule = f"label of case {case_id} must hold the store's codes alone, got {other}"
                 problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
         if not skip_bad:
@@ -183,8 +183,7 @@ def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles])
     for files in known:
         made_of = [(source.size_bytes, source.sha256) for source in store.case(files.case_id).sources]
         if made_of != [(path.stat().st_size, file_sha256(path)) for path in files.paths]:
-            rule = f"case {files.case_id} must be the one that store {store.folder} has"
-            problems.append(f"{rule}, got other files under the same id; {advice}")
+            problems.append(f"case {files.case_id} must be the one of store {store.folder}, got other files; {advice}")
     entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
     for files in new:
         if files.case_id in entry_of:
@@ -197,8 +196,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     """Where the store's patients come from a table and there is none, or another, for the new cases."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
-        rule = f"--patients must name a table, as store {store.folder} knows its patients from one"
-        return [f"{rule}, got none; give one that says which of them the new cases are of"]
+        return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
         own = _patient_of(case, old.layout)

@@ -87,8 +87,7 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     folder, manifest, content = store.folder, store.manifest, read_manifest(store.folder)["records"]
     problems, records, arrays = [], [], {}
     if file_sha256(folder / content["file"]) != content["sha256"]:
-        rule = f"store file {folder / content['file']} must be as it was written"
-        problems.append(f"{rule}, got other content; run `prepare` again")
+        problems.append(f"store file {folder}/{content['file']} must be as it was written; restore it")
     for place in range(len(manifest.cases)):
         try:
             records.append(manifest.cases[place])

@@ -64,7 +64,7 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
 def test_ids_that_stand_for_other_files_are_refused(data, store, write_nifti, tiny_label):
     write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
     before = content_of(store)
-    with pytest.raises(InputError, match=r"case BRATS_001 must be the one that store .* has, got other files"):
+    with pytest.raises(InputError, match=r"case BRATS_001 must be the one of store .*, got other files"):
         append(store, data / "many", workers=1)
     assert content_of(store) == before
     repeat_entries(store, 2)

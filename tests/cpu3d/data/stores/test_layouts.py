@@ -122,53 +122,45 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, p
 
 
 @pytest.mark.parametrize("layout", ["decathlon", "brats2023"])
-@pytest.mark.parametrize("linked", ["file", "folder"])
-def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, decathlon, brats_case, layout, linked):
+def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, decathlon, brats_case, layout):
     folder, disk = tmp_path / "d", tmp_path / "disk"
-    if layout == "decathlon":
-        decathlon(folder)
-    else:
-        brats_case(folder / "a", layout)
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*.nii.gz"))]
+    decathlon(folder, 1) if layout == "decathlon" else brats_case(folder / "a", layout)
     there = [case.images for case in read_dataset(folder).cases]
-    for name in {name.parent for name in names} if linked == "folder" else names:
-        (disk / name.parent).mkdir(parents=True, exist_ok=True)
-        (folder / name).rename(disk / name)
-        (folder / name).symlink_to(disk / name)
+    for name in {path.parent for path in folder.rglob("*.nii.gz")}:
+        disk.mkdir(exist_ok=True)
+        name.rename(disk / name.name)
+        name.symlink_to(disk / name.name)
     assert [case.images for case in read_dataset(folder).cases] == there
 
 
-ENTRY = '"training": [{"image": "a"}]'
+GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        "{",
-        "[]",
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}}',
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": []}',
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"image": 3}]}',
-        f'{{"labels": {{"0": "b", "1": "t"}}, "modality": {{"1": "CT"}}, {ENTRY}}}',
-        f'{{"labels": {{"a": 1, "b": 1}}, "modality": {{"0": "CT"}}, {ENTRY}}}',
-        f'{{"labels": {{"0": "b"}}, "modality": {{"0": "CT"}}, {ENTRY}}}',
-        f'{{"labels": {{"0": "b", "300": "t"}}, "modality": {{"0": "CT"}}, {ENTRY}}}',
-        f'{{"labels": {{"all": [1, 2]}}, "modality": {{"0": "CT"}}, {ENTRY}}}',
+        {"training": None},
+        {"training": []},
+        {"training": [{"image": 3}]},
+        {"modality": {"1": "CT"}},
+        {"labels": {"a": 1, "b": 1}},
+        {"labels": {"a": "one"}},
+        {"labels": {"0": "b"}},
+        {"labels": {"0": "b", "300": "t"}},
+        {"labels": {"all": [1, 2]}},
     ],
 )
-def test_a_damaged_list_is_refused_by_name(tmp_path, content):
-    (tmp_path / "dataset.json").write_text(content)
+def test_a_damaged_list_is_refused_by_name(tmp_path, change):
+    (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"dataset\.json"):
         read_dataset(tmp_path)
 
 
 def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
     brats_case(tmp_path / "x", "brats2017")
-    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR", "T1w"))
-    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz", "x_t1.nii.gz"]
+    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR"))
+    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz"]
     assert (files.case_id, files.label) == ("x", None)
-    brats_case(tmp_path / "y")
-    assert names(case_files([tmp_path / "y"], ("FLAIR",)).images) == ["y-t2f.nii.gz"]
 
 
 def test_files_to_predict_are_put_in_order_by_their_names_or_taken_in_theirs(tmp_path, brats_case, write_nifti):
@@ -203,7 +195,7 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
             grouped_by_case(given, channels)
 
 
-@pytest.mark.parametrize("pair", ["", "4", "4=", "4:3", "-1=3", "4=3.0", "256=1", "4=256", "4=3=2", "0=1"])
+@pytest.mark.parametrize("pair", ["", "4=", "-1=3", "4=3.0", "256=1", "4=3=2", "0=1"])
 def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
     with pytest.raises(InputError, match=r"OLD=NEW of codes 1\.\.255 and 0\.\.255") as error:
         parse_label_map([pair, "1=2", "x"])
