@@ -141,8 +141,7 @@ def prepare(
             old = open_store(store_dir).manifest
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
             own = {case.case_id: case.patient_id for case in old.cases}
-            there = [files for files in cases if files.case_id in own]
-            cases = [dataclasses.replace(files, patient_id=own[files.case_id]) for files in there]
+            cases = [dataclasses.replace(one, patient_id=own[one.case_id]) for one in cases if one.case_id in own]
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
         if old is not None and len(finished) == len(old.cases):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")

@@ -77,6 +77,8 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
         (108, np.array([16], "<f4").tobytes(), "vox offset 16 too low"),
         (108, np.array([0], "<f4").tobytes(), "offset 0"),
         (344, b"ni1\0", "header and voxels in one file, got magic b'ni1'"),
+        # Only the qform counts, whose quaternion is longer than 1.
+        (252, np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(), "have a valid qform"),
     ],
 )
 def test_a_header_that_does_not_make_sense_is_refused(tmp_path, write_nifti, place, content, rule):
@@ -85,15 +87,6 @@ def test_a_header_that_does_not_make_sense_is_refused(tmp_path, write_nifti, pla
     whole[place : place + len(content)] = content
     path.write_bytes(whole)
     with pytest.raises(InputError, match=rule):
-        read_volume(path)
-
-
-def test_an_impossible_quaternion_is_refused_by_name(tmp_path, write_nifti):
-    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16), codes=(0, 1))
-    content = bytearray(path.read_bytes())
-    content[256:264] = np.array([1, 1], "<f4").tobytes()  # quatern_b and _c: longer than 1 together
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"a\.nii must have a valid qform"):
         read_volume(path)
 
 
@@ -126,17 +119,14 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, wri
 def test_a_label_written_on_the_sources_grid_reloads_with_its_shape_affine_axes_and_codes(
     tmp_path, write_nifti, axes, codes
 ):
-    source = write_nifti(
-        tmp_path / "a.nii.gz", np.zeros((2, 3, 4), np.float64), np.array(geometry_of(axes).affine), codes
-    )
+    affine = np.array(geometry_of(axes).affine)
+    source = write_nifti(tmp_path / "a.nii.gz", np.zeros((2, 3, 4), np.float64), affine, codes)
     _, geometry = read_volume(source)
     label = np.arange(24, dtype=np.uint8).reshape(nifti.ras_shape(geometry))
     write_label(tmp_path / "label.nii.gz", label, geometry)
     before, after = nibabel.load(source), nibabel.load(tmp_path / "label.nii.gz")
-    assert after.shape == before.shape
-    assert after.get_data_dtype() == np.uint8
+    assert (after.shape, after.get_data_dtype()) == (before.shape, np.uint8)
     assert np.allclose(after.affine, before.affine, atol=1e-5)
-    assert nibabel.aff2axcodes(after.affine) == nibabel.aff2axcodes(before.affine)
     assert (int(after.header["sform_code"]), int(after.header["qform_code"])) == codes
     voxels, again = read_volume(tmp_path / "label.nii.gz")
     assert np.array_equal(to_ras(voxels, again), label)
@@ -149,8 +139,7 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
     image.set_sform(turned, codes[0])
-    angle = 0.1
-    turned[:2, :2] = turned[:2, :2] @ [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turned[:2, :2] = turned[:2, :2] @ [[0.8, -0.6], [0.6, 0.8]]
     turned[:3, 3] += 1 / 3
     image.set_qform(turned, codes[1])
     nibabel.save(image, source)

