@@ -33,15 +33,12 @@ OVERLAP = 0.5
 
 
 class Sample(NamedTuple):
-    """What is drawn at one position of the run."""
+    """What is drawn at a position of the run: in which pass over the cases, which of them, where a patch is."""
 
     position: int
     epoch: int
-    """Passes over the cases completed before it."""
     index: int
-    """Which of the split's cases."""
     region: Optional[Region] = None
-    """Of a patch: where in the case. It may reach outside of the volume, where there is nothing but zeros."""
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
@@ -100,7 +97,6 @@ class PatchSampling:
     overlap: float = OVERLAP
     """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
     extent: str = "brain"
-    """What patches are taken from: the brain's box or the whole grid of a case."""
     grid: Shape3 = (1, 1, 1)
     """With "grid": the common size of all cases' extents, so that each has equally many patches."""
     seed: int = 0
@@ -172,7 +168,6 @@ class Share:
     """The samples of one worker. A sample's index counts this worker's own, from the run's first step on."""
 
     rank: int = 0
-    """Of this worker, 0 to `workers` - 1."""
     workers: int = 1
     """Of the run, on all hosts."""
     batch: int = 0

@@ -18,8 +18,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 import numpy as np
 import psutil
 
-from cpu3d.data.files import pages
-from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file
+from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file, bring_in, give_back
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.files import NotRegularError, open_regular
@@ -120,7 +119,7 @@ class Reader:
             with self._open(record, part) as file:
                 box = _within(file.shape, slices)
                 if record.format == "b2nd":
-                    pages.bring_in(file.handle, 0, file.size_bytes)
+                    bring_in(file.handle, 0, file.size_bytes)
                 else:
                     file.ask_for(box)
 
@@ -128,7 +127,7 @@ class Reader:
         """Let the kernel take the pages of a case's files."""
         for part in parts_of(record):
             with self._open(record, part) as file:
-                pages.give_back(file.handle)
+                give_back(file.handle)
 
     def problems(self, record: CaseRecord) -> List[str]:
         """A line for each of a case's files that is missing, of another length, changed or of another kind.
@@ -165,7 +164,7 @@ class Reader:
             if path not in self._seen:
                 file.check_header()
                 if self.mode == "ram":
-                    pages.bring_in(handle, 0, file.size_bytes)
+                    bring_in(handle, 0, file.size_bytes)
             if self._seen.setdefault(path, now) != now:
                 rule = f"store file {path} must stay as it was while it is read"
                 raise InputError(f"{rule}, got a changed one; start this run again")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.augment import NO_AUGMENT
-from cpu3d.data.files import pages
+from cpu3d.data.files.arrays import give_back
 from cpu3d.data.files.loader import Loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
@@ -81,7 +81,7 @@ def test_a_reader_brings_in_what_it_is_advised_and_gives_it_back(tmp_path, store
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            pages.give_back(file.fileno())
+            give_back(file.fileno())
         if share_in_memory(path):
             pytest.skip("the pages of this file system cannot be dropped")
     reader = Reader(tmp_path, mode)
