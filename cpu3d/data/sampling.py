@@ -1,8 +1,7 @@
 """Which case, and which patch of it, comes at which position of a run, and whose sample it is. No TensorFlow.
 
-Everything random about a training sample is a pure function of (seed, position), never of threads, workers or the time
-of day, so that a restart is one integer. The generator is SplitMix64 (Steele, Lea, Flood 2014), written out here
-because NumPy's streams may change between versions.
+Everything random about a training sample is a pure function of (seed, position), so that a restart is one integer. The
+generator is SplitMix64 (Steele, Lea, Flood 2014), written out because NumPy's streams may change between versions.
 
 Several workers deal the positions out among them: the order depends on the batch and never on the workers. Step s takes
 the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks:
@@ -91,9 +90,9 @@ class PatchSampling:
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
     random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
-    """Share of patches around labelled voxels with "foreground", 0 to 1; nnU-Net's and that of MONAI's examples."""
+    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's and that of MONAI's examples."""
     codes: Tuple[Tuple[int, ...], ...] = ()
-    """Label codes of each region to be found with "foreground"."""
+    """With "foreground": label codes of each region to be found."""
     overlap: float = OVERLAP
     """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
     extent: str = "brain"

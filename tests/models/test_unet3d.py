@@ -34,12 +34,12 @@ def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weight
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone():
-    first, again, other = (
-        build_unet3d(UNetConfig(filters=2, depth=2, seed=seed), (4, 4, 4), 1).get_weights() for seed in (1, 1, 2)
+    first, again, other, deeper = (
+        build_unet3d(UNetConfig(filters=2, depth=depth, seed=seed), (4, 4, 4), 1).get_weights()
+        for seed, depth in ((1, 2), (1, 2), (2, 2), (1, 3))
     )
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
     assert not np.array_equal(first[0], other[0])
-    deeper = build_unet3d(UNetConfig(filters=2, depth=3, seed=1), (4, 4, 4), 1)
     # The first block's second kernel, in a network of any depth.
-    np.testing.assert_array_equal(deeper.get_weights()[3], first[3])
+    np.testing.assert_array_equal(deeper[3], first[3])
     assert first[3].shape == (3, 3, 3, 2, 2)

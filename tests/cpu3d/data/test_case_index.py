@@ -1,4 +1,5 @@
 import json
+import os
 import random
 
 import pytest
@@ -59,12 +60,10 @@ def test_a_file_of_another_length_or_number_of_lines_is_refused(written):
     size_bytes = path.stat().st_size
     with pytest.raises(InputError, match="must hold 3 cases, got 4"):
         opened(path, IDS[:3])
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match=rf"must be {size_bytes} bytes long, got {size_bytes - 1}"):
-        opened(path, size_bytes=size_bytes)
-    path.unlink()
-    with pytest.raises(InputError, match=rf"must be {size_bytes} bytes long, got none"):
-        opened(path, size_bytes=size_bytes)
+    for found, damage in ((size_bytes - 1, lambda: os.truncate(path, size_bytes - 1)), ("none", path.unlink)):
+        damage()
+        with pytest.raises(InputError, match=rf"must be {size_bytes} bytes long, got {found}"):
+            opened(path, size_bytes=size_bytes)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +71,12 @@ def test_a_file_of_another_length_or_number_of_lines_is_refused(written):
     [
         (b'{"case_id":"b"', b'#"case_id":"b",', "JSON is malformed"),
         (b'{"case_id":"b"', b'{"case_id":"x"', "case x"),
-        (b'{"case_id":"b"', b'{"case_ID":"b"', "Object missing"),
-        (b'patient_id":"patient b"', b'patient_ID":"patient b"', ""),
         (b'patient_id":"patient b"', b'patient_id":["patient b"]', ""),
     ],
 )
 def test_a_damaged_line_is_named_when_it_is_asked_for_and_the_others_are_good(written, old, new, found):
     records, path = written
-    content = path.read_bytes()
-    assert content.count(old) == 1
-    path.write_bytes(content.replace(old, new))
+    path.write_bytes(path.read_bytes().replace(old, new))
     index = opened(path)
     assert (index[0], index[2]) == (records[0], records[2])
     for read in (lambda: index[1], lambda: list(heads(index))):
