@@ -1,9 +1,10 @@
 """What a comparison does, as it is kept in OUT/compare.json: variants, one budget for all, and what each comes to here.
 
-A second call is held to what was asked: the same goes on, more seeds are added, and anything else is refused. Steps,
-dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms of a
-resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others may be
-added. Run folders that are there already become variants by `grouped`: runs that differ in their seed alone are one.
+A second call is held to what the first asked for: the same goes on, more seeds are added, anything else is refused.
+Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms
+of a resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others
+may be added. Run folders that are there already become variants by `grouped`: runs that differ in their seed alone are
+one.
 """
 
 import argparse
@@ -16,21 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.compare.run import PlannedRun, end_of, rounded, step_voxels
+from cpu3d.compare.run import PlannedRun, rounded, step_voxels
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
-from cpu3d.settings import (
-    SETTINGS,
-    SIZES_OF_PATCH,
-    RunConfig,
-    as_options,
-    load_config,
-    recipe_config,
-)
+from cpu3d.report.run_files import last_end, numbers, of_kind
+from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, load_config, recipe_config
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
@@ -52,6 +47,9 @@ LEAST_STEP_S = 1e-3
 
 SEARCH_VALIDATIONS = 3
 """Of a run of a search. All of an arm have equally many, so none has more chances at a lucky one."""
+
+FACTORS = (0.5, 1.0, 2.0)
+"""Of the rate that a search starts from, where no rates are named."""
 
 SCALING = {"adam": 0.5, "sgd": 1.0}
 """Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
@@ -88,7 +86,7 @@ Grouped = List[Tuple[str, int, Path]]
 """Variant, seed and folder of each run."""
 
 
-# --- One budget ---
+# --- What is asked for ---
 
 
 class Budget(NamedTuple):
@@ -100,16 +98,14 @@ class Budget(NamedTuple):
     amount: float
 
     def words(self, baseline: str) -> str:
-        """Such as "the voxels of 25 epochs of whole"."""
+        """Such as "the voxels of 25 epochs of whole each"."""
+        amount = f"{self.amount:,g}"
         return {
-            "epochs": f"the voxels of {self.amount:,g} epochs of {baseline}",
-            "voxels": f"{self.amount / 1e6:,.4g} million voxels",
-            "minutes": f"{self.amount:,g} minutes of steps",
-            "passes": f"{self.amount:,g} epochs",
+            "epochs": f"the voxels of {amount} epochs of {baseline} each",
+            "voxels": f"{self.amount / 1e6:,.4g} million voxels each",
+            "minutes": f"{amount} minutes of steps each",
+            "passes": f"{amount} epochs each",
         }[self.kind]
-
-
-# --- Variants ---
 
 
 class Variant(NamedTuple):
@@ -124,31 +120,26 @@ class Variant(NamedTuple):
 class Search(NamedTuple):
     """How the arms of a study come to their learning rates: by short runs, of a `share` of a full run's steps.
 
-    They try the `rates`, where those are named, else the `factors` of the rate of `base`, scaled to the batch.
+    They try the `rates`, where those are named, else FACTORS of the rate of `base`, scaled to the batch.
     """
 
     base: RunConfig
     share: float
-    rates: Sequence[float]
-    factors: Sequence[float]
+    rates: Sequence[float] = ()
 
     def of(self, batch: int, steps: int) -> Json:
         """What an arm of so many steps has besides a course."""
-        start = start_rate(self.base.learning_rate, batch, self.base.batch, self.base.optimizer)
+        base = self.base
+        start = rounded(base.learning_rate * (batch / base.batch) ** SCALING[base.optimizer])
         return {
             "start_rate": start,
-            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in self.factors]}),
+            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in FACTORS]}),
             "goes_beyond": not self.rates,
             "search_steps": max(round(self.share * steps), 1),
         }
 
 
-def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> float:
-    """The learning rate at `batch` to start a search from, where `rate` is that at `base_batch`."""
-    return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
-
-
-def refuse(who: str, settings: Dict[str, Any], names: Sequence[str] = DECIDED) -> None:
+def refuse(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
     """Raise InputError for settings of these names, which are not for `who` to choose."""
     problems = [
         f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
@@ -160,7 +151,7 @@ def refuse(who: str, settings: Dict[str, Any], names: Sequence[str] = DECIDED) -
         raise InputError(*problems)
 
 
-def parse_variant(name: str, options: str, common: Dict[str, Any]) -> Variant:
+def parse_variant(name: str, options: str, common: Json) -> Variant:
     """The variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top of the common settings.
 
     Raises InputError, which names the variant, for what is no name of a folder or what train would not take.
@@ -169,22 +160,22 @@ def parse_variant(name: str, options: str, common: Dict[str, Any]) -> Variant:
         raise InputError(
             f"--variant must have a name of letters, digits, '-', '_' and '.', got {name!r}; it names folders"
         )
-    parser = _Parser(name)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     add_options(parser, SETTINGS)
     try:
-        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)), InputError)
+        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)))
     except ValueError as error:
-        raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
+        problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
+        raise InputError(problem) from None
     refuse(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
-    usual = recipe_config({**common, **own}).mode
-    if own.get("mode", common.get("mode", usual)) == "whole":
+    if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return Variant(name, {**common, **own})
 
 
-def usual_variants(common: Dict[str, Any], store: Store) -> List[Variant]:
+def usual_variants(common: Json, store: Store) -> List[Variant]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis.
 
     Raises InputError for a common mode, as there is one of each.
@@ -235,14 +226,11 @@ class _Newer(TypedDict, total=False):
     steps_per_epoch: int
     warmup_steps: int
     validations: int
-    validate_every: int
-    """In epochs, as older plans had it."""
+    validate_every: int  # in epochs, as older plans had it
     resolution: float
     start_rate: float
-    rates: Tuple[float, ...]
-    """That its search tries before it knows anything, in ascending order; one alone is not searched."""
-    goes_beyond: bool
-    """Whether the search goes on where its best is at an end; not where the user named the rates."""
+    rates: Tuple[float, ...]  # that its search tries first, in ascending order; one alone is not searched
+    goes_beyond: bool  # whether the search goes on where its best is at an end; not where the user named the rates
     search_steps: int
 
 
@@ -250,16 +238,13 @@ class Course(_Newer):
     """What every run of a variant does."""
 
     name: str
-    options: List[str]
-    """Of `train`."""
+    options: List[str]  # of `train`
     grid: Tuple[int, int, int]
     batch: int
     policy: str
-    step_s: Optional[float]
-    """Predicted, as the next is; None where nothing is known of the engine."""
+    step_s: Optional[float]  # predicted, as the next is; None where nothing is known of the engine
     peak_bytes: Optional[int]
-    steps: Optional[int]
-    """None under a budget of minutes: each run takes those that fit."""
+    steps: Optional[int]  # None under a budget of minutes: each run takes those that fit
     voxels: Optional[int]
 
 
@@ -354,21 +339,18 @@ def courses(
     return plan if search else [{**course, "validations": least} for course in plan]
 
 
-def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) -> List[Course]:
+def merged(before: Sequence[Course], now: Sequence[Course]) -> List[Course]:
     """The arms that were planned before, as they were, and the new ones: the whole resolution of each batch first.
 
-    What was planned stays, as what the host decides may be another thing today. With `more_rates` those of `now` are
-    searched besides.
+    What was planned stays, as what the host decides may be another thing today. Rates that were named now are searched
+    besides.
     """
     found = {arm["name"]: arm for arm in before}
     for arm in now:
         old = found.setdefault(arm["name"], arm)
-        if more_rates or "rates" not in old:
+        if not arm["goes_beyond"] or "rates" not in old:
             found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
     return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
-
-
-# --- Runs ---
 
 
 def planned_run(
@@ -416,19 +398,14 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
         try:
             configs[folder] = load_config(folder)
             if not (folder / "checkpoints" / "best.npz").is_file():
-                raise InputError(
-                    f"run {folder} must have been trained, found no checkpoints/best.npz; run `train` on it"
-                )
+                raise InputError(f"run {folder} must hold checkpoints/best.npz, found none; run `train` on it")
             with locked(folder, "run"):
-                pass  # else it is being trained, and what is read now is not what it comes to
-            events = read_events(folder)
-            end = (end_of(events) or {}).get("reason", "none")
-            steps = [event for event in events if event.get("event") == "step"]
-            seconds = sum(event.get("step_s", 0.0) for event in steps)
-            spent[folder] = len(steps) * step_voxels(configs[folder]), seconds
+                events = read_events(folder)  # of a run that is not being trained
         except InputError as error:
             problems += error.problems
             continue
+        steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
+        spent[folder] = len(steps) * step_voxels(configs[folder]), sum(numbers(steps, "step_s"))
         if end not in FINISHED and not force:
             problems.append(
                 f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
@@ -467,17 +444,13 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises InputError where others print and exit."""
-
-    def __init__(self, name: str):
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.name = name
+    """Raises ValueError where others print and exit."""
 
     def error(self, message: str):
-        raise InputError(f"variant {self.name} must have options of train, got: {message}; see `train --help`")
+        raise ValueError(message)
 
 
-def _without(settings: Dict[str, Any], names: Sequence[str]) -> Dict[str, Any]:
+def _without(settings: Json, names: Sequence[str]) -> Json:
     return {name: value for name, value in settings.items() if name not in names}
 
 
@@ -494,10 +467,10 @@ def _arm_as_course(arm: Json, validations: int) -> Json:
 
 
 def _named(configs: Dict[Path, RunConfig]) -> Grouped:
-    problems: List[str] = []
+    found: Grouped = []
     names: Dict[str, str] = {}
     seeds: Dict[str, Dict[int, Path]] = {}
-    found: Grouped = []
+    problems: List[str] = []
     for folder, config in configs.items():
         settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
         # Under batch norm what is computed together is what is learnt.

@@ -1,6 +1,6 @@
 """Runs of a comparison: each training and each evaluation in a process of its own, and the search for a learning rate.
 
-    failed = carry_out(runs, store, out, Evaluation(), keep_going=True)
+    failed = Runner(store, out, Evaluation()).carry_out(runs, keep_going=True)
 
 A fresh process makes the peaks of memory honest and starts every run on equal terms. The same call continues where one
 was cut off: what is trained is not trained again, what is half trained goes on, what has current scores keeps them, and
@@ -15,7 +15,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ from cpu3d.errors import DivergedError, InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
+from cpu3d.report.run_files import last_end
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.run_log import read_events
@@ -90,47 +91,69 @@ class RunFailedError(InputError):
         return self.exit_code == DivergedError.exit_code
 
 
-def carry_out(
-    runs: Sequence[PlannedRun],
-    store: Path,
-    out: Path,
-    evaluation: Optional[Evaluation] = None,
-    *,
-    force: bool = False,
-    keep_going: bool = False,
-) -> List[Failed]:
-    """Train and, with an `evaluation`, score all of `runs`, in their order.
+@dataclass(frozen=True)
+class Runner:
+    """Trains and scores the runs of a comparison.
 
-    What the processes say is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's. The
-    first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried again.
-    With `keep_going` the others are still done and the failed ones are returned; only where all fail the last one's
-    error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
+    What the processes print is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's.
     """
-    failed: List[Failed] = []
-    for number, run in enumerate(runs, 1):
-        try:
-            _carry_out(run, f"{number}/{len(runs)} {run}", store, out, evaluation, force)
-        except RunFailedError as error:
-            failed.append(Failed(run.variant, run.seed, error.why))
-            if not keep_going or len(failed) == len(runs):
-                raise
-            _say(f"error: {error}")
-    return failed
 
+    store: Path
+    out: Path
+    evaluation: Evaluation
+    force: bool = False
+    """Train although memory may not hold it."""
 
-def evaluate_folder(folder: Path, scored: Path, store: Path, out: Path, evaluation: Evaluation, label: str) -> None:
-    """Score the trained run in `folder`, in a process of its own; evaluation/ is written below `scored`."""
-    command = ["evaluate", "--run", str(folder), "--store", str(store)]
-    command += ["--split", evaluation.split, "--tolerance", repr(evaluation.tolerance_mm)]
-    if scored != folder:
-        command += ["--out", str(scored)]
-    _call(command, _log(out, scored, "evaluate"), f"{label}: evaluate")
+    def carry_out(self, runs: Sequence[PlannedRun], *, score: bool = True, keep_going: bool = False) -> List[Failed]:
+        """Train and score all of `runs`, in their order.
+
+        The first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried
+        again. With `keep_going` the others are still done and the failed ones are returned; only where all fail the
+        last one's error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
+        """
+        failed: List[Failed] = []
+        for number, run in enumerate(runs, 1):
+            label = f"{number}/{len(runs)} {run}"
+            try:
+                self._train(run, label)
+                if score and not is_evaluated(run.folder, self.evaluation):
+                    self.evaluate(run.folder, run.folder, label)
+            except RunFailedError as error:
+                failed.append(Failed(run.variant, run.seed, error.why))
+                if not keep_going or len(failed) == len(runs):
+                    raise
+                _print(f"error: {error}")
+        return failed
+
+    def evaluate(self, folder: Path, scored: Path, label: str) -> None:
+        """Score the trained run in `folder`; evaluation/ is written below `scored`."""
+        command = ["evaluate", "--run", str(folder), "--store", str(self.store)]
+        command += ["--split", self.evaluation.split, "--tolerance", repr(self.evaluation.tolerance_mm)]
+        if scored != folder:
+            command += ["--out", str(scored)]
+        _call(command, self._log(scored, "evaluate"), f"{label}: evaluate")
+
+    def _train(self, run: PlannedRun, label: str) -> None:
+        last = read_events(run.folder)[-1:]
+        if is_trained(run):
+            _print(f"{label}: trained already")
+        elif last and last[0]["event"] == "diverged":
+            problem = f"{run} diverged before, in {run.folder}; remove that to try again"
+            raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
+        else:
+            command = ["train", "--store", str(self.store), "--run", str(run.folder), *run.options]
+            command += ["--force"] if self.force else []
+            _call(command, self._log(run.folder, "train"), f"{label}: train", run=run)
+
+    def _log(self, folder: Path, what: str) -> Path:
+        return writable_folder(self.out / "logs", "folder of logs") / f"{folder.name}-{what}.txt"
 
 
 def is_trained(run: PlannedRun) -> bool:
     """Whether the run has taken all of its steps, or has stopped early."""
-    end = end_of(read_events(run.folder)) if checkpoints(run.folder) else None
-    return bool(end) and (end["reason"] == "early stop" or (end["reason"] == "finished" and end["step"] == run.steps))
+    end = last_end(read_events(run.folder)) if checkpoints(run.folder) else {}
+    reason = end.get("reason")
+    return reason == "early stop" or (reason == "finished" and end["step"] == run.steps)
 
 
 def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = None) -> bool:
@@ -144,21 +167,15 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     except (InputError, FileNotFoundError):
         return False  # none, or damaged: they are made again
     config = load_config(run)
-    usual = {**Inference().to_json(), "window": list(config.grid) if config.is_patch else None}
+    window = list(config.grid) if config.is_patch else None
     return (
         is_younger
-        and scores.get("inference") == {**usual, "one_pass": not config.is_patch}
+        and scores.get("inference") == {**Inference().to_json(), "window": window, "one_pass": not window}
         and scores["split_hash"] == config.split_hash
         and scores["tolerance_mm"] == evaluation.tolerance_mm
         and scores["weights"] == "best"
         and len(metrics_in(scores)) == len(METRICS)
     )
-
-
-def end_of(events: Sequence[Mapping[str, Any]]) -> Optional[Mapping[str, Any]]:
-    """The end of a log's last attempt; None where it was cut off, or is going on."""
-    last = next((one for one in reversed(events) if one.get("event") in ("end", "start", "step")), {})
-    return last if last.get("event") == "end" else None
 
 
 def step_voxels(config: RunConfig) -> int:
@@ -225,50 +242,42 @@ def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[fl
 # --- Private helpers ---
 
 
-def _carry_out(
-    run: PlannedRun, label: str, store: Path, out: Path, evaluation: Optional[Evaluation], force: bool
-) -> None:
-    last = read_events(run.folder)[-1:]
-    if is_trained(run):
-        _say(f"{label}: trained already")
-    elif last and last[0]["event"] == "diverged":
-        problem = f"{run} diverged before, in {run.folder}; remove that to try again"
-        raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
-    else:
-        command = ["train", "--store", str(store), "--run", str(run.folder), *run.options]
-        _call([*command, *(["--force"] if force else [])], _log(out, run.folder, "train"), f"{label}: train", run=run)
-    if evaluation is not None and not is_evaluated(run.folder, evaluation):
-        evaluate_folder(run.folder, run.folder, store, out, evaluation, label)
-
-
-def _log(out: Path, folder: Path, what: str) -> Path:
-    return writable_folder(Path(out) / "logs", "folder of logs") / f"{folder.name}-{what}.txt"
-
-
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[PlannedRun] = None) -> None:
     """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the `run` logs.
 
-    Raises RunFailedError with the last words, and KeyboardInterrupt when it ended after a signal.
+    A signal of ours is sent on as SIGINT; a second one stops the process unsaved. Raises RunFailedError with the last
+    words, and KeyboardInterrupt when it ended after a signal.
     """
-    steps = run.steps or 1 if run else 1
-    with log.open("a", encoding="utf-8") as file:
+    steps, shown, children = run.steps or 1 if run else 1, 0, []
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(log.open("a", encoding="utf-8"))
         file.write(f"$ cpu3d {shlex.join(command)}\n")
         file.flush()
-        begin = os.fstat(file.fileno()).st_size  # what was said before is of an earlier attempt
-        with bar(label, steps) as advance, _child([*PROGRAM, *command], file) as (child, signals):
-            shown = 0
+        begin = os.fstat(file.fileno()).st_size  # what was printed before is of an earlier attempt
+        advance = stack.enter_context(bar(label, steps))
+        signals = stack.enter_context(forward_signals(children, as_signal=lambda number: signal.SIGINT))
+        child = start([*PROGRAM, *command], file, without_cluster(os.environ), cwd=ROOT)
+        children.append(child)
+        stack.callback(child.wait)
+        if signals:  # while it was being started
+            child.send_signal(signal.SIGINT)
+        try:
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_S)
                 step = min(last_step(run.folder), steps) if run else 0
                 advance(step - shown)
                 shown = step
-            if child.returncode == 0:
-                advance(steps - shown)
+        except BaseException:
+            if not signals:  # a second signal would stop it unsaved
+                child.terminate()
+            raise
+        if child.returncode == 0:
+            advance(steps - shown)
     if signals:
         raise KeyboardInterrupt("the same command continues")
     if child.returncode == 0:
@@ -277,22 +286,3 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Planne
     problem = f"{label} must end well, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
     why = f"{what} diverged" if code == DivergedError.exit_code else f"{what} ended with {ended}"
     raise RunFailedError(problem, code if code in range(1, 7) else 1, why)
-
-
-@contextlib.contextmanager
-def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, List[int]]]:
-    """A process, and the signals of ours that it was sent, each as SIGINT: the second one stops it unsaved."""
-    children: List[subprocess.Popen] = []
-    with forward_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
-        child = start(command, output, without_cluster(os.environ), cwd=ROOT)
-        children.append(child)
-        if signals:  # while it was being started
-            child.send_signal(signal.SIGINT)
-        try:
-            yield child, signals
-        except BaseException:
-            if not signals:  # a second signal would stop it unsaved
-                child.terminate()
-            raise
-        finally:
-            child.wait()

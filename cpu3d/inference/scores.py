@@ -62,9 +62,13 @@ class Metric:
     """Its value where both masks are empty."""
     worst: Optional[float]
     """Its value where one of them is; None is the diagonal of the image grid in mm."""
+    description: str = ""
+    """What it measures, in a sentence."""
     unit: str = ""
     digits: int = 3
     """After the point, in tables."""
+    has_tolerance: bool = False
+    """Whether it depends on the tolerance of an evaluation."""
 
     @property
     def larger_is_better(self) -> bool:
@@ -78,10 +82,29 @@ class Metric:
 
 
 METRICS: Dict[str, Metric] = {
-    "dice": Metric("Dice", lambda masks: dice_coefficient(masks.truth, masks.prediction), 1.0, 0.0),
-    "hd95_mm": Metric("HD95", lambda masks: hausdorff95_mm(*masks.distances_mm), 0.0, None, "mm", 2),
+    "dice": Metric(
+        "Dice",
+        lambda masks: dice_coefficient(masks.truth, masks.prediction),
+        1.0,
+        0.0,
+        "Twice the voxels that both masks share over the sum of both",
+    ),
+    "hd95_mm": Metric(
+        "HD95",
+        lambda masks: hausdorff95_mm(*masks.distances_mm),
+        0.0,
+        None,
+        "The larger of the two directed 95th percentiles of surface distances",
+        unit="mm",
+        digits=2,
+    ),
     "surface_dice": Metric(
-        "surface Dice", lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm), 1.0, 0.0
+        "surface Dice",
+        lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm),
+        1.0,
+        0.0,
+        "The share of both surfaces within the tolerance of the other",
+        has_tolerance=True,
     ),
 }
 """By their names in scores.json."""
@@ -135,6 +158,13 @@ def metrics_in(scores: Mapping[str, Any]) -> Tuple[str, ...]:
     """The METRICS that a scores.json holds: those of later versions are not in files from before."""
     summary = next(iter(scores["summary"].values()))
     return tuple(name for name in METRICS if name in summary)
+
+
+def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
+    """What a table of these metrics says below it, as "HD95 in mm; surface Dice at 1 mm"."""
+    metrics = [METRICS[name] for name in names]
+    notes = [f"{one.label} in {one.unit}" for one in metrics if one.unit]
+    return "; ".join([*notes, *(f"{one.label} at {tolerance_mm:g} mm" for one in metrics if one.has_tolerance)])
 
 
 def dice_coefficient(truth: np.ndarray, prediction: np.ndarray) -> float:

@@ -56,7 +56,7 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, asked, tmp_path, c
     assert compare(*asked, "--seeds", 0) == 0
     assert stage.calls() == [], "all is done"
     assert kept(out) == before
-    assert compare(*asked, "--seeds", 1, "--json") == 0
+    assert compare(*asked, "--seeds", 1) == 0
     assert stage.calls() == done("whole-seed1", "patch-seed1")
     assert kept(out)["seeds"] == [0, 1]
     assert kept(out)["results"]["differences"]["patch"]["mean"]["dice"]["mean"] == 0
@@ -341,13 +341,13 @@ STORE = ["--store", "s"]
         ([], ["--store"]),
         ([*STORE, "--validations", "0"], ["--validations"]),
         ([*STORE, "--seeds", "1", "1"], ["--seeds"]),
-        ([*STORE, *VARIANTS, *VARIANTS], ["--variant", "--variant"]),
+        ([*STORE, *VARIANTS, *VARIANTS], ["--variant"]),
         ([*STORE, "--tolerance", "nan"], ["tolerance"]),
         ([*STORE, "--voxels", "0"], ["voxels"]),
         ([*STORE, "--minutes", "inf"], ["minutes"]),
-        ([*STORE, "--epochs", "3", "--minutes", "10"], ["the"]),
+        ([*STORE, "--epochs", "3", "--minutes", "10"], ["--epochs"]),
         (["--runs", "a", "--epochs", "3", "--resolutions", "1", *VARIANTS], ["--epochs", "--variant", "--resolutions"]),
-        ([*STORE, "--batches", "1", "--search-factors", "1", "2"], ["--batches", "--search-factors"]),
+        ([*STORE, "--batches", "1", "--search-share", "0.5"], ["--batches", "--search-share"]),
         (
             [*STORE, "--resolutions", "1", "--resolution", "0.5", "--mode", "patch", "--minutes", "3"],
             ["--resolution", "--minutes", "--mode"],

@@ -6,6 +6,7 @@ import pytest
 
 from cpu3d.compare.plan import (
     Budget,
+    Search,
     Variant,
     courses,
     grouped,
@@ -13,11 +14,10 @@ from cpu3d.compare.plan import (
     parse_variant,
     planned_run,
     resolve_variants,
-    start_rate,
     usual_variants,
 )
 from cpu3d.errors import InputError
-from cpu3d.settings import SETTINGS
+from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, arguments
 from tests.cpu3d.runs import decided
@@ -34,7 +34,8 @@ from tests.cpu3d.runs import decided
     ],
 )
 def test_the_start_of_a_search_grows_with_the_batch_or_for_adam_with_its_root(optimizer, batch, base_batch, expected):
-    assert start_rate(0.002, batch, base_batch, optimizer) == expected
+    base = RunConfig(learning_rate=0.002, batch=base_batch, optimizer=optimizer)
+    assert Search(base, 0.25).of(batch, 40)["start_rate"] == expected
 
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
@@ -66,7 +67,7 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
         ("--mode half", "variant bad must have options of train.*invalid choice"),
         ("--mode", "variant bad must have options of train"),
         ("--nonsense 3", "variant bad must have options of train.*unrecognized"),
-        ("--recipe 'demo", "variant bad must have options as on a command line"),
+        ("--recipe 'demo", "variant bad must have options of train, got"),
         ("--seed 3", "variant bad must be without --seed, got 3"),
         ("--epochs 3", "without --epochs"),
         ("--fold 1/2", "without --fold"),
