@@ -1,12 +1,10 @@
 """The metrics of one case, per region: one table of them, METRICS, computed from boolean masks and a voxel spacing.
 
-A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions, those of
-MONAI's metrics and so comparable with published tables:
+A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions are MONAI's,
+comparable with published tables:
 
 - *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
 - *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
-- *HD95*: the larger of the two directed 95th percentiles (linear between ranks). BraTS ranks by this one, too.
-- *Surface Dice*: the share of all surface voxels, of both masks together, within a tolerance (<=) of the other surface.
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as can be (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
@@ -94,7 +92,7 @@ METRICS: Dict[str, Metric] = {
         lambda masks: hausdorff95_mm(*masks.distances_mm),
         0.0,
         None,
-        "The larger of the two directed 95th percentiles of surface distances",
+        "The larger of the two directed 95th percentiles of surface distances, linear between ranks",
         unit="mm",
         digits=2,
     ),
@@ -103,7 +101,7 @@ METRICS: Dict[str, Metric] = {
         lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm),
         1.0,
         0.0,
-        "The share of both surfaces within the tolerance of the other",
+        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface",
         has_tolerance=True,
     ),
 }

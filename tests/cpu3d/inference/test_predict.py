@@ -11,7 +11,7 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.stores.conversion import Settings, identity
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
-from cpu3d.inference.predict import find_cases, predict_case
+from cpu3d.inference.predict import Case, codes_for, find_cases
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
 from tests.cpu3d.runs import run_command
@@ -20,6 +20,17 @@ from tests.cpu3d.runs import run_command
 @pytest.fixture
 def predictor(tmp_path):
     return FakePredictor(tmp_path / "no store", REGIONS, LABELS)
+
+
+def predict_case(predictor, files, out, **how):
+    return predict.predict_case(predictor, Case(files, CHANNELS, codes_for(predictor, files)), out, **how)
+
+
+def find(paths, channels, inputs):
+    """The files of the cases, and the problems."""
+    predictor = FakePredictor(None, REGIONS, LABELS, channels=tuple(channels), inputs=tuple(inputs))
+    cases, problems = find_cases(paths, predictor)
+    return [case.files for case in cases], problems
 
 
 @pytest.fixture
@@ -169,10 +180,10 @@ def test_one_file_per_channel_is_one_case_and_4d_files_are_cases_of_their_own(tm
     both = read_volume(one)[0]
     for channel in (0, 1):
         write_volume(tmp_path / f"x{channel}.nii.gz", both[::-1, ::-1, :, channel], LPS_2MM)
-    cases, problems = find_cases([one, tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz", two], CHANNELS, CHANNELS)
+    cases, problems = find([one, tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz", two], CHANNELS, CHANNELS)
     assert not problems
     assert [len(files.images) for files in cases] == [1, 1, 2]
-    cases, _ = find_cases([tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz"], CHANNELS[:1], CHANNELS[:1])
+    cases, _ = find([tmp_path / "x0.nii.gz", tmp_path / "x1.nii.gz"], CHANNELS[:1], CHANNELS[:1])
     assert [files.case_id for files in cases] == ["x0", "x1"]
 
 
@@ -223,9 +234,9 @@ def test_unnamed_files_are_a_case_each_for_a_run_of_one_channel_and_none_is_lost
     assert f"not read: {one.parent / 'x_seg.nii.gz'}" in capsys.readouterr().out
     stores, folder = ("FLAIR", "T1w", "T1gd", "T2w"), one.parent
     four = split_channels(one, "a.nii.gz", "b.nii.gz") + split_channels(one, "c.nii.gz", "d.nii.gz")
-    assert [files.images for files in find_cases(four, stores, ("FLAIR",))[0]] == [(path,) for path in four]
+    assert [files.images for files in find(four, stores, ("FLAIR",))[0]] == [(path,) for path in four]
     bare = split_channels(one, "t1.nii.gz", "flair.nii.gz") + split_channels(one, "t2.nii.gz", "t1gd.nii.gz")
-    ((files,), _) = find_cases(bare, stores, ("FLAIR",))
+    ((files,), _) = find(bare, stores, ("FLAIR",))
     assert (files.case_id, [path.name.split(".")[0] for path in files.images]) == (
         folder.name, ["flair", "t1", "t1gd", "t2"],
     )  # fmt: skip
@@ -243,7 +254,7 @@ def test_unnamed_files_are_a_case_each_for_a_run_of_one_channel_and_none_is_lost
 def test_files_that_may_be_other_cases_are_refused(tmp_path, inputs, names):
     image = write_case(tmp_path, "one", seed=1).images[0]
     paths = [path for name in names.split() for path in split_channels(image, f"{name}.nii.gz")]
-    cases, problems = find_cases(paths, ("FLAIR", "T1w", "T1gd", "T2w"), inputs)
+    cases, problems = find(paths, ("FLAIR", "T1w", "T1gd", "T2w"), inputs)
     assert problems
     assert not [files for files in cases if len(files.images) > 1]
 
@@ -253,13 +264,13 @@ def test_several_flair_images_are_cases_of_their_own_and_another_modality_is_ref
     first, t1 = split_channels(one, "one_flair.nii.gz", "one_t1.nii.gz")
     second, _ = split_channels(two, "two_flair.nii.gz", "two_t1.nii.gz")
     stores = ("FLAIR", "T1w", "T1gd", "T2w")
-    cases, problems = find_cases([first, second], stores, ("FLAIR",))
+    cases, problems = find([first, second], stores, ("FLAIR",))
     assert [(files.case_id, files.images) for files in cases] == [("one", (first,)), ("two", (second,))]
     assert not problems
-    assert find_cases([t1], stores, ("FLAIR",))[1][0].startswith("channel FLAIR of")
-    assert find_cases([first, t1], stores, ("FLAIR", "T1w"))[0][0].images == (first, t1)
+    assert find([t1], stores, ("FLAIR",))[1][0].startswith("channel FLAIR of")
+    assert find([first, t1], stores, ("FLAIR", "T1w"))[0][0].images == (first, t1)
     plain = split_channels(one, "x0.nii.gz", "x1.nii.gz")
-    (problem,) = find_cases([first, *plain], stores, ("FLAIR", "T1gd"))[1]
+    (problem,) = find([first, *plain], stores, ("FLAIR", "T1gd"))[1]
     assert "one file for each of FLAIR, T1gd, got 3 files" in problem
 
 
@@ -268,11 +279,11 @@ def test_damaged_headers_are_told_file_by_file_and_the_good_are_found(tmp_path):
     plain = split_channels(images[2], "x0.nii.gz", "x1.nii.gz")
     for image in images[:2]:
         image.write_bytes(b"no image at all")
-    cases, problems = find_cases([*images, *plain], CHANNELS, CHANNELS)
+    cases, problems = find([*images, *plain], CHANNELS, CHANNELS)
     assert [files.case_id for files in cases] == ["c", "x0"]
     assert [problem.split()[0] for problem in problems] == [str(images[0]), str(images[1])]
     stores = ("one", "two", "three")
-    _, problems = find_cases([images[0], *plain], stores, stores)  # a third file is there, so "got 2" would mislead
+    _, problems = find([images[0], *plain], stores, stores)  # a third file is there, so "got 2" would mislead
     assert [problem.split()[0] for problem in problems] == [str(images[0])]
 
 

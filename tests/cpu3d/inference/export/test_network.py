@@ -33,7 +33,7 @@ def contract_of(mode="whole", **options):
         label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
         regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
     )  # fmt: skip
-    return Contract(config, "float32", "model.onnx"), unet
+    return Contract(config, "float32", "onnx"), unet
 
 
 def random_weights(unet, seed=0):
