@@ -13,13 +13,13 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.region import Shape3, grid_size
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.settings import (
@@ -131,54 +131,41 @@ class Plan:
 
     def describe(self, host: Host) -> List[str]:
         """Lines to print before the run starts."""
-        config, unet = self.config, self.config.unet
+        config, unet, manifest = self.config, self.config.unet, self.store.manifest
+        volume, seen = by(self.volume_shape, " x "), by(config.grid, " x ")
+        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
+        sees = f"volumes: {seen} ({config.extent}){at}"
+        if config.is_patch:
+            sees = f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
+            sees += f"{config.foreground:.0%} around labels, on {config.device}"
+        length = f"{config.epochs} epochs of {self.steps_per_epoch} steps"
+        length += f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
+        length = f"{self.steps} steps, {self.steps_per_epoch} an epoch" if config.steps else length
         together = f", {config.micro} at a time" if config.parts > 1 else ""
         workers = f", {self.workers} workers" if self.workers > 1 else ""
         fold = f", fold {config.fold}" if config.fold else ""
-        cases = ", ".join(f"{len(ids)} {name}" for name, ids in self.store.manifest.split.items())
-        flops = training_flops(unet, config.grid, config.batch)
-        lines = [
-            f"store: {self.store.folder}, {len(self.store.manifest.cases)} cases, split {config.split_hash}{fold}: "
-            f"{cases}",
-            f"{self._seen()}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
-            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
-            f"policy {unet.policy}, {flops / 1e9:,.0f} GFLOP a step",
-            f"run: {self._length()} at batch {config.batch}{together}{workers}",
-        ]
+        cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
         note = statistics_note(unet.norm, config.batch, config.micro)
-        lines += [f"note: {note}"] if note else []
-        if not self.store.manifest.split["val"]:
-            lines.append("no validation cases in this split: the last weights count as the best")
-        return lines + [f"plan: {line}" for line in (*self._memory(host), *self.reasons.values())]
+        notes = [f"note: {note}"] if note else []
+        if not manifest.split["val"]:
+            notes.append("no validation cases in this split: the last weights count as the best")
+        return [
+            f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: {cases}",
+            f"{sees}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
+            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
+            f"policy {unet.policy}, {training_flops(unet, config.grid, config.batch) / 1e9:,.0f} GFLOP a step",
+            f"run: {length} at batch {config.batch}{together}{workers}",
+            *notes,
+            *(f"plan: {line}" for line in (*self._memory(host), *self.reasons.values())),
+        ]
 
     # --- Private helpers ---
 
-    def _seen(self) -> str:
-        """What a step sees, in words."""
-        config, volume, seen = self.config, by(self.volume_shape, " x "), by(self.config.grid, " x ")
-        if config.is_patch:
-            return (
-                f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
-                f"{config.foreground:.0%} around labels, on {config.device}"
-            )
-        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
-        return f"volumes: {seen} ({config.extent}){at}"
-
-    def _length(self) -> str:
-        if self.config.steps:
-            return f"{self.steps} steps, {self.steps_per_epoch} an epoch"
-        cut = f", cut to {self.config.budget_minutes:g} minutes" if self.config.budget_minutes else ""
-        return f"{self.config.epochs} epochs of {self.steps_per_epoch} steps{cut}"
-
     def _memory(self, host: Host) -> List[str]:
         """Memory and time of a step."""
-        if self.config.device != "cpu":
-            needed = format_bytes(_card_bytes(self.config))
-            return [
-                f"a step takes {needed} of the card's memory; {gpu.ASSUMPTIONS}",
-                "nothing is known of this card's speed",
-            ]
         found = self.estimate
+        if self.config.device != "cpu":
+            return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card's memory; {gpu.ASSUMPTIONS}"]
         if found is None:
             return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
         bound, constants = found.accuracy, found.constants
@@ -210,13 +197,11 @@ def make_plan(
     cannot continue under them, or, unless `force`, where the host's calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    config = _decided(store, host, settings, saved, gpus, workers)
-    asked = settings.get("device", saved.device if saved else AUTO)
-    unused = why_no_card(left_open(asked), config.mode, gpus) if config.device == "cpu" else []
-    reasons = dict(zip(["device"], unused))
-    pick = settings.get("policy", saved.unet.policy if saved else AUTO) == AUTO
-    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons)
-    return _with_estimate(plan, host, pick=pick, force=force)
+    given = _Given(store, host, settings, saved, gpus, workers)
+    config = _decided(given)
+    unused = why_no_card(given.named("device"), config.mode, gpus) if config.device == "cpu" else []
+    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, dict(zip(["device"], unused)))
+    return _with_estimate(plan, host, pick=given.named("policy") is None, force=force)
 
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
@@ -258,18 +243,17 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     found, free_bytes = plan.estimate, host.free_bytes
     if found is None or found.upper_bound_bytes <= free_bytes:
         return
-    continued, volumes = plan.saved is not None, Volumes.of(plan.config, plan.store)
-    price = _price(host, volumes, found.constants, found.accuracy, plan.workers)
-    same = nearest(found.job, price, free_bytes, same_training=True) if continued else []
-    grids = _mildest(_other_grids(plan), found.job, price, free_bytes)
-    fits = "; ".join(map(str, same or nearest(found.job, price, free_bytes, grids=grids))) or "nothing smaller does"
+    price = _price(plan, host, found.constants, found.accuracy)
+    same = nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
+    other = nearest(found.job, price, free_bytes, grids=_mildest(_other_grids(plan), found.job, price, free_bytes))
+    fits = "; ".join(map(str, same or other)) or "nothing smaller does"
     advice = f"what fits: {fits}; or --force"
-    if continued and not same:
+    if plan.saved and not same:
         advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
     what = "this training,"
     if found.regions_short:
         what = "the allocator's regions, which double in size,"
-    elif volumes and 2 * volumes.bytes(found.job) > found.upper_bound_bytes:
+    elif 2 * whole_volume_bytes(plan, found.job) > found.upper_bound_bytes:
         what = "this training, most of it validation on whole volumes,"
     raise DoesNotFitError(
         f"memory must hold {what} up to {format_bytes(found.upper_bound_bytes)}, got "
@@ -280,38 +264,24 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
 # --- Volumes and patches ---
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """The volumes of a run whose steps see less: patches of them, or all of them at a share of their resolution."""
+def whole_volume_bytes(plan: Plan, job: Job) -> int:
+    """What whole volumes take beside what `job` tells of a run's steps, counted and not measured; 0 where they are what
+    its steps see, and for patches that no validation follows.
 
-    shape: Shape3
-    """Voxels X, Y, Z at the store's resolution."""
-    resolution: float = 1.0
-    """Share of it that the network sees; 1 is patches."""
-
-    @staticmethod
-    def of(config: RunConfig, store: Store) -> "Optional[Volumes]":
-        """Those of a run, of its fold's view of a store. None where they are what its steps see, and for patches that
-        no validation follows."""
-        if config.resolution == 1 and not (config.is_patch and store.manifest.split["val"]):
-            return None
-        return Volumes(volume_shape(store, config), config.resolution)
-
-    def bytes(self, job: Job) -> int:
-        """What they take beside what `job` tells of its steps: counted, not measured.
-
-        Patches: a validation alone reads whole volumes; its logits and their weights come with them. At a lower
-        resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before they
-        are averaged down, and that is done in float32, along one axis after another.
-        """
-        unet, volumes, shrinking = job.unet, 3, 0.0
-        if self.resolution < 1:
-            volumes = 2 * job.micro + 1
-            shrinking = job.micro * 4 * unet.channels * (1 + self.resolution)
-            shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
-        volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
-        validation = 4 + LOGITS_MAPS * 4 * unet.outputs
-        return round(math.prod(self.shape) * (volumes * volume + validation + shrinking))
+    Patches: a validation alone reads whole volumes; its logits and their weights come with them. At a lower
+    resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before they
+    are averaged down, and that is done in float32, along one axis after another.
+    """
+    config, unet, volumes, shrinking = plan.config, job.unet, 3, 0.0
+    if config.resolution < 1:
+        volumes = 2 * job.micro + 1
+        shrinking = job.micro * 4 * unet.channels * (1 + config.resolution)
+        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
+    elif not (config.is_patch and plan.store.manifest.split["val"]):
+        return 0
+    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
+    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
+    return round(math.prod(plan.volume_shape) * (volumes * volume + validation + shrinking))
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:
@@ -355,107 +325,73 @@ def usual_patch(grid: Shape3, divisor: int) -> Shape3:
     return tuple(min(max(n, gpu.BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, grid))
 
 
-def patches_per_case(grid: Shape3, patch: Shape3) -> int:
-    """Patches with as many voxels as a volume of `grid`, to the nearest one, at least 1."""
-    return max(round(math.prod(grid) / math.prod(patch)), 1)
-
-
-def job_of(config: RunConfig, threads: int, cases: int) -> Optional[Job]:
-    """The run as a job of the estimator; None for an engine that it knows nothing of.
+def job_of(config: RunConfig, threads: int, cases: int, engine: str = "") -> Optional[Job]:
+    """The run as a job of the estimator, on its own engine or `engine`; None for one that the estimator does not know.
 
     `cases` are volumes an epoch, or patches.
     """
-    engine = installed_engine() if config.engine == AUTO else config.engine
+    engine = engine or (installed_engine() if config.engine == AUTO else config.engine)
     if engine not in ENGINES:
         return None
-    return Job(
-        unet=config.unet,
-        shape=config.grid,
-        batch=config.batch,
-        micro_batch=config.micro_batch,
-        optimizer=config.optimizer,
-        engine=engine,
-        threads=threads,
-        averaged=config.ema > 0,
-        from_store=True,
-        resampled=config.augment.resamples,
-        cases=cases,
-    )
+    same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
+    fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.resamples, "cases": cases}
+    return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
 
 
 # --- Private helpers: settings ---
 
 
-def _decided(
-    store: Store,
-    host: Host,
-    settings: Mapping[str, Any],
-    saved: Optional[RunConfig],
-    gpus: Sequence[Gpu],
-    workers: int,
-) -> RunConfig:
+class _Given(NamedTuple):
+    """What a run's settings are decided from."""
+
+    store: Store
+    host: Host
+    settings: Mapping[str, Any]
+    saved: Optional[RunConfig]
+    gpus: Sequence[Gpu]
+    workers: int
+
+    def named(self, name: str) -> Optional[str]:
+        """The device, dtype or policy that was chosen, or that the saved run has; None where it is left open."""
+        own = self.saved and {**vars(self.saved), **vars(self.saved.unet)}[name]
+        return left_open(self.settings.get(name, own))
+
+
+def _decided(given: _Given) -> RunConfig:
     """Every setting but the memory policy of a new run."""
+    store, _, settings, saved, _, _ = given
     is_new = saved is None or "recipe" in settings
     start = recipe_config(settings) if is_new else saved
     if saved and "micro_batch" not in settings:
-        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is, below
+        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is
     try:
         config = with_settings(start, settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, settings, workers, scale=is_new)
         view = with_fold(store, config.fold)
-        config = _for_store(config, view)
-        config = _for_host(config, saved, host, settings, gpus)
-        if workers > 1 and config.device != "cpu":
-            raise InputError(f"device must be cpu for several workers, got {config.device}; give --device cpu")
-        if saved and "micro_batch" not in settings and saved.batch == config.batch:
-            config = dataclasses.replace(config, micro_batch=saved.micro_batch)
-        config = _with_micro_batch(config, workers)
-        config = _with_grid(config, saved, store, settings, gpus)
+        config = _for_store(_for_workers(config, given, scale=is_new), view)
+        config = _with_grid(_for_host(config, given), given)
     except ValueError as error:
         raise InputError(str(error)) from None
     if not steps_per_epoch(config, view):
         seen = len(view.manifest.split["train"]) * config.patches_per_case
-        what = f"{seen} patches of an epoch" if config.is_patch else f"{seen} training cases"
-        more = ", or raise --patches-per-case" if config.is_patch else ""
+        what, more = f"{seen} training cases", ""
+        if config.is_patch:
+            what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
         raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
-    problems = differences(saved, config) if saved is not None else []
-    if problems:
-        raise InputError(*problems)
+    refuse(differences(saved, config) if saved else ())
     return config
 
 
-def _for_store(config: RunConfig, store: Store) -> RunConfig:
-    """Fill in what follows from the store: names, the network's channels and outputs."""
-    manifest = store.manifest
-    if not manifest.split["train"]:
-        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
-    channels = config.channels or manifest.channels
-    regions = config.regions or tuple(manifest.regions)
-    check_names("channels", channels, manifest.channels)
-    check_names("regions", regions, tuple(manifest.regions))
-    unet = dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed)
-    return dataclasses.replace(
-        config,
-        store=str(store.folder.resolve()),
-        store_channels=manifest.channels,
-        label_names=manifest.labels,
-        region_codes=manifest.regions,
-        split_hash=manifest.split_hash,
-        channels=tuple(channels),
-        regions=tuple(regions),
-        unet=unet,
-    )
-
-
-def _for_workers(config: RunConfig, settings: Mapping[str, Any], workers: int, *, scale: bool) -> RunConfig:
-    """Fill in what follows from the number of workers, where the batch is to grow with it: batch and learning rate.
+def _for_workers(config: RunConfig, given: _Given, *, scale: bool) -> RunConfig:
+    """Fill in what follows from the number of workers: batch and learning rate, where the batch grows with it, and what
+    is computed together.
 
     The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
     """
+    settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
         if scale or "learning_rate" in settings:
@@ -471,12 +407,9 @@ def _for_workers(config: RunConfig, settings: Mapping[str, Any], workers: int, *
             f"batch must be a multiple of the {workers} workers, got {config.batch}; choose --batch-per-worker, "
             "another --batch, or another number of workers"
         )
-    return config
-
-
-def _with_micro_batch(config: RunConfig, workers: int) -> RunConfig:
-    """Fill in what is computed together, where that follows from the number of workers, and check it."""
     share = config.batch // workers
+    if saved and "micro_batch" not in settings and saved.batch == config.batch:
+        config = dataclasses.replace(config, micro_batch=saved.micro_batch)
     if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
         config = dataclasses.replace(config, micro_batch=share)
     if share % config.micro:
@@ -487,29 +420,49 @@ def _with_micro_batch(config: RunConfig, workers: int) -> RunConfig:
     return config
 
 
-def _for_host(
-    config: RunConfig, saved: Optional[RunConfig], host: Host, settings: Mapping[str, Any], gpus: Sequence[Gpu]
-) -> RunConfig:
+def _for_store(config: RunConfig, store: Store) -> RunConfig:
+    """Fill in what follows from the store: names, the network's channels and outputs."""
+    manifest = store.manifest
+    if not manifest.split["train"]:
+        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
+    channels, regions = config.channels or manifest.channels, config.regions or tuple(manifest.regions)
+    check_names("channels", channels, manifest.channels)
+    check_names("regions", regions, tuple(manifest.regions))
+    return dataclasses.replace(
+        config,
+        store=str(store.folder.resolve()),
+        store_channels=manifest.channels,
+        label_names=manifest.labels,
+        region_codes=manifest.regions,
+        split_hash=manifest.split_hash,
+        channels=tuple(channels),
+        regions=tuple(regions),
+        unet=dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed),
+    )
+
+
+def _for_host(config: RunConfig, given: _Given) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
-    own = saved.device if saved else config.device if config.device != "cpu" else AUTO
-    device = pick_device(left_open(settings.get("device", own)), config.mode, gpus)
+    named = given.named("device")
+    if "device" not in given.settings and not given.saved and config.device != "cpu":
+        named = config.device  # the recipe's
+    device = pick_device(named, config.mode, given.gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
-    dtype = settings.get("dtype") or (saved.unet.dtype if saved else AUTO)
-    if dtype == AUTO:
-        dtype = host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
+    if device != "cpu" and given.workers > 1:
+        raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
+    dtype = given.named("dtype")
+    dtype = dtype or (given.host.best_dtype if device == "cpu" else best_dtype(card_of(device, given.gpus)))
     unet = dataclasses.replace(config.unet, dtype=dtype)
-    if saved and "policy" not in settings:
-        unet = dataclasses.replace(unet, policy=saved.unet.policy)
+    if given.saved and "policy" not in given.settings:
+        unet = dataclasses.replace(unet, policy=given.saved.unet.policy)
     return dataclasses.replace(config, device=device, unet=unet)
 
 
-def _with_grid(
-    config: RunConfig, saved: Optional[RunConfig], store: Store, settings: Mapping[str, Any], gpus: Sequence[Gpu]
-) -> RunConfig:
+def _with_grid(config: RunConfig, given: _Given) -> RunConfig:
     """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
-    extent, divisor = grid_size(store, extent=config.extent, multiple=1), config.unet.divisor
-    grid = network_grid(extent, config.resolution, divisor)
+    settings, saved, divisor = given.settings, given.saved, config.unet.divisor
+    grid = network_grid(grid_size(given.store, extent=config.extent, multiple=1), config.resolution, divisor)
     if not config.is_patch:
         of_patches = [name for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground") if name in settings]
         if of_patches:
@@ -518,35 +471,33 @@ def _with_grid(
         return dataclasses.replace(config, grid=grid, patches_per_case=1)
     if "patch" in settings:
         patch = tuple(settings["patch"])
-    elif "gpu_memory" in settings:
-        try:
-            memory_bytes = parse_bytes(settings["gpu_memory"])
-        except ValueError as error:
-            raise InputError(f"--gpu-{error}") from None
-        patch = _largest_patch(config, grid, memory_bytes, "--gpu-memory")
-    elif saved is not None:
-        patch = saved.grid
-    elif config.device != "cpu":
-        card = card_of(config.device, gpus)
-        if card.free_bytes is None:
-            raise InputError(
-                f"the free memory of {card.device} must be known, its driver is silent; give --gpu-memory or --patch"
-            )
-        patch = _largest_patch(
-            config, grid, card.free_bytes, f"{card.device}, with {format_bytes(card.free_bytes)} free,"
-        )
+    elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
+        patch = _largest_patch(config, grid, given)
     else:
-        patch = usual_patch(grid, divisor)
+        patch = saved.grid if saved else usual_patch(grid, divisor)
     check_patch(patch, grid, divisor, config.unet.depth)
-    each = settings.get("patches_per_case") or (saved.patches_per_case if saved else patches_per_case(grid, patch))
+    as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
+    each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
     return dataclasses.replace(config, grid=patch, patches_per_case=each)
 
 
-def _largest_patch(config: RunConfig, grid: Shape3, memory_bytes: int, name: str) -> Shape3:
-    """The largest patch that a card of so much memory trains; `name` is what the error says must hold it."""
-    whole = job_of(dataclasses.replace(config, grid=grid, engine="stock"), threads=1, cases=0)
+def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
+    """The largest patch that the card, or one of --gpu-memory, trains."""
+    if "gpu_memory" in given.settings:
+        name = "--gpu-memory"
+        try:
+            memory_bytes = parse_bytes(given.settings["gpu_memory"])
+        except ValueError as error:
+            raise InputError(f"--gpu-{error}") from None
+    else:
+        memory_bytes = card_of(config.device, given.gpus).free_bytes
+        if memory_bytes is None:
+            raise InputError(
+                f"the free memory of {config.device} must be known, its driver is silent; give --gpu-memory or --patch"
+            )
+        name = f"{config.device}, with {format_bytes(memory_bytes)} free,"
     try:
-        return gpu.patch_for(whole, memory_bytes, name)
+        return gpu.patch_for(job_of(dataclasses.replace(config, grid=grid), 1, 0, "stock"), memory_bytes, name)
     except ValueError as error:
         raise DoesNotFitError(str(error)) from None
 
@@ -557,26 +508,20 @@ def _largest_patch(config: RunConfig, grid: Shape3, memory_bytes: int, name: str
 def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     """The plan with its memory policy, picked where that was left open, and what a step takes."""
     config, reasons = plan.config, dict(plan.reasons)
-    if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
-    cases = len(plan.store.cases("train")) * config.patches_per_case
-    job = job_of(config, thread_plan(host).intra_op, cases)
+    cases, on_card = len(plan.store.cases("train")) * config.patches_per_case, config.device != "cpu"
+    job = None if on_card else job_of(config, thread_plan(host).intra_op, cases)
     if job is None:
-        if pick:
-            config = config.with_policy("speed")
+        if pick and not on_card:
             reasons["policy"] = "policy speed: nothing is known of this engine's memory"
-        return dataclasses.replace(plan, config=config, reasons=reasons)
-    is_timed = bool(config.budget_minutes) and not config.steps
-    volumes = Volumes.of(config, plan.store)
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config, reasons=reasons)
     try:
-        constants = find_constants(job.threads, host)
+        price = _price(plan, host, find_constants(job.threads, host))
         if pick:
-            price = _price(host, volumes, constants, workers=plan.workers, timed=is_timed)
             choice = fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
             reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
             job = dataclasses.replace(job, unet=config.unet)
-        found = _price(host, volumes, constants, workers=plan.workers, timed=is_timed)(job)
+        found = price(job)
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
@@ -584,25 +529,19 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
 
 
-def _price(
-    host: Host,
-    volumes: Optional[Volumes],
-    constants: HostConstants,
-    accuracy: Optional[Accuracy] = None,
-    workers: int = 1,
-    timed: bool = False,
-) -> Price:
-    """What jobs take on this host, the run's volumes and the workers' exchange in their upper bound.
+def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Price:
+    """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. Where steps are `timed` before the run, its variables are held as they were, beside those
-    that the steps change.
+    their exchange aside. Where steps are timed before the run, its variables are held as they were, beside those that
+    the steps change.
     """
+    is_timed = bool(plan.config.budget_minutes) and not plan.config.steps
 
     def price(job: Job) -> Estimate:
-        found = of_one(estimate(job, constants, accuracy, host.memory_bytes), workers)
-        beside = volumes.bytes(job) if volumes else 0
-        if timed:
+        found = of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers)
+        beside = whole_volume_bytes(plan, job)
+        if is_timed:
             beside += sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
         return dataclasses.replace(found, upper_bound_bytes=found.upper_bound_bytes + beside)
 
@@ -610,7 +549,7 @@ def _price(
 
 
 def _card_bytes(config: RunConfig) -> int:
-    return gpu.gpu_bytes(job_of(dataclasses.replace(config, engine="stock"), threads=1, cases=0))
+    return gpu.gpu_bytes(job_of(config, threads=1, cases=0, engine="stock"))
 
 
 def _check_card(plan: Plan, card: Gpu) -> None:

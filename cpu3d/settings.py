@@ -8,6 +8,7 @@ No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is 
 """
 
 import dataclasses
+import functools
 import math
 import re
 from dataclasses import dataclass, field
@@ -60,6 +61,11 @@ is computed: the run then goes on alike, but not to the bit. With batch norm the
 statistics are of what is computed together."""
 
 
+_data, _patches, _training, _network = (
+    functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
+)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
@@ -81,90 +87,73 @@ class RunConfig:
     """The network; its channels, outputs and dtype follow from the store and the host."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
-    extent: str = option(
-        "brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS, group="data"
+    extent: str = _data("brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS)
+    channels: Tuple[str, ...] = _data((), "image channels to use, such as FLAIR; default: all", "NAME")
+    regions: Tuple[str, ...] = _data((), "regions to learn, such as WT; default: all", "NAME")
+    read_mode: str = _data(
+        AUTO, "how files are read; auto: with pread from a network, else mmap", choices=(AUTO, *READ_MODES)
     )
-    channels: Tuple[str, ...] = option((), "image channels to use, such as FLAIR; default: all", "NAME", group="data")
-    regions: Tuple[str, ...] = option((), "regions to learn, such as WT; default: all", "NAME", group="data")
-    read_mode: str = option(
-        AUTO,
-        "how files are read; auto: with pread from a network, else mmap",
-        choices=(AUTO, *READ_MODES),
-        group="data",
-    )
-    fold: str = option("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K", group="data")
+    fold: str = _data("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K")
     """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
-    resolution: float = option(
-        1.0,
-        "share of the store's that the network sees; scores are on the full grid",
-        "R",
-        above=0,
-        at_most=1,
-        group="data",
+    resolution: float = _data(
+        1.0, "share of the store's that the network sees; scores are on the full grid", "R", above=0, at_most=1
     )
 
-    mode: str = option("whole", "what a step sees: whole volumes, or patches of them", choices=MODES, group="patches")
-    foreground: float = option(
-        1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1, group="patches"
+    mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=MODES)
+    foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
+    patches_per_case: int = _patches(
+        1, "of each case an epoch (default: as many as make up its voxels)", "N", at_least=1
     )
-    patches_per_case: int = option(
-        1, "of each case an epoch (default: as many as make up its voxels)", "N", at_least=1, group="patches"
-    )
-    device: str = option("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D", group="patches")
+    device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
 
-    epochs: int = option(
-        100, "passes over the training cases; the decay spans them", "N", at_least=1, one_of="length", group="training"
+    epochs: int = _training(
+        100, "passes over the training cases; the decay spans them", "N", at_least=1, one_of="length"
     )
-    steps: int = option(0, "in all, instead of --epochs", "N", at_least=0, one_of="length", group="training")
-    budget_minutes: float = option(
+    steps: int = _training(0, "in all, instead of --epochs", "N", at_least=0, one_of="length")
+    budget_minutes: float = _training(
         0.0,
         "take only as many of the epochs' steps as fit in M minutes, by the time of the first ones, but at least those "
         "up to the first validation; the decay spans them (default: 0, no limit)",
         metavar="M",
         at_least=0,
         below=math.inf,
-        group="training",
     )
-    batch: int = option(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch", group="training")
+    batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
-    micro_batch: int = option(
+    micro_batch: int = _training(
         0,
         "volumes computed at a time, a divisor of the batch (default: the recipe's, else 1, or with batch norm the "
         "whole batch; a run that continues keeps its own, and with batch norm has to)",
         metavar="M",
-        group="training",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
-    optimizer: str = option("adam", choices=OPTIMIZERS, group="training")
-    learning_rate: float = option(2e-3, "after the warm-up", "R", above=0, group="training")
+    optimizer: str = _training("adam", choices=OPTIMIZERS)
+    learning_rate: float = _training(2e-3, "after the warm-up", "R", above=0)
     """One real glioma was learnt alike with 1e-3 to 5e-3."""
-    schedule: str = option("cosine", "decay of the learning rate", choices=tuple(SCHEDULES), group="training")
-    warmup_steps: int = option(10, "of linear rise", "N", at_least=0, group="training")
-    ema: float = option(
-        0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1, group="training"
-    )
+    schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
+    warmup_steps: int = _training(10, "of linear rise", "N", at_least=0)
+    ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
     """Of the exponential moving average; validation and prediction then use the averaged weights."""
-    validate_every: int = option(1, "epochs between validations", "N", at_least=1, one_of="often", group="training")
-    validations: int = option(
-        0, "in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often", group="training"
+    validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
+    validations: int = _training(
+        0, "in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
     )
-    patience: int = option(0, "stop after N validations without gain; 0: never", "N", at_least=0, group="training")
-    save_minutes: float = option(10.0, "longest time between checkpoints", "M", at_least=0, group="training")
+    patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
+    save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
-    keep: int = option(3, "checkpoints to keep, besides the best weights", "K", at_least=1, group="training")
-    stall_minutes: float = option(
+    keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
+    stall_minutes: float = _training(
         15.0,
         "a step that takes longer, and ten times longer than any before, counts as hanging; 0: none does; what is done "
         "for the first time may take four times as long",
         metavar="M",
         at_least=0,
-        group="training",
     )
-    deterministic: bool = option(False, "refuse operations that may give other bits next time", group="training")
+    deterministic: bool = _training(False, "refuse operations that may give other bits next time")
     """On a CPU the bits are the same without."""
-    seed: int = option(0, "of weights, order and augmentation", "S", group="training")
+    seed: int = _training(0, "of weights, order and augmentation", "S")
     """The split has the store's own."""
-    engine: str = option(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES), group="training")
+    engine: str = _training(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES))
 
     def __post_init__(self):
         check(self, InputError)
@@ -211,12 +200,11 @@ class RunConfig:
 class Network(Architecture):
     """Fields of UNetConfig that a user may choose."""
 
-    dtype: str = option(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES), group="network")
-    policy: str = option(
+    dtype: str = _network(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES))
+    policy: str = _network(
         AUTO,
         "what a step trades for memory; auto: the fastest that fits what is free, and for a run that continues its own",
         choices=(AUTO, *POLICIES),
-        group="network",
     )
 
 
@@ -224,35 +212,31 @@ class Network(Architecture):
 class Shorthand:
     """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
 
-    recipe: Optional[str] = option(
+    recipe: Optional[str] = _data(
         None,
         f"settings to start from (default: {DEFAULT_RECIPE}). "
         + " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items()),
         choices=sorted(RECIPES),
-        group="data",
     )
-    patch: Optional[Tuple[int, int, int]] = option(
+    patch: Optional[Tuple[int, int, int]] = _patches(
         None,
         "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
         metavar=("X", "Y", "Z"),
         one_of="patch",
-        group="patches",
     )
-    gpu_memory: Optional[str] = option(
-        None, "the largest patch that such a card trains, as in 16GiB", "SIZE", one_of="patch", group="patches"
+    gpu_memory: Optional[str] = _patches(
+        None, "the largest patch that such a card trains, as in 16GiB", "SIZE", one_of="patch"
     )
-    batch_per_worker: Optional[int] = option(
+    batch_per_worker: Optional[int] = _training(
         None,
         "volumes a step of each worker: the batch grows with them, and the learning rate by --rate-scaling",
         metavar="N",
         one_of="batch",
-        group="training",
     )
-    rate_scaling: Optional[str] = option(
+    rate_scaling: Optional[str] = _training(
         None,
         "growth of the rate with the workers under --batch-per-worker (default: sqrt for adam, linear for sgd)",
         choices=tuple(RATE_SCALES),
-        group="training",
     )
     no_augment: bool = option(False, "none at all", group="augmentation")
 

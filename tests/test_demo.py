@@ -1,6 +1,5 @@
 """The whole way through the command line, small: what the README's first command does."""
 
-import argparse
 import json
 import os
 
@@ -78,7 +77,7 @@ def test_bad_input_exits_with_2_and_says_why(arguments, message, capsys, tmp_pat
 def test_an_interrupt_exits_with_130_and_says_what_to_do(monkeypatch, capsys):
     from cpu3d.report import report
 
-    def interrupted(args):
+    def interrupted(options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "run", interrupted)
@@ -92,5 +91,5 @@ def test_a_demo_is_of_no_cluster_that_is_left_over(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
     told = []
     monkeypatch.setattr(cpu3d.__main__, "main", lambda command: told.append(os.environ.get("TF_CONFIG")) or 0)
-    assert demo.run(argparse.Namespace(out=tmp_path, smoke=True, policy=None)) == 0
+    assert demo.run(demo.Options(out=tmp_path, smoke=True)) == 0
     assert set(told) == {None}

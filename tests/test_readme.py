@@ -39,9 +39,9 @@ def check(words):
     if words[0] == "estimate":
         estimator.make_parser().parse_args(words[1:])
     elif words[0] not in ("setup", "test", "help"):
-        args = parse(words)
+        _, args = parse(words)
         for name, options in getattr(args, "variant", None) or ():
-            parse_variant(name, options, {}, None)
+            parse_variant(name, options, {})
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

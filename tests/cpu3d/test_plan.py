@@ -14,13 +14,11 @@ from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.records import remake
 from cpu3d.data.region import grid_size
 from cpu3d.data.sampling import Share
-from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import (
     Plan,
-    Volumes,
     check_fits,
     check_patch,
     job_of,
@@ -28,6 +26,7 @@ from cpu3d.plan import (
     plan_of_chief,
     save_plan,
     usual_patch,
+    whole_volume_bytes,
 )
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.calibration import find_constants
@@ -332,36 +331,34 @@ def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_st
 # --- Runs whose steps see less than whole volumes ---
 
 PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, micro_batch=1)
-WHOLE = Volumes((240, 240, 155))
-
-
-def test_what_whole_volumes_take_is_counted_by_hand():
-    voxels, job = 240 * 240 * 155, job_of(PATCHES, threads=2, cases=8)
-    # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
-    assert WHOLE.bytes(job) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
-    # At half the resolution of two at a time: five volumes, two float32 copies and their half, what is rotated.
-    job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
-    shrinking = 2 * 4 * 4 * 1.5 + 13 * 4
-    assert Volumes(WHOLE.shape, 0.5).bytes(job) == voxels * (5 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + shrinking)
 
 
 @pytest.mark.parametrize("settings", [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}])
-def test_the_volumes_of_a_run_are_those_that_it_is_validated_on(phantom_store, tmp_path, settings):
-    config = planned(phantom_store, tmp_path, **settings).config
-    volumes = Volumes.of(config, phantom_store)
+def test_what_whole_volumes_take_is_counted_by_hand(phantom_store, tmp_path, settings):
+    plan = planned(phantom_store, tmp_path, **settings)
+    config, job = plan.config, plan.estimate.job
     if not settings:
-        assert volumes is None
+        assert whole_volume_bytes(plan, job) == 0
         return
     covered = (math.ceil(n / config.resolution) for n in config.grid)
-    assert volumes == Volumes(tuple(map(max, phantom_store.manifest.largest_box, covered)), config.resolution)
-    store = with_fold(phantom_store, "1/2")
-    store.manifest = dataclasses.replace(store.manifest, split=dict(store.manifest.split, val=()))
-    assert (Volumes.of(config, store) is None) == config.is_patch, "patches without a validation see no volume"
+    voxels = math.prod(map(max, phantom_store.manifest.largest_box, covered))
+    # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
+    expected = 3 * (4 * 4 + 3) + 4 + 2 * 4 * 3
+    if (
+        not config.is_patch
+    ):  # five volumes of two at a time, two float32 copies and what is left of them, what is rotated
+        job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
+        expected += 2 * (4 * 4 + 3) + 2 * 4 * 4 * (1 + config.resolution) + 13 * 4
+    assert whole_volume_bytes(plan, job) == round(voxels * expected)
+    split = {**plan.store.manifest.split, "val": ()}
+    alone = Store(plan.store.folder, dataclasses.replace(plan.store.manifest, split=split))
+    none = whole_volume_bytes(dataclasses.replace(plan, store=alone), job) == 0
+    assert none == config.is_patch, "patches without a validation see no volume"
 
 
 def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refused_by(phantom_store, tmp_path):
     plan = planned(phantom_store, tmp_path, policy="speed", **PATCH)
-    beside = Volumes.of(plan.config, plan.store).bytes(plan.estimate.job)
+    beside = whole_volume_bytes(plan, plan.estimate.job)
     alone = estimate(plan.estimate.job, plan.estimate.constants, plan.estimate.accuracy, HOST.memory_bytes)
     assert plan.estimate.upper_bound_bytes == alone.upper_bound_bytes + beside
     assert "what fits: nothing smaller does; or --force" in refusal(plan, beside // 2)
@@ -369,7 +366,7 @@ def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refuse
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="lean", mode="patch", patch=[24, 32, 32])
-    beside = Volumes.of(plan.config, plan.store).bytes(plan.estimate.job)
+    beside = whole_volume_bytes(plan, plan.estimate.job)
     message = refusal(plan, beside + 0.6 * (plan.estimate.upper_bound_bytes - beside))
     (proposed,) = re.findall(r"--patch (\d+) (\d+) (\d+)", message)
     assert 0.3 < math.prod(map(int, proposed)) / math.prod(plan.config.grid) <= 0.6
@@ -454,7 +451,7 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_s
 
 
 def test_the_plan_of_a_run_on_a_card_says_what_was_predicted_of_it(phantom_store):
-    needed = gpu_bytes(job_of(dataclasses.replace(ON_CARD, engine="stock"), 1, 0))
+    needed = gpu_bytes(job_of(ON_CARD, 1, 0, "stock"))
     predicted = Plan(ON_CARD, phantom_store).predicted
     assert (predicted["card_bytes"], predicted["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
     assert "not verified" in predicted["constants"]
