@@ -27,41 +27,22 @@ from typing import List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import (
-    Budget,
-    Course,
-    Json,
-    Kept,
-    Search,
-    Variant,
-    courses,
-    grouped,
-    load_same,
-    merged,
-    parse_variant,
-    planned_run,
-    refuse,
-    resolve_variants,
-    usual_variants,
-)
-from cpu3d.compare.report import STUDY, plan_table, publish
+from cpu3d.compare.plan import VALIDATIONS, Course, Json, Kept, grouped, load_same, merged, planned, planned_run
+from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, Runner, by_dice, is_evaluated, search_rate
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
-from cpu3d.data.store import Store, open_store
-from cpu3d.errors import InputError
+from cpu3d.data.store import open_store
+from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.report.run_files import numbers, of_kind
-from cpu3d.settings import SETTINGS, load_config, recipe_config, with_settings
+from cpu3d.settings import SETTINGS, load_config
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import option
-
-VALIDATIONS = 4
-"""Of every run, where no number is asked for."""
 
 a_budget = functools.partial(option, None, above=0, below=math.inf)
 of_study = functools.partial(option, group="resolution study", above=0)
@@ -112,7 +93,6 @@ def run(options: Options, settings: Json) -> int:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
     if options.runs:
         return _compare_folders(options, evaluation)
-    refuse("compare", settings)
     return _train_and_compare(options, settings, evaluation)
 
 
@@ -148,15 +128,14 @@ def _check(options: Options, settings: Json) -> None:
         )
         if not holds
     ]
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
 
 
 def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation) -> int:
     store, is_study = open_store(options.store), bool(options.resolutions)
     store.check_split()
     store.check(record for split in store.manifest.split for record in store.cases(split))
-    asked, plan, budget = _planned(options, settings, store, evaluation)
+    asked, plan, budget = planned(options, settings, store, evaluation)
     words = budget.words(plan[0]["name"])
 
     def taken_up() -> Kept:
@@ -196,44 +175,6 @@ def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation)
         comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
         publish(comparison, kept, store, out, options, budget=words, search=search)
     return 1 if failed else 0
-
-
-def _planned(
-    options: Options, settings: Json, store: Store, evaluation: Evaluation
-) -> Tuple[Json, List[Course], Budget]:
-    """What tells this comparison from others, its plan and its budget.
-
-    There can always be more seeds, and in a study more resolutions, batches and rates.
-    """
-    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
-    validations, epochs = settings.get("validations", VALIDATIONS), settings.get("epochs")
-    asked: Json = {"split_hash": store.manifest.split_hash, "validations": validations}
-    asked["evaluation"] = evaluation._asdict()
-    if not options.resolutions:
-        variants = [parse_variant(name, words, common) for name, words in options.variant]
-        variants = variants or usual_variants(common, store)
-        found = resolve_variants(variants, store)
-        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
-        usual = ("epochs", found[0][1].config.epochs)
-        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
-        chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
-        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
-        return asked, courses(found, budget, validations), budget
-    if not store.cases("val"):
-        raise InputError(f"split val of {store.folder} must hold cases to choose rates on; prepare with --split")
-    try:
-        base = with_settings(recipe_config(common), common)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    budget, search = Budget("passes", epochs or base.epochs), Search(base, options.search_share, options.learning_rates)
-    axes = itertools.product(set(options.batches or [base.batch]), set(options.resolutions))
-    arms = [
-        Variant(f"r{share:g}-b{batch}", {**common, "mode": "whole", "resolution": share, "batch": batch})
-        for batch, share in sorted(axes)
-    ]
-    plan = merged((), courses(resolve_variants(arms, store), budget, validations, search))
-    asked.update(study=STUDY, recipe=common.pop("recipe", None), settings=common, epochs=budget.amount)
-    return {**asked, "search_share": options.search_share, "search_seed": options.seeds[0]}, plan, budget
 
 
 def _arm_runs(arm: Course, seeds: Sequence[int], runner: Runner) -> Tuple[List[PlannedRun], Json]:
@@ -279,15 +220,13 @@ def _compare_folders(options: Options, evaluation: Evaluation) -> int:
     out = writable_folder(options.out, "folder of --out").resolve()
     kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
     # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
-    places = [
-        folder if is_evaluated(folder, evaluation) else out / "evaluations" / f"{variant}-seed{seed}"
-        for variant, seed, folder in found
-    ]
-    missing = [not is_evaluated(run[2], evaluation, place) for run, place in zip(found, places)]
+    ours = {folder: out / "evaluations" / f"{variant}-seed{seed}" for variant, seed, folder in found}
+    places = {folder: folder if is_evaluated(folder, evaluation) else ours[folder] for folder in ours}
+    missing = [folder for folder, place in places.items() if not is_evaluated(folder, evaluation, place)]
     try:
         store = store_of_run(load_config(found[0][2]), options.store)
     except InputError:
-        if options.store or options.record or any(missing):
+        if options.store or options.record or missing:
             raise
         store = None  # it is gone, and no run needs it
     runner = Runner(store.folder.resolve() if store else Path(), out, evaluation)
@@ -295,9 +234,9 @@ def _compare_folders(options: Options, evaluation: Evaluation) -> int:
         if not load_same(asked, out):
             kept.save(out)  # whose folder it is, before anything else is in it
         results = []
-        for number, ((variant, seed, folder), place) in enumerate(zip(found, places)):
-            if missing[number]:
-                runner.evaluate(folder, place, f"{number + 1}/{len(found)} {variant}, seed {seed}")
-            results.append(read_run(variant, seed, folder, options.split, store=store, scored=place))
+        for number, (variant, seed, folder) in enumerate(found, 1):
+            if folder in missing:
+                runner.evaluate(folder, places[folder], f"{number}/{len(found)} {variant}, seed {seed}")
+            results.append(read_run(variant, seed, folder, options.split, store=store, scored=places[folder]))
         publish(compare(results), kept, store, out, options, budget="that of the runs")
     return 0

@@ -9,23 +9,32 @@ one.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.compare.run import PlannedRun, rounded, step_voxels
+from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
 from cpu3d.report.run_files import last_end, numbers, of_kind
-from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, load_config, recipe_config
+from cpu3d.settings import (
+    SETTINGS,
+    SIZES_OF_PATCH,
+    RunConfig,
+    as_options,
+    load_config,
+    recipe_config,
+    with_settings,
+)
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
 from cpu3d.util.lock import locked
@@ -34,10 +43,19 @@ from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 from memory_estimator.schema import add_options, arguments
 
+if TYPE_CHECKING:
+    from cpu3d.compare.command import Options
+
 SCHEMA = 1
 """Version of compare.json."""
 
 FILE = "compare.json"
+
+VALIDATIONS = 4
+"""Of every run, where no number is chosen."""
+
+STUDY = "resolutions"
+"""The kind of a resolution study, and of its records."""
 
 WARMUP_SHARE = 10
 """The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
@@ -139,16 +157,14 @@ class Search(NamedTuple):
         }
 
 
-def refuse(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
+def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
     """Raise InputError for settings of these names, which are not for `who` to choose."""
-    problems = [
+    refuse(
         f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
         "and --validations for all variants"
         for name in names
         if name in settings
-    ]
-    if problems:
-        raise InputError(*problems)
+    )
 
 
 def parse_variant(name: str, options: str, common: Json) -> Variant:
@@ -167,7 +183,7 @@ def parse_variant(name: str, options: str, common: Json) -> Variant:
     except ValueError as error:
         problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
         raise InputError(problem) from None
-    refuse(f"variant {name}", own, FOR_ALL)
+    refuse_settings(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
@@ -212,8 +228,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         found.append((variant._replace(settings=settings), plan))
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return found
 
 
@@ -299,8 +314,7 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
     names = [course["name"] for course in kept.plan] if "variants" in asked else []
     if names != list(asked.get("variants", ())):
         problems.append(f"plan of comparison {out} must be of its variants, got {', '.join(names)}; restore {FILE}")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return kept
 
 
@@ -351,6 +365,46 @@ def merged(before: Sequence[Course], now: Sequence[Course]) -> List[Course]:
         if not arm["goes_beyond"] or "rates" not in old:
             found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
     return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
+
+
+def planned(
+    options: "Options", settings: Json, store: Store, evaluation: Evaluation
+) -> Tuple[Json, List[Course], Budget]:
+    """What tells this comparison from others, its plan and its budget.
+
+    There can always be more seeds, and in a study more resolutions, batches and rates. Raises InputError for settings
+    that are compare's to choose, and as `parse_variant` and `resolve_variants`.
+    """
+    refuse_settings("compare", settings)
+    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
+    validations, epochs = settings.get("validations", VALIDATIONS), settings.get("epochs")
+    asked: Json = {"split_hash": store.manifest.split_hash, "validations": validations}
+    asked["evaluation"] = evaluation._asdict()
+    if not options.resolutions:
+        variants = [parse_variant(name, words, common) for name, words in options.variant]
+        variants = variants or usual_variants(common, store)
+        found = resolve_variants(variants, store)
+        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
+        usual = ("epochs", found[0][1].config.epochs)
+        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
+        chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
+        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
+        return asked, courses(found, budget, validations), budget
+    if not store.cases("val"):
+        raise InputError(f"split val of {store.folder} must hold cases to choose rates on; prepare with --split")
+    try:
+        base = with_settings(recipe_config(common), common)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    budget, search = Budget("passes", epochs or base.epochs), Search(base, options.search_share, options.learning_rates)
+    axes = itertools.product(set(options.batches or [base.batch]), set(options.resolutions))
+    arms = [
+        Variant(f"r{share:g}-b{batch}", {**common, "mode": "whole", "resolution": share, "batch": batch})
+        for batch, share in sorted(axes)
+    ]
+    plan = merged((), courses(resolve_variants(arms, store), budget, validations, search))
+    asked.update(study=STUDY, recipe=common.pop("recipe", None), settings=common, epochs=budget.amount)
+    return {**asked, "search_share": options.search_share, "search_seed": options.seeds[0]}, plan, budget
 
 
 def planned_run(
@@ -425,8 +479,7 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
             f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
         ]
         problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return _named(configs)
 
 
@@ -488,6 +541,5 @@ def _named(configs: Dict[Path, RunConfig]) -> Grouped:
         own[config.seed] = folder
         found.append((names[kind], config.seed, folder))
     problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return found

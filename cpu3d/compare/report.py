@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import Course, Json, Kept
+from cpu3d.compare.plan import STUDY, Course, Json, Kept
 from cpu3d.compare.run import Trial, rate_beyond
 from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
@@ -28,9 +28,6 @@ from memory_estimator.table import Bold, Table
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
-
-RECORD, STUDY = "compare", "resolutions"
-"""The kinds of its records."""
 
 DIFFERENCES = (
     "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
@@ -218,7 +215,7 @@ def publish(
     with atomic_write(out / "report.html", "w") as file:
         file.write(page)
     if options.record and store:
-        append_record(options.record, STUDY if options.resolutions else RECORD, record)
+        append_record(options.record, STUDY if options.resolutions else "compare", record)
     for table in results_tables(record):
         Console().print(table.rich())
     for line in (f"written: {out / 'report.html'}", *results["failed"]):

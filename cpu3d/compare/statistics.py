@@ -23,7 +23,7 @@ from cpu3d.compare.plan import Json, unpaired
 from cpu3d.compare.run import Failed, step_voxels
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.report.page import gib
@@ -312,8 +312,7 @@ def compare(
     lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
     if not failed:
         problems = problems or list(lonely.values())
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     left_out = [
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
