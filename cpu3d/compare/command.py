@@ -27,9 +27,18 @@ from typing import List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import VALIDATIONS, Course, Json, Kept, grouped, load_same, merged, planned, planned_run
+from cpu3d.compare.plan import VALIDATIONS, Course, Json, Kept, load_same, merged, planned, planned_run
 from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, Runner, by_dice, is_evaluated, search_rate
+from cpu3d.compare.run import (
+    Evaluation,
+    PlannedRun,
+    RunFailedError,
+    Runner,
+    by_dice,
+    grouped,
+    is_evaluated,
+    search_rate,
+)
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import open_store

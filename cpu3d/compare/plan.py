@@ -3,12 +3,10 @@
 A second call is held to what the first asked for: the same goes on, more seeds are added, anything else is refused.
 Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms
 of a resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others
-may be added. Run folders that are there already become variants by `grouped`: runs that differ in their seed alone are
-one.
+may be added.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -16,7 +14,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
 from cpu3d.data.region import Shape3
@@ -25,19 +23,15 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
-from cpu3d.report.run_files import last_end, numbers, of_kind
 from cpu3d.settings import (
     SETTINGS,
     SIZES_OF_PATCH,
     RunConfig,
     as_options,
-    load_config,
     recipe_config,
     with_settings,
 )
-from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
-from cpu3d.util.lock import locked
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
@@ -83,25 +77,10 @@ DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 """Settings that no variant may have for itself: with them it would answer another question."""
 
-SHARED = ("split_hash", "fold", "regions")
-"""Settings that all run folders must have alike: else they were trained, or are scored, on other cases."""
-
-SAME_VARIANT = {
-    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
-    *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
-}
-"""Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
-
-UNEQUAL = 1.1
-"""Times more that one run may have spent than another under what counts as one budget."""
-
 Json = Dict[str, Any]
 
 Resolved = Tuple["Variant", Plan]
 """A variant on one store and one host, with nothing left open that could differ from run to run."""
-
-Grouped = List[Tuple[str, int, Path]]
-"""Variant, seed and folder of each run."""
 
 
 # --- What is asked for ---
@@ -434,65 +413,6 @@ def planned_run(
     return PlannedRun(course["name"], seed, Path(out) / "runs" / folder, options)
 
 
-# --- Run folders that are there already ---
-
-
-def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
-    """Name the variant of every run, in the order of their first ones, which is the baseline.
-
-    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
-    once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
-    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
-    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
-    """
-    problems: List[str] = []
-    configs: Dict[Path, RunConfig] = {}
-    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
-    for folder in folders:
-        try:
-            configs[folder] = load_config(folder)
-            if not (folder / "checkpoints" / "best.npz").is_file():
-                raise InputError(f"run {folder} must hold checkpoints/best.npz, found none; run `train` on it")
-            with locked(folder, "run"):
-                events = read_events(folder)  # of a run that is not being trained
-        except InputError as error:
-            problems += error.problems
-            continue
-        steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
-        spent[folder] = len(steps) * step_voxels(configs[folder]), sum(numbers(steps, "step_s"))
-        if end not in FINISHED and not force:
-            problems.append(
-                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
-                "--force"
-            )
-    first = next(iter(configs), None)
-    problems += [
-        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
-        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
-        for folder, config in configs.items()
-        for name in SHARED
-        if getattr(config, name) != getattr(configs[first], name)
-    ]
-    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
-        most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
-        words = [
-            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
-        ]
-        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
-    refuse(problems)
-    return _named(configs)
-
-
-def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
-    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
-    return {
-        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
-        "train one of each with the same --seed"
-        for variant, own in seeds.items()
-        if not set(own) & set(seeds[baseline])
-    }
-
-
 # --- Private helpers ---
 
 
@@ -517,29 +437,3 @@ def _arm_as_course(arm: Json, validations: int) -> Json:
         "validations": min(validations, steps),
     }
     return {**own, **(arm if arm.get("rates") else _without(arm, ("rates",)))}
-
-
-def _named(configs: Dict[Path, RunConfig]) -> Grouped:
-    found: Grouped = []
-    names: Dict[str, str] = {}
-    seeds: Dict[str, Dict[int, Path]] = {}
-    problems: List[str] = []
-    for folder, config in configs.items():
-        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
-        # Under batch norm what is computed together is what is learnt.
-        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
-        if kind not in names:
-            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
-            free = (f"{name}-{number}" if number > 1 else name for number in range(1, len(configs) + 2))
-            names[kind] = next(one for one in free if one not in names.values())
-        own = seeds.setdefault(names[kind], {})
-        if config.seed in own:
-            problems.append(
-                f"runs must differ in a setting or their seed, got {own[config.seed]} and {folder}, alike with seed "
-                f"{config.seed}; leave one out"
-            )
-        own[config.seed] = folder
-        found.append((names[kind], config.seed, folder))
-    problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
-    refuse(problems)
-    return found

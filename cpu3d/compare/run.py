@@ -4,38 +4,55 @@
 
 A fresh process makes the peaks of memory honest and starts every run on equal terms. The same call continues where one
 was cut off: what is trained is not trained again, what is half trained goes on, what has current scores keeps them, and
-what diverged is reported as such.
+what diverged is reported as such. Folders that are there already become variants by `grouped`: runs that differ in
+their seed alone are one.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from rich.console import Console
 
 from cpu3d.distributed.cluster import without_cluster
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
-from cpu3d.report.run_files import last_end
+from cpu3d.report.page import flat
+from cpu3d.report.run_files import last_end, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import checkpoints
-from cpu3d.training.run_log import read_events
+from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
+from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 
 POLL_S = 1.0
 
 EXTENSIONS = 2
 """How often a search goes on beyond its range."""
+
+SHARED = ("split_hash", "fold", "regions")
+"""Settings that all run folders must have alike: else they were trained, or are scored, on other cases."""
+
+SAME_VARIANT = {
+    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
+    *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
+}
+"""Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
+
+UNEQUAL = 1.1
+"""Times more that one run may have spent than another under what counts as one budget."""
 
 
 class Evaluation(NamedTuple):
@@ -181,6 +198,84 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
 def step_voxels(config: RunConfig) -> int:
     """Voxels that the network sees in a step."""
     return config.batch * math.prod(config.grid)
+
+
+# --- Run folders that are there already ---
+
+
+def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, int, Path]]:
+    """The variant, seed and folder of every run. The first one's variant is the baseline.
+
+    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
+    once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
+    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
+    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
+    """
+    problems: List[str] = []
+    configs: Dict[Path, RunConfig] = {}
+    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
+    for folder in folders:
+        try:
+            configs[folder] = load_config(folder)
+            if not (folder / "checkpoints" / "best.npz").is_file():
+                raise InputError(f"run {folder} must hold checkpoints/best.npz, found none; run `train` on it")
+            with locked(folder, "run"):
+                events = read_events(folder)  # of a run that is not being trained
+        except InputError as error:
+            problems += error.problems
+            continue
+        steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
+        spent[folder] = len(steps) * step_voxels(configs[folder]), sum(numbers(steps, "step_s"))
+        if end not in FINISHED and not force:
+            problems.append(
+                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
+                "--force"
+            )
+    first = next(iter(configs), None)
+    problems += [
+        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
+        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
+        for folder, config in configs.items()
+        for name in SHARED
+        if getattr(config, name) != getattr(configs[first], name)
+    ]
+    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
+        most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
+        words = [
+            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
+        ]
+        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
+    refuse(problems)
+    found, names, seeds = [], {}, {}
+    for folder, config in configs.items():
+        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
+        # Under batch norm what is computed together is what is learnt.
+        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
+        if kind not in names:
+            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
+            free = (f"{name}-{number}" if number > 1 else name for number in range(1, len(configs) + 2))
+            names[kind] = next(one for one in free if one not in names.values())
+        own = seeds.setdefault(names[kind], {})
+        if config.seed in own:
+            problems.append(
+                f"runs must differ in a setting or their seed, got {own[config.seed]} and {folder}, alike with seed "
+                f"{config.seed}; leave one out"
+            )
+        own[config.seed] = folder
+        found.append((names[kind], config.seed, folder))
+    problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
+    refuse(problems)
+    return found
+
+
+def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
+    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+    return {
+        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
+        "train one of each with the same --seed"
+        for variant, own in seeds.items()
+        if not set(own) & set(seeds[baseline])
+    }
 
 
 # --- The search for a learning rate ---

@@ -19,8 +19,8 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from cpu3d.compare.plan import Json, unpaired
-from cpu3d.compare.run import Failed, step_voxels
+from cpu3d.compare.plan import Json
+from cpu3d.compare.run import Failed, step_voxels, unpaired
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse

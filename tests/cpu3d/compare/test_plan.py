@@ -9,13 +9,13 @@ from cpu3d.compare.plan import (
     Search,
     Variant,
     courses,
-    grouped,
     half,
     parse_variant,
     planned_run,
     resolve_variants,
     usual_variants,
 )
+from cpu3d.compare.run import grouped
 from cpu3d.errors import InputError
 from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.util.lock import locked
