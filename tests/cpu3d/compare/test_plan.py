@@ -9,7 +9,6 @@ from cpu3d.compare.plan import (
     Search,
     Variant,
     courses,
-    half,
     parse_variant,
     planned_run,
     resolve_variants,
@@ -91,15 +90,7 @@ def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
     assert (patch[1].config.grid, patch[1].config.foreground, patch[1].config.patches_per_case) == ((16, 8, 16), 0.5, 5)
     del common["patch"]
     whole, patch = found(phantom_store, *usual_variants(common, phantom_store))
-    assert (patch[1].config.grid, patch[1].config.patches_per_case) == (half(whole[1].config.grid, 4), 5)
-
-
-@pytest.mark.parametrize(
-    ("grid", "divisor", "expected"),
-    [((144, 192, 144), 16, (64, 96, 64)), ((48, 80, 64), 16, (32, 32, 32)), ((16, 32, 48), 16, (16, 32, 32))],
-)
-def test_half_a_grid_is_one_that_the_network_takes(grid, divisor, expected):
-    assert half(grid, divisor) == expected
+    assert (patch[1].config.grid, patch[1].config.patches_per_case) == ((16, 20, 16), 5)
 
 
 def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(phantom_store, tmp_path):
@@ -126,21 +117,6 @@ def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(p
     plan = courses(found(phantom_store, *variants), Budget("voxels", 3 * 40 * 48 * 36), 9)
     assert plan[0]["steps"] < 9 < plan[1]["steps"]
     assert {course["validations"] for course in plan} == {plan[0]["steps"]}
-
-
-@pytest.mark.parametrize(
-    ("options", "common", "whole"),
-    [
-        ("", {}, True),
-        ("--mode whole", {"recipe": "gpu-patch"}, True),
-        ("--recipe gpu-patch", {}, False),
-        ("", {"mode": "patch"}, False),
-    ],
-)
-def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, common, whole):
-    of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
-    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}).settings
-    assert set(of_patches) & set(settings) == (set() if whole else set(of_patches))
 
 
 def names(*folders, **more):

@@ -70,29 +70,21 @@ def test_a_failed_run_stops_all_with_its_last_words_and_where_they_are(processes
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
 
 
-@pytest.fixture
-def heard():
-    """Tests that run under `nohup` ignore SIGHUP, and would not pass it on."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number, heard):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number):
     processes.tell("cut")
 
     def interrupt():
         processes.waited("waits")
         os.kill(os.getpid(), number)
 
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"), score=False)
     assert processes.waited("signals") == str(int(signal.SIGINT))
     assert int(processes.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 SAYS = "import json, os, sys; json.dump(dict(os.environ), open(os.environ['SAY_TO'], 'w'))"
