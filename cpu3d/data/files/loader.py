@@ -63,13 +63,12 @@ def open_reading(
     """
     sizes: Dict[str, int] = {}
 
-    def counted(split: str):
-        for record in distinct(labelled(store, split)):
+    def counted():
+        for record in itertools.chain.from_iterable(distinct(labelled(store, split)) for split in splits):
             sizes[record.stem] = record.image_bytes + record.label_bytes
             yield record
 
-    for split in splits:
-        store.check(itertools.islice(counted(split), share.rank, None, share.workers))
+    store.check(itertools.islice(counted(), share.rank, None, share.workers))
     facts = {"file_system": file_system(store.folder), "needed_bytes": sum(sizes.values()), "free_bytes": free_bytes}
     plan = choose_read_mode(read_mode, **facts, patches=patches)
     ends = zip(sizes, itertools.accumulate(sizes.values()))

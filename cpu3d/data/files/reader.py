@@ -80,11 +80,11 @@ def file_system(path: Union[str, Path]) -> str:
 
 
 class Reader:
-    """Reads the arrays of a store's cases in one of `READ_MODES`; files in format "b2nd" are unpacked in every mode.
+    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share one; each process makes its own.
 
-    Threads may share one; each process makes its own. Reading raises InputError for a file that is missing, too long or
-    short, changed since it was first opened or damaged, and for a label of a case without one; OSError, with the file's
-    name, where the disk fails; ValueError for a box that reaches beyond its array. A box is three slices.
+    Reading raises InputError for a file that is missing, too long or short, changed since it was first opened or
+    damaged, and for a label of a case without one; OSError, with the file's name, where the disk fails; ValueError for
+    a box, three slices, that reaches beyond its array.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
