@@ -6,7 +6,7 @@
 
 Engines (`cluster.ENGINES`): "memory" is for the workers of one host; "tensorflow" is the ring over gRPC of
 `tf.distribute.MultiWorkerMirroredStrategy`, "horovod" is Horovod's over Gloo. In all of them one worker adds up each
-part of the vector and the others copy it: there is one order of addition, so the bits cannot differ between workers.
+part of the vector and the others copy it, so the bits cannot differ between workers.
 """
 
 import contextlib
@@ -96,9 +96,9 @@ def join(
 
 
 def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
-    """The chief's array to the bit. The others give one of the same shape and dtype, whose values do not count.
+    """The chief's array to the bit, by nothing but the sum: every 16 bits travel as one float32, which holds them.
 
-    By nothing but the sum, to which the others add zeros: every 16 bits travel as one float32, which holds them.
+    The others give an array of the same shape and dtype, whose values do not count.
     """
     if exchange.count == 1:
         return array
@@ -243,7 +243,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     finally:
         os.close(handle)
     length = memory.size // (2 * cluster.workers)
-    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
+    # In turns: when one half is written again, all workers have been ready in the other, so have read this one.
     halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
 
     def send(word: int) -> None:
@@ -289,7 +289,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
 
 # --- A worker that is lost ---
 
-GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
+GONE = "no connection: its process has ended or its host is gone"
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
@@ -303,13 +303,8 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The same from an engine's message, some twenty lines from C++: which worker is gone, as far as known, and how."""
     text = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
-    reason = text[:160] or "an error without words"
-    if re.search(r"heartbeat|deadline.exceeded", message, re.IGNORECASE):
-        reason = SILENT
-    elif re.search(r"connect|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):
-        reason = GONE
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
     known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
-    return lost_worker(cluster, known[0] if known else None, reason)
+    return lost_worker(cluster, known[0] if known else None, text[:160] or "an error without words")

@@ -6,13 +6,13 @@
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The options of launch come before `train`, those of train after it. The workers share each batch, and learn what one
-would with the same --batch. What each of them says is added to RUN/logs/worker-RANK.log; the first one's is shown too.
-The first that fails ends all, is named with its last words, and gives its exit code. The same command again continues.
+The workers share each batch, and learn what one would with the same --batch. What each of them says is added to
+RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails ends all, is named with its last words, and
+gives its exit code. The same command again continues.
 
 Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
-one, with one task a host. On several hosts the command is the same on each, --workers too: the first worker, the chief,
-writes the run; store and program have to be on each.
+one. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
+have to be on each.
 """
 
 import argparse

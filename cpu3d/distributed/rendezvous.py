@@ -1,7 +1,6 @@
-"""The workers of a run wait for each other before TensorFlow does: with a time limit, and saying who has not come.
+"""The workers of a run wait for each other before TensorFlow does, deaf to Ctrl-C for an hour and without a name.
 
-TensorFlow's own start waits an hour for a worker that does not come, deaf to Ctrl-C, and does not say for whom. So
-each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
+Each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
 they are there; and when all have come the chief sends its plan, and everyone gives its port free for TensorFlow.
 Workers that share memory meet by sockets of their host instead, which no network and no other user reaches.
 """
@@ -91,10 +90,9 @@ def digest(cluster: Cluster) -> str:
 
 
 def _listeners(cluster: Cluster) -> List[socket.socket]:
-    """Sockets that listen for the others: at no network for shared memory.
+    """Sockets that listen for the others: at no network for shared memory, else at the worker's own host name.
 
-    Else at each address of the worker's host name that others can reach, so that no other network reaches it, and at
-    all of the host where there is none: a name may stand for 127.0.1.1 on its own host, or for a translated address.
+    At all addresses of the host where others reach none of its own: it may stand for 127.0.1.1 there.
     """
     address = cluster.addresses[cluster.rank]
     host, port = host_and_port(address)

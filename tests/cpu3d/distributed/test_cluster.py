@@ -80,7 +80,7 @@ def test_workers_of_one_host_share_memory(found, engine):
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
         (horovod(2, 2, 0, 1), "must be of one job"),
-        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE ''"),
+        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE, "),
     ],
 )
 def test_a_cluster_that_is_not_whole_is_refused(environ, said):
