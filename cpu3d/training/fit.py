@@ -134,7 +134,6 @@ class Fit:
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
-            reads = self.feeds.reading.reader.reads
             reason = self.reason if self.is_over else "memory" if stop == MEMORY else "interrupted"
             self._log(
                 "end",
@@ -144,8 +143,6 @@ class Fit:
                 allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
                 wait_share=self.waited_s / self.stepped_s if self.stepped_s else 0.0,
                 exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
-                bytes_read=reads.bytes_read,
-                zero_copy_ratio=reads.zero_copy_ratio,
             )
         if self._exchange.count > 1:  # leave only when the chief has written all; it leaves without the others
             self._phase("waiting for the last checkpoint")

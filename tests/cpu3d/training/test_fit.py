@@ -233,8 +233,6 @@ def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(
         fit.run()
         events = {event["event"]: event for event in read_events(tmp_path / mode)}
         assert events["start"]["read_mode"] == mode
-        assert events["end"]["zero_copy_ratio"] == (mode == "mmap")
-        assert events["end"]["bytes_read"] > 0
     assert_same_weights(tmp_path / "mmap", tmp_path / "pread")
     assert start(phantom_store, tmp_path / "mmap", epochs=2, read_mode="pread").step == 4
 
