@@ -31,9 +31,6 @@ SILENCE_S = 20.0
 MEETING_S = 300.0
 """How long a worker waits for the others at the start: the hosts of a queue do not start together."""
 
-REGISTER_S = 60.0
-"""For the servers of workers that have just met to find each other. TensorFlow itself would wait an hour."""
-
 PIECE = 4 * 2**20
 """Numbers summed at a time: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on one host)."""
 
@@ -176,7 +173,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     context.context().configure_coordination_service(
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
-        cluster_register_timeout_in_ms=int(REGISTER_S * 1000),
+        cluster_register_timeout_in_ms=60_000,  # of workers that have just met; TensorFlow itself would wait an hour
         heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
         coordinated_jobs=list(jobs),
     )

@@ -151,11 +151,9 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster:
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:
     """So many workers on each of `hosts`, ranks host by host; the first on a host has `ports[0]`, and so on.
 
-    `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError for one named twice.
+    `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError as `Cluster`.
     """
     names = [host.strip("[]").lower() for host in hosts]
-    for name in (one for one, count in Counter(names).items() if count > 1):
-        raise InputError(f"hosts must differ, got {name} twice; use --workers for two on one host")
     places = [f"[{name}]" if ":" in name else name for name in names]
     return Cluster(tuple(f"{place}:{port}" for place in places for port in ports[:workers]), rank)
 

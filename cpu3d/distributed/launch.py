@@ -47,7 +47,6 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.records import count as counted
 from memory_estimator.schema import add_options, arguments, option
-from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
 
 PORT = 29500
@@ -161,11 +160,8 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -
 
 def _show(plan: Plan, topology: Topology, train: Sequence[str]) -> None:
     """Print the plan on stdout."""
-    console, starts = Console(), {True: "yes", False: "no"}
-    rows = [(address, str(rank), starts[rank in plan.ranks]) for rank, address in enumerate(plan.cluster.addresses)]
     say(f"{plan.words}; a dry run, nothing is started", stderr=False)
-    console.print(Table(("address", "rank", "starts here"), rows, title="Workers"))
-    console.print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
+    Console().print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
     for rank in plan.ranks:
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
         say(f"\nworker {rank}:\n{' '.join([*given, shlex.join([*PROGRAM, *train])])}", stderr=False)

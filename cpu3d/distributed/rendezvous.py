@@ -143,15 +143,12 @@ def _gather(
         hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
         rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
         with turn:
-            if hello.get("cluster") != digest(cluster):
-                problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
-            elif rank in here or rank not in others:
-                problem = f"workers must each have a rank of their own below {cluster.workers}, got {rank} twice"
-            else:
+            if hello.get("cluster") == digest(cluster) and rank in others and rank not in here:
                 here[rank] = connection
                 return
         if hello:
-            _send(connection, {"wrong": problem})
+            rule = "workers must all be given the same addresses, and each a rank of its own"
+            _send(connection, {"wrong": f"{rule}, got others of worker {rank} than of worker 0"})
         connection.close()
 
     missing = list(others)

@@ -105,7 +105,7 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
     assert cluster.addresses == tuple(f"{host}:{port}" for host in hosts for port in (5000, 5001))
     assert cluster.local_ranks == (2, 3)
     assert [host_and_port(address)[0] for address in cluster.addresses[::2]] == ["a", "fe80::2", "fe80::3"]
-    with pytest.raises(InputError, match="got a twice"):
+    with pytest.raises(InputError, match="got a:5000 twice"):
         from_hosts(("a", "A"), 1, (5000,))
 
 
