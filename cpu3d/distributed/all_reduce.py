@@ -28,8 +28,7 @@ from cpu3d.errors import InputError, WorkerLostError
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
-MEETING_S = 300.0
-"""How long a worker waits for the others at the start: the hosts of a queue do not start together."""
+MEETING_S = 300.0  # how long a worker waits for the others at the start: the hosts of a queue do not start together
 
 PIECE = 4 * 2**20
 """Numbers summed at a time: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on one host)."""
@@ -48,10 +47,7 @@ class Exchange:
         return self.rank == 0
 
     def sum(self, vector: Any) -> Any:
-        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone.
-
-        At once when its process has ended, within SILENCE_S when it is cut off. It waits for one that lives.
-        """
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone or cut off."""
         return vector
 
     def close(self) -> None:
@@ -211,8 +207,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
 # ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
 
-MEMORY_BYTES = 32 * 2**20
-"""Of all parts."""
+MEMORY_BYTES = 32 * 2**20  # of all parts
 
 WORD = struct.Struct("<q")
 """The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""

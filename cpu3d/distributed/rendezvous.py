@@ -22,12 +22,9 @@ from memory_estimator.files import parse_json
 
 POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0
-HELLO_S = 5.0
-"""For whoever has connected to say who he is."""
-HELLO_BYTES, PLAN_BYTES = 4096, 2**24
-"""The most that a caller may say, and the chief."""
-PIECE_BYTES = 2**15
-"""Sent at a time: a socket of the host takes no larger message."""
+HELLO_S = 5.0  # for whoever has connected to say who he is
+HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may say, and the chief
+PIECE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
 
 def meet(

@@ -25,9 +25,6 @@ from cpu3d.util.child import forward_signals, how_ended, last_words, start
 
 LOST = WorkerLostError.exit_code
 
-LAST_LOOK_S = 5.0
-"""For what is still to be shown when all have ended."""
-
 WORDS = {
     1: "it failed",
     InputError.exit_code: "bad input",
@@ -239,7 +236,7 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
         yield hanging
     finally:
         done.set()
-        thread.join(LAST_LOOK_S)
+        thread.join(5.0)  # for what is still to be shown
 
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
