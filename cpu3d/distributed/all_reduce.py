@@ -47,7 +47,7 @@ class Exchange:
         return self.rank == 0
 
     def sum(self, vector: Any) -> Any:
-        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone or cut off."""
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone."""
         return vector
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The exchange: its sums to the bit, what the chief gives to all, and what is said when a worker is lost."""
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from cpu3d.distributed.all_reduce import (
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import MEMORY, Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.errors import InputError, WorkerLostError
+from cpu3d.errors import WorkerLostError
 from tests.cpu3d.distributed.threads import together
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,12 +42,6 @@ def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
     assert text_from_chief(ALONE, "so") == "so"
     assert (ALONE.rank, ALONE.count, ALONE.is_chief) == (0, 1, True)
     ALONE.close()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("horovod") is not None, reason="Horovod is installed")
-def test_without_horovod_its_set_up_is_named():
-    with pytest.raises(InputError, match=r"horovod must be installed, .*run `./run.sh setup --horovod`"):
-        join(Cluster(THREE, engine="horovod"))
 
 
 # --- What the chief knows ---

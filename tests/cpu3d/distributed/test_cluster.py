@@ -77,7 +77,6 @@ def test_workers_of_one_host_share_memory(found, engine):
         (tf_config({"worker": ["a:1"]}, "evaluator"), "evaluator 0 of 0"),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
         (tf_config({"worker": ["a:1"]}, index=1), "worker 1 of 1"),
-        (tf_config({"worker": ["a:1"]}, index=None), "worker None of 1"),
         (tf_config({"worker": ["a:1"]}, "chief"), "chief 0 of 0"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
@@ -172,7 +171,6 @@ def test_this_machine_has_addresses_and_free_ports():
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("login", "login"),
         ("node[01-03,7],login", "node01 node02 node03 node7 login"),
         ("node[098-101]", "node098 node099 node100 node101"),
         ("r[1-2]n[1-2]-ib,x", "r1n1-ib r1n2-ib r2n1-ib r2n2-ib x"),

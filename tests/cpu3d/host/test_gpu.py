@@ -100,7 +100,6 @@ def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
     ("asked", "mode", "gpus", "cuda", "device", "is_explained"),
     [
         (None, "whole", (V100, A100), False, "cpu", False),
-        (None, "patch", (), False, "cpu", False),
         (None, "patch", (V100, A100), False, "cpu", True),
         (None, "patch", (V100, A100), True, "gpu:1", False),
         ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
