@@ -134,7 +134,8 @@ def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_w
         (e["event"], e["step"], e.get("reason")) for e in again
     ]
     assert newest(tmp_path).path.read_bytes() == last
-    assert go(epochs=1)[0] == 4
+    steps, words = go(epochs=1, policy="lean")
+    assert (steps, "note: this run was under policy speed before" in words) == (4, True)
     assert "nothing to do after step 4; a larger --epochs goes on" in go()[1]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["continues"], plan["steps"]) == (True, 4)
