@@ -10,6 +10,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.splits import with_fold
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -202,3 +203,15 @@ def test_a_forced_run_logs_what_was_predicted_and_goes_on_only_where_it_fits(
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+@pytest.mark.slow
+def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
+    prepare(real_cases / "brats-gli-real", tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    train(tmp_path / "store", tmp_path / "run", settings={"epochs": 120, "no_augment": True})
+    assert main(["evaluate", "--run", str(tmp_path / "run"), "--split", "train"]) == 0
+    scores = json.loads((tmp_path / "run" / "evaluation" / "train" / "scores.json").read_text())
+    dice = {name: row["dice"]["mean"] for name, row in scores["summary"].items()}
+    assert dice["WT"] >= 0.95
+    assert dice["TC"] >= 0.90
+    assert dice["ET"] >= 0.80
