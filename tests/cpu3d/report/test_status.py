@@ -10,9 +10,7 @@ import pytest
 from rich.console import Console
 
 from cpu3d.__main__ import main
-from cpu3d.report import status
-from cpu3d.report.run_status import run_status
-from cpu3d.report.status import describe
+from cpu3d.report.status import describe, run_status
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.training.run_log import append_event, read_events, recent_events
@@ -226,23 +224,6 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"schema": 1, "st')
     assert main(["status", "--run", str(tmp_path)]) == 2
     assert "must be JSON" in capsys.readouterr().err
-    assert main(["status", "--run", str(tmp_path), "--every", "0"]) == 2
-    assert "every must be at least 0.1, got 0.0" in capsys.readouterr().err
-
-
-def test_watching_ends_with_the_run(run, monkeypatch, capsys):
-    write_heartbeat(run, beat())
-    sleeps = []
-
-    def sleep(seconds):
-        sleeps.append(seconds)
-        if len(sleeps) == 3:
-            write_heartbeat(run, beat(exit_code=5, reason="memory must keep"))
-
-    monkeypatch.setattr(status.time, "sleep", sleep)
-    assert main(["status", "--run", str(run), "--watch", "--every", "7"]) == 1
-    assert sleeps == [7.0] * 3
-    assert "out of memory" in capsys.readouterr().out
 
 
 def test_recent_events_are_all_events_but_old_steps(run):
