@@ -206,10 +206,6 @@ def publish(
         Path(__file__).with_name("report.html.j2"),
         title=record["title"],
         sections=page_sections(comparison, record, out),
-        tiles=[
-            (name, _spread(one, comparison.regions[-1], "dice"), f"{comparison.regions[-1]} Dice")
-            for name, one in results["variants"].items()
-        ],
         warning="" if split == UNTOUCHED else warning(split),
     )
     with atomic_write(out / "report.html", "w") as file:
