@@ -146,13 +146,6 @@ def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, capsys,
     assert trained == []
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_network_is_loaded(tiny_run, trained):
-    (tiny_run / "evaluation").write_text("in the way")
-    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
-        run_command(evaluate, "--run", tiny_run)
-    assert trained == []
-
-
 def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, tiny_run, fake_predictor):
     def problems(**changes):
         write_store(tiny_store.folder, remake(tiny_store.manifest, **changes))
@@ -206,15 +199,6 @@ def test_the_scores_hold_how_the_network_was_applied_and_what_memory_it_took(tin
     assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
     assert scores["peak_rss_bytes"] > 2**24
     assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
-
-
-def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
-    (run,) = fold_runs("2/2")
-    held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
-    assert run_command(evaluate, "--run", run, "--split", "val") == 0
-    scores = read(run, "val")
-    assert (tuple(case["case_id"] for case in scores["cases"]), scores["fold"]) == (held_out, "2/2")
-    assert gather(run).store.manifest.split["val"] == held_out
 
 
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):

@@ -86,15 +86,6 @@ def test_the_sidecar_holds_the_run_the_codes_and_the_volumes(call, files, tiny_r
     assert content["inference"] == {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
 
 
-def test_the_sidecar_of_an_ensemble_names_every_run(call, files, fold_runs, tmp_path):
-    runs = fold_runs("2/2", "1/2")
-    assert call("--image", files.images[0], "--out", tmp_path / "out", runs=runs) == 0
-    content = json.loads((tmp_path / "out/a.json").read_text())
-    assert "run" not in content
-    assert [(one["run"], one["fold"]) for one in content["runs"]] == [(str(runs[0]), "2/2"), (str(runs[1]), "1/2")]
-    np.testing.assert_array_equal(read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0])
-
-
 # --- Codes ---
 
 OF_LAYOUT = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cpu3d.inference.scores import METRICS, Metric, diagonal_mm, score_case, score_region, surface_distances_mm
+from cpu3d.inference.scores import METRICS, diagonal_mm, score_case, score_region, surface_distances_mm
 
 SHAPE = (20, 20, 20)
 
@@ -70,14 +70,6 @@ def test_equal_masks_are_perfect_and_two_empty_ones_too():
     assert (same["dice"], same["hd95_mm"], same["surface_dice"], same["empty"]) == (1, 0, 1, "")
     scores = score_region(voxels(), voxels(), (1, 1, 1))
     assert (scores["dice"], scores["hd95_mm"], scores["surface_dice"], scores["empty"]) == (1, 0, 1, "both")
-
-
-def test_a_metric_is_added_by_a_row_of_the_table(monkeypatch):
-    ratio = Metric("volume ratio", lambda masks: masks.prediction.sum() / masks.truth.sum(), best=1.0, worst=0.0)
-    monkeypatch.setitem(METRICS, "volume_ratio", ratio)
-    assert score_region(box((0, 0, 0), (4, 4, 4)), box((0, 0, 0), (4, 4, 2)), (1, 1, 1))["volume_ratio"] == 0.5
-    assert score_region(voxels(), box((0, 0, 0), (4, 4, 2)), (1, 1, 1))["volume_ratio"] == 0
-    assert [metric.larger_is_better for metric in METRICS.values()] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("missing", ["truth", "prediction"])
