@@ -79,9 +79,6 @@ FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 
 Json = Dict[str, Any]
 
-Resolved = Tuple["Variant", Plan]
-"""A variant on one store and one host, with nothing left open that could differ from run to run."""
-
 
 # --- What is asked for ---
 
@@ -190,8 +187,9 @@ def half(grid: Shape3, divisor: int) -> Shape3:
     return tuple(min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in grid)
 
 
-def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved]:
-    """Every variant with its plan on this store and host, and what the host decided among its settings.
+def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Variant, Plan]]:
+    """Every variant with its plan on this store and host, and what the host decided among its settings, so that nothing
+    is left open that could differ from run to run.
 
     Raises InputError with the problems of all of them, each by name.
     """
@@ -298,7 +296,7 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
 
 
 def courses(
-    found: Sequence[Resolved], budget: Budget, validations: int, search: Optional[Search] = None
+    found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int, search: Optional[Search] = None
 ) -> List[Course]:
     """What every run of each variant does; with a `search` variants are arms of a study.
 

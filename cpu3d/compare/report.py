@@ -232,8 +232,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
     folders = [run.folder.resolve() for run in runs]
     beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
     rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
-    hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)
-    about = [*(pair for host in hosts for pair in host), *flat(versions())]
+    about = [*flat(record["host"]), *flat(record["versions"])]
     scores, *tables = results_tables(record)
     sections = [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
@@ -241,7 +240,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
         ("Learning, a line a run", [], learning_curves(comparison)),
         ("Costs", tables[-1:], []),
         ("Runs", [Table(("variant", "seed", "folder"), rows, names=3)], []),
-        ("Hosts and software", [Table(("", ""), about, names=2)], []),
+        ("Host and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
 

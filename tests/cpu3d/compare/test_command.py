@@ -255,15 +255,7 @@ def test_a_rate_that_diverges_in_full_length_makes_place_for_the_next_best_if_th
     assert tried == [f"train r1-b1-lr{rate}-seed0" for rate in ("0.002", "0.001", "0.004")], "from the best on"
 
 
-def test_one_rate_is_no_search_and_train_gets_what_compare_was_given(study, stage, out):
-    study("--resolutions", "0.5", "--learning-rates", "0.003", "--recipe", "demo", "--batches", "1", "2")
-    assert not [call for call in stage.calls() if "search" in call]
-    config = load_config(out / "runs/r0.5-b2-lr0.003-seed1")
-    assert (config.resolution, config.batch, config.learning_rate, config.seed) == (0.5, 2, 0.003, 1)
-    assert (config.steps, config.warmup_steps, config.mode, config.unet.filters) == (60, 5, "whole", 2)
-
-
-def test_what_was_there_stays_and_is_reported_with_what_is_added(study, stage):
+def test_what_was_there_stays_and_is_reported_with_what_is_added(study, stage, out):
     study("--resolutions", "0.5")
     _, content = study("--resolutions", "1", "--seeds", "5")
     seeds = [one["seeds"] for one in content["results"]["variants"].values()]
@@ -271,6 +263,11 @@ def test_what_was_there_stays_and_is_reported_with_what_is_added(study, stage):
     assert rates(content) == SEARCHED, "the search keeps its seed"
     _, content = study("--resolutions", "1", "--learning-rates", "0.0015")
     assert rates(content) == {**SEARCHED, "r1-b1": [0.001, 0.0015, 0.002, 0.004]}
+    stage.calls()
+    study("--resolutions", "0.5", "--batches", "2", "--learning-rates", "0.003")
+    assert not [call for call in stage.calls() if "search-r0.5-b2" in call], "one rate is no search"
+    config = load_config(out / "runs/r0.5-b2-lr0.003-seed1")
+    assert (config.resolution, config.batch, config.learning_rate, config.steps) == (0.5, 2, 0.003, 60)
 
 
 def test_a_study_from_before_arms_were_variants_goes_on_and_another_one_is_refused(study, stage, out):

@@ -26,7 +26,7 @@ COSTS = {"steps": 400, "voxels": 9.8e7, "train_s": 70.0, "step_s": 0.15, "train_
 ABOUT = {
     "title": "made up", "date": "2026-01-01", "host": {"cpu": "made up", "cores": 2}, "budget": "10 epochs each",
     "data": {"name": "phantoms", "split": {"train": 40, "val": 8, "test": 16}, "shape": [80, 106, 70]},
-    "seeds": [0, 1, 2], "evaluation": {"split": "test", "tolerance_mm": 1.0}, "options": {"whole": "--mode whole"},
+    "versions": {}, "seeds": [0, 1, 2], "evaluation": {"split": "test", "tolerance_mm": 1.0}, "options": {"whole": "--mode whole"},
 }  # fmt: skip
 
 

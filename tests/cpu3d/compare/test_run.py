@@ -103,26 +103,6 @@ def test_what_is_left_over_from_a_cluster_is_not_passed_to_a_run(tmp_path, monke
 # --- What is done ---
 
 
-def test_the_rest_is_done_where_that_is_asked_for_unless_all_fail(stage, tmp_path):
-    stage.tell("fail", "a 1 No space left on device")
-    out = tmp_path / "out"
-    (failed,) = runner(out).carry_out(planned(out, "a", "b"), keep_going=True)
-    assert str(failed) == "a, seed 0, is left out: train failed."
-    assert stage.calls() == ["train a", "train b", "evaluate b"]
-    with pytest.raises(RunFailedError):
-        runner(out).carry_out(planned(out, "a"), keep_going=True)
-
-
-def test_a_diverged_run_is_not_trained_again_to_find_out(stage, tmp_path):
-    stage.tell("fail", "a 4 loss must be finite")
-    for _ in range(2):
-        with pytest.raises(RunFailedError) as caught:
-            runner(tmp_path).carry_out(planned(tmp_path, "a"), score=False)
-        assert (caught.value.diverged, caught.value.why) == (True, "train diverged")
-        stage.tell("fail", "nobody 0 ")
-    assert stage.calls() == ["train a"]
-
-
 @pytest.mark.parametrize(
     ("end", "options", "done"),
     [

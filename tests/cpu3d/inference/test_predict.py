@@ -228,13 +228,6 @@ def test_3d_files_are_put_together_by_their_names_and_refused_where_they_may_be_
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases
 
 
-def test_files_that_are_not_read_are_named(flair_only, files, call, tmp_path, capsys):
-    paths = split_channels(files.images[0], "x.nii.gz", "x_seg.nii.gz")
-    assert call("--image", *paths, files.images[0], "--out", tmp_path / "out") == 0
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["a.nii.gz", "x.nii.gz"]
-    assert f"not read: {paths[1]}" in capsys.readouterr().out
-
-
 def test_damaged_headers_are_named_file_by_file_and_the_good_are_found(tmp_path):
     images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in ("a", "b", "c")]
     plain = split_channels(images[2], "x0.nii.gz", "x1.nii.gz")

@@ -151,13 +151,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     assert joined([three]) is three
 
 
-def test_an_image_needs_what_any_of_the_runs_needs_in_the_stores_order():
-    stores = ("FLAIR", "T1w", "T1gd", "T2w")
-    inputs = (("T1gd",), ("FLAIR",), ("T1gd", "FLAIR"))
-    ensemble = Ensemble([fake(channels=stores, inputs=own) for own in inputs])
-    assert (ensemble.inputs, ensemble.channels) == (("FLAIR", "T1gd"), stores)
-
-
 def test_a_case_held_out_is_answered_by_its_own_fold_alone(tiny_store):
     both = Ensemble([fake(sure=0.9), fake(sure=0.1)], [("a", "c"), ("b",)])
     for case_id, most in (("a", 0.9), ("b", 0.1), ("c", 0.9)):

@@ -80,9 +80,7 @@ def test_a_run_that_goes_on(run, capsys):
     assert main(["status", "--run", str(run)]) == 0
     capsys.readouterr()
     assert main(["status", "--run", str(run), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["workers"][0]["heartbeat"]["phase"] == "computing"
-    assert {"state", "advice", "is_fine", "details", "step", "steps", "seconds_left", "checkpoint"} <= set(content)
+    assert json.loads(capsys.readouterr().out)["workers"][0]["heartbeat"]["phase"] == "computing"
 
 
 DIFFER = "weights must be the same on all workers, got others on worker 1"
