@@ -20,7 +20,6 @@ from cpu3d.compare.run import (
     is_evaluated,
     is_trained,
     rate_beyond,
-    search_rate,
 )
 from cpu3d.errors import InputError
 from cpu3d.training.run_log import read_events
@@ -163,12 +162,3 @@ def test_a_search_goes_on_where_its_best_is_at_an_end(found, expected):
     else:
         with pytest.raises(InputError, match="none of 1, 2 did"):
             by_dice(found)
-
-
-def test_a_search_goes_on_twice_at_most_and_not_beyond_rates_that_were_named():
-    def tried(rates, goes_beyond):
-        return [trial.rate for trial in search_rate(rates, goes_beyond, lambda rate: rate)]
-
-    assert tried((1, 2, 4), True) == [1, 2, 4, 8, 16]
-    assert tried((1, 2, 4), False) == [1, 2, 4]
-    assert tried((1,), True) == [], "one rate is no search"

@@ -54,6 +54,7 @@ def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_b
     assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (1, "last", "test", 2.0)
     assert scores["split_hash"] == tiny_store.manifest.split_hash
     assert scores["label_codes"] == {str(code): name for code, name in LABELS.items()}
+    assert scores["peak_rss_bytes"] > 2**24
 
 
 def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
@@ -188,17 +189,6 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
 
 
 # --- Inference, folds and several runs ---
-
-
-def test_the_scores_hold_how_the_network_was_applied_and_what_memory_it_took(tiny_run, trained, fake_predictor):
-    fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
-    how = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
-    assert run_command(evaluate, "--run", tiny_run, *how) == 0
-    scores = read(tiny_run)
-    assert (scores["run"], scores["fold"]) == (str(tiny_run), "")
-    assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
-    assert scores["peak_rss_bytes"] > 2**24
-    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
 
 
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):

@@ -13,7 +13,7 @@ from cpu3d.__main__ import main
 from cpu3d.report.status import describe, run_status
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
-from cpu3d.training.run_log import append_event, read_events, recent_events
+from cpu3d.training.run_log import append_event
 from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
@@ -222,9 +222,3 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"schema": 1, "st')
     assert main(["status", "--run", str(tmp_path)]) == 2
     assert "must be JSON" in capsys.readouterr().err
-
-
-def test_recent_events_are_all_events_but_old_steps(run):
-    everything, recent = read_events(run), recent_events(run, 30)
-    assert recent == [event for event in everything if event["event"] != "step" or event["step"] > 90]
-    assert recent_events(run / "nothing") == []

@@ -15,7 +15,6 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.conversion import Settings, identity
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.inference.export import network
 from cpu3d.inference.export.contract import Contract
@@ -25,7 +24,6 @@ from cpu3d.settings import RunConfig, load_config, save_config
 from cpu3d.training.checkpoint import save_checkpoint
 from cpu3d.training.learner import weight_names
 from cpu3d.training.sliding_window import sliding_window
-from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
@@ -201,22 +199,11 @@ def test_a_network_that_answers_otherwise_or_not_at_all_gets_no_export_json(call
     assert not (tmp_path / "damaged/export.json").exists()
 
 
-def test_another_size_the_last_weights_and_a_case_with_nan(call, tiny, store, tmp_path):
-    run, case = shutil.copytree(tiny, tmp_path / "run"), tmp_path / "in/b.nii.gz"
+def test_another_size_the_last_weights_and_a_given_case(call, tiny, store, tmp_path):
+    run, case = shutil.copytree(tiny, tmp_path / "run"), store.folder.parent / "source/b.nii.gz"
     (run / "checkpoints/best.npz").rename(run / "checkpoints/step-00000120.npz")
     (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
-    case.parent.mkdir()
-    voxels = read_volume(store.folder.parent / "source/b.nii.gz")[0][::-1, ::-1].astype(np.float32)
-    voxels[0, 0, 0] = np.nan
-    write_volume(case, voxels, LPS_2MM)
-    words = ("--case", case, "--size", 16, 12, 8, "--weights", "last")
-    assert "--zero-nan" in call(*words, run=run)[1]
-    made = store.folder / "source.json"
-    write_json(made, identity(store.manifest, Settings(zero_nan=True)))  # the run's store was made so
-    try:
-        assert call(*words, run=run)[0] == 0
-    finally:
-        made.unlink()
+    assert call("--case", case, "--size", 16, 12, 8, "--weights", "last", run=run)[0] == 0
     about = json.loads((tmp_path / "out/export.json").read_text())
     assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
