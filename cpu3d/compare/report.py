@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.compare.plan import STUDY, Course, Json, Kept
-from cpu3d.compare.run import Trial, rate_beyond
+from cpu3d.compare.run import rate_beyond
 from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
@@ -134,7 +134,7 @@ def search_table(search: Json) -> Table:
     for name, arm in search.items():
         dice = {one["rate"]: "diverged" if one["dice"] is None else f"{one['dice']:.4f}" for one in arm["trials"]}
         cells = [Bold(dice[rate]) if rate == arm["rate"] and rate in dice else dice.get(rate, "") for rate in rates]
-        at_end = "yes" if rate_beyond([Trial(**one) for one in arm["trials"]]) is not None else "no"
+        at_end = "no" if rate_beyond({one["rate"]: one["dice"] for one in arm["trials"]}) is None else "yes"
         diverged = ", ".join(f"{rate:g}" for rate in arm["diverged"]) or "-"
         rows.append((name, f"{arm['rate']:g}", f"{arm['steps']:,}", *cells, at_end, diverged))
     columns = ("variant", "rate", "steps", *(f"{rate:g}" for rate in rates), "best at an end", "diverged in full")

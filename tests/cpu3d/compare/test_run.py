@@ -15,7 +15,6 @@ from cpu3d.compare.run import (
     PlannedRun,
     RunFailedError,
     Runner,
-    Trial,
     by_dice,
     is_evaluated,
     is_trained,
@@ -137,7 +136,7 @@ def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_
 
 def trials(**dice):
     """trials(r2=0.5): rate 2 had Dice 0.5."""
-    return [Trial(float(name[1:]), value) for name, value in dice.items()]
+    return {float(name[1:]): value for name, value in dice.items()}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +155,9 @@ def trials(**dice):
 )
 def test_a_search_goes_on_where_its_best_is_at_an_end(found, expected):
     assert rate_beyond(found) == expected
-    if any(trial.dice is not None for trial in found):
-        best = by_dice(found)
-        assert [trial.dice for trial in best] == sorted(one.dice for one in found if one.dice is not None)[::-1]
+    finished = sorted(dice for dice in found.values() if dice is not None)
+    if finished:
+        assert [found[rate] for rate in by_dice(found)] == finished[::-1]
     else:
         with pytest.raises(InputError, match="none of 1, 2 did"):
             by_dice(found)
