@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import runpy
 import shutil
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.inference.export import network
+from cpu3d.inference.export import network, segment
 from cpu3d.inference.export.contract import Contract
-from cpu3d.inference.export.segment import painted, probabilities_of
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.settings import RunConfig, load_config, save_config
 from cpu3d.training.checkpoint import save_checkpoint
@@ -74,17 +72,16 @@ def export(request, store, tmp_path_factory):
     return run, folder / "out"
 
 
-def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, tmp_path, monkeypatch):
+def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, tmp_path):
     run, out = export
     image, config = store.folder.parent / "source/f.nii.gz", load_config(run)
     if config.channels == ("T1gd",):
         volume = read_volume(image)[0][..., 1]
         image = tmp_path / "f.nii.gz"
         write_volume(image, volume[::-1, ::-1], LPS_2MM)
-    script = shutil.copytree(out, tmp_path / "out") / "segment.py"
-    script.write_text((out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0])
-    monkeypatch.setattr(sys, "argv", [str(script), str(image), str(tmp_path / "label.nii.gz")])
-    runpy.run_path(str(script), run_name="__main__")
+    program = (out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0]
+    assert program == Path(segment.__file__).read_text()
+    segment.main(out, str(image), str(tmp_path / "label.nii.gz"))
     case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
     predictor = load_predictor(run)
     expected = label_from_regions(predictor.probabilities(case.image, case.record, config.channels), predictor.regions)
@@ -164,7 +161,10 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
         return logits if contract.slides else 1 / (1 + np.exp(-logits))
 
     about = json.loads(json.dumps(contract.to_json()))
-    np.testing.assert_array_equal(painted(probabilities_of(made_up, about, image), about), expected)
+    np.testing.assert_array_equal(segment.painted(segment.probabilities_of(made_up, about, image), about), expected)
+    about = {**about, "mode": "whole", "size": [1, *size[1:]]}
+    with pytest.raises(SystemExit, match="export with a larger --size"):
+        segment.probabilities_of(made_up, about, image)
 
 
 @pytest.fixture(scope="module")
