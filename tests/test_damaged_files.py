@@ -35,7 +35,6 @@ from cpu3d.compare import run as compare_run
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
-from cpu3d.host.topology import read_topology, to_json
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import load_checkpoint
 from memory_estimator import calibration
@@ -313,8 +312,6 @@ TARGETS = {
         ("run/checkpoints/*",), 12, (*(loads,) * 6, PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN)
     ),
     "comparison": Target(("comparison/compare.json",), 3, (COMPARE,)),
-    "host": Target(("host.json",), 3, (LAUNCH.format("--on-host host.json", "new"),)),
-    "hosts": Target(("hosts.txt",), 2, (LAUNCH.format("--hosts hosts.txt --host-index 0", "new"),)),
     "calibration": Target(("calibration.json",), 3, ("estimate --calibration calibration.json --shape 64 64 64",)),
     "phantom": Target(("made/*",), 2, ("phantom --out made --cases 2 --shape 24 24 24 --workers 1",)),
 }
@@ -379,8 +376,6 @@ def make_all():
     config = load_config(Path("other"))
     save_config(replace(config, seed=1, unet=replace(config.unet, seed=1)), Path("other"))
     assert call(COMPARE) == 2  # with its plan kept
-    Path("host.json").write_text(json.dumps({"topology": to_json(read_topology())}))
-    Path("hosts.txt").write_text("# of two\na\nb\n")
     Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(()))))
 
 

@@ -22,9 +22,8 @@ from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
-from memory_estimator.figure import PALETTE
 from memory_estimator.host import read_host
-from memory_estimator.table import Bold, Table
+from memory_estimator.table import PALETTE, Bold, Table
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
