@@ -46,7 +46,7 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     with pytest.raises(RunFailedError, match="got SIGKILL"):
         runner(out).carry_out(runs)
     killer.join()
-    processes.untell("cut")
+    (processes.folder / "cut").unlink()
     runner(out, 1 / 3).carry_out(runs)
     assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]

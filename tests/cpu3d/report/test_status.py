@@ -97,7 +97,6 @@ AGAIN = "next: the same command goes on from step 100"
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"why: OSError: full {AGAIN}"),
         ({"exit_code": 3}, "too large", AGAIN),
         ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "folder with a lower --learning-rate"),
-        ({"exit_code": 4, "reason": "weights must be finite"}, "diverged", "folder with a lower --learning-rate"),
         ({"exit_code": 4, "reason": "answers must be finite"}, "diverged", AGAIN),
         ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"why: memory must keep {AGAIN}"),
         ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"why: worker 1 is lost {AGAIN}"),
