@@ -18,7 +18,7 @@ from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.report.page import flat, gib, render_page
-from cpu3d.report.pictures import Line, chart, strips
+from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
@@ -43,9 +43,6 @@ COSTS_OF = (
 
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
-
-Figures = List[Tuple[str, bytes]]
-"""(what it shows, PNG) each."""
 
 
 # --- Tables ---

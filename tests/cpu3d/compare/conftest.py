@@ -57,7 +57,7 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
 
 @dataclass
 class Stage:
-    """The folder where `stand_in.py` finds what it shall do and leaves what was done."""
+    """The folder of what `stand_in.py` shall do and has done."""
 
     folder: Path
 

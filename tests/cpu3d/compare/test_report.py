@@ -37,14 +37,11 @@ def comparison(make_run):
     return compare([read_run(*run, "test") for run in runs])
 
 
-def test_settings_that_differ_are_shown(comparison):
+def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
     differing = {row[0]: row[1:] for row in settings_table(comparison).rows}
     assert differing["mode"] == ("whole", "patch")
     assert differing["patches_per_case"] == ("-", "8"), "a whole volume has none"
     assert not {"seed", "unet.seed", "store", "learning_rate"} & set(differing)
-
-
-def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
     kept = Kept({"evaluation": {"split": "val", "tolerance_mm": 1}}, [0, 1], [])
     publish(comparison, kept, tiny_store, tmp_path, Options(out=tmp_path, title="A & B"), budget="6 epochs each")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")

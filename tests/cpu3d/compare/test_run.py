@@ -107,7 +107,6 @@ def test_what_is_left_over_from_a_cluster_is_not_passed_to_a_run(tmp_path, monke
         ({"reason": "finished", "step": 4}, OPTIONS, True),
         ({"reason": "finished", "step": 4}, ("--budget-minutes", "3"), True),  # its own steps are 4
         ({"reason": "finished", "step": 3}, OPTIONS, False),
-        ({"reason": "interrupted", "step": 4}, OPTIONS, False),
         ({"reason": "early stop", "step": 2}, OPTIONS, True),
         ("none", OPTIONS, False),
     ],

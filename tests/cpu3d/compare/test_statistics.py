@@ -44,10 +44,10 @@ def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
     assert bootstrap_mean(np.array([[0.0, 1.0]])) == (0, 1)
 
 
-@pytest.mark.parametrize("values", [np.zeros((2, 2)), np.zeros((0, 3)), np.zeros(3)])
-def test_values_that_do_not_pair_are_refused(values):
-    with pytest.raises(ValueError, match="seeds, cases"):
-        paired_difference(values, BASE)
+def test_values_that_do_not_pair_are_refused():
+    for values in (np.zeros((2, 2)), np.zeros((0, 3)), np.zeros(3)):
+        with pytest.raises(ValueError, match="seeds, cases"):
+            paired_difference(values, BASE)
 
 
 def test_the_bound_of_the_seeds_is_students():
