@@ -257,10 +257,17 @@ def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call)
     assert label.read_bytes() == b"an expert's week of work"
 
 
-def test_an_earlier_prediction_is_replaced_also_one_that_was_cut_off(predictor, files, tmp_path, monkeypatch):
+def test_a_diverged_network_writes_nothing_and_an_earlier_prediction_is_replaced(
+    predictor, files, tmp_path, monkeypatch
+):
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    predictor.sure = np.nan
+    with pytest.raises(InputError, match="must be finite"):
+        predict_case(predictor, files, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    predictor.sure = 0.9
     with monkeypatch.context() as patch:
         patch.setattr(predict, "write_label", full)
         with pytest.raises(OSError, match="No space"):
@@ -288,13 +295,6 @@ def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(file
     for out in (image, image / "below"):
         with pytest.raises(InputError, match="must be a folder to write to"):
             call("--image", image, "--out", out)
-
-
-def test_a_diverged_network_is_an_error_and_writes_nothing(predictor, files, tmp_path):
-    predictor.sure = np.nan
-    with pytest.raises(InputError, match="must be finite"):
-        predict_case(predictor, files, tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(predictor, tmp_path, call, monkeypatch):

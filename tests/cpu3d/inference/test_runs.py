@@ -50,7 +50,7 @@ def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_b
     with pytest.raises(InputError, match="may have been trained on"):
         store_of_run(load_config(tiny_run), tiny_store.folder)
     write_store(tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT))  # changed by hand
-    with pytest.raises(InputError, match="must have (the )?hash"):
+    with pytest.raises(InputError, match=r"must have (the )?hash"):
         store_of_run(load_config(tiny_run))
 
 
