@@ -257,9 +257,7 @@ def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call)
     assert label.read_bytes() == b"an expert's week of work"
 
 
-def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
-    predictor, files, tmp_path, monkeypatch
-):
+def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(predictor, files, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
