@@ -21,8 +21,7 @@ OWN = Path(__file__).resolve().parents[1] / "calibration.json"
 SHIPPED = Path(__file__).with_name("hosts")
 
 NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
-"""What shipped constants are called on the command line: for planning a host that is not this one. The first whose
-instruction set a host has is its own; the last fits all."""
+"""What shipped constants are called on the command line. The first whose instructions a host has is its own."""
 
 GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
@@ -135,8 +134,7 @@ def part_of(feature: str) -> str:
 
 
 def runtime_ops(program: Program) -> int:
-    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled. A
-    shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled."""
+    """Of a program, the operations that `op_bytes` counts: convolutions, whose kernels are compiled, each once."""
     first = ("", "sample0/plane0")
     return sum(
         "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first

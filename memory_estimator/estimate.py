@@ -48,8 +48,7 @@ RULES: Dict[str, str] = {
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be split
-by level, as in "activations, level 0"."""
+"""What `Tensor.group` may name, in the order of the bill, and how it is known; some are split by level."""
 
 NAMED_SINGLY = ("transients", "scratch")
 """Groups that live during few operations alone: the bill says which tensors they are."""
@@ -70,8 +69,7 @@ class Accuracy:
     record: str
     """The file that the errors were computed from."""
     configurations: int
-    """How many measured steps are in it that no constant was fitted to; 0 where nothing was measured, and the figures
-    below are then no errors."""
+    """Measured steps that no constant was fitted to; with 0 the figures below are no errors."""
     allocator_peak: Bound
     process_peak: Bound
     step_s: Bound

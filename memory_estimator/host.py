@@ -39,8 +39,7 @@ class Host:
     cgroup_used_bytes: int
     """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
     cpu_quota: Optional[float]
-    """CPUs' worth of time a cgroup grants; None without a limit. One of all its CPUs' time or more limits nothing, as
-    Kubernetes gives a pod that has CPUs of its own, so it becomes None too."""
+    """CPUs' worth of time a cgroup grants; None without a limit, or for all CPUs' time, as Kubernetes writes it."""
     isa: Tuple[str, ...]
     """Those of ISA_FLAGS that the CPU has, in that order."""
 

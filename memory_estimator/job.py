@@ -50,8 +50,7 @@ class Job:
     averaged: bool = False
     """Whether an exponential moving average of the weights is kept."""
     from_store: bool = False
-    """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too. False is
-    `bench memory`, which gives the same batch again and again."""
+    """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too."""
     resampled: bool = False
     """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
     cases: int = 0
@@ -148,8 +147,7 @@ def installed_engine() -> str:
 
 
 BRAIN_BOX = (144, 192, 144)
-"""The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
-136 voxels; the box of a store of one's own is in the first lines of `train`."""
+"""Holds every brain of the demo's phantoms, padded to a multiple of 16; real brains fill about 135 x 174 x 136."""
 
 USUAL_PATCH = (128, 128, 128)
 """nnU-Net's patch for BraTS (Isensee et al. 2021), where none is given and no card sets a limit."""
@@ -162,8 +160,7 @@ class Recipe:
     summary: str
     """A line for the end of a help page."""
     job: Job
-    """On the grid of a typical store: `train` takes a store's own, or the patch that the card trains, and the dtype
-    from the host unless one is asked for."""
+    """On the grid of a typical store: `train` takes a store's own, and the dtype from the host."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Others of the trainer's settings, which no memory hangs on, by name."""
 

@@ -20,8 +20,7 @@ from models.layer_plan import Shape3
 Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8
-"""Convolutions are computed in vectors of 16 channels, or of 8: numbers between cost as much as the next multiple, and
-where a vector of 16 bfloat16 channels is not filled, the norm is slower still. Prices say so, so all are tried."""
+"""Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
 
 LARGEST = 2**20
 """No search goes on past this number: the memory would then be without end."""
@@ -205,8 +204,7 @@ def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
 
 
 def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits. `name` is
-    what the error calls the memory."""
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest takes of memory `name`."""
     found = largest_patch(job, memory_bytes)
     if found:
         return found.shape
@@ -220,8 +218,7 @@ def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
 
 
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
-    """The smallest patch of a `volume` that a network learns from: BOTTOM voxels along each axis at the deepest level,
-    or as many as the volume has."""
+    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or as many as there are."""
     return tuple(min(BOTTOM * divisor, side) for side in volume)
 
 

@@ -52,8 +52,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError unless it is positive with a unit.
-    "25Gb/s" is refused: half of its readers take it for bytes."""
+    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
     if not match or not float(match[1]):
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")

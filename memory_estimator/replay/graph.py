@@ -223,8 +223,7 @@ def _output(definition: Any, tensor: Any) -> Output:
 
 
 def _readiness(nodes: Sequence[Node]) -> Tuple[List[Node], Callable[[Node], Iterator[Node]]]:
-    """The nodes that wait for none, and what gives those that a finished node makes ready. First come the readers of
-    its outputs, then those that only wait for it."""
+    """The nodes that wait for none, and what gives those that a finished node makes ready, its readers first."""
     pending = {node.name: len(node.inputs) + len(node.after) for node in nodes}
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
     reads = [(source, node) for node in nodes for source, _ in node.inputs]

@@ -36,8 +36,7 @@ DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
 
 EXCHANGED_COPIES = 4
-"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
-both. Counted, not measured."""
+"""Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class ExchangeCosts:
     call_s: float
     """Seconds that a sum takes whatever its length and the number of workers."""
     message_s: float
-    """Seconds of a message without content between two processes of one host: an upper bound, as what the graph itself
-    takes for a sum is in it."""
+    """Of a message without content between two processes of one host; an upper bound."""
     packing_s_per_byte: float
     """Of putting all gradients into one vector, and of taking them out of the sum."""
     in_parts_s_per_byte: float
@@ -202,8 +200,7 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for a file that is
-    missing or has none, and for a line that is damaged or of another schema."""
+    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for none or damage."""
 
     def checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
         costs_of(record)

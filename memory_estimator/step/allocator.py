@@ -32,8 +32,7 @@ BINS = 21
 """Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
 
 REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
-"""Of all the layers' outputs together; half as much again as the policies need at least, so that what is left at the
-region's end is larger than any gap."""
+"""Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
 
 COPIES_OF_WEIGHTS = 4
 """Weights, the optimizer's two slots, gradients: float32 each."""
@@ -60,8 +59,7 @@ class NoRegionError(MemoryError):
 
 
 def use(program: Program) -> Use:
-    """Play a program from the process's start through three steps, of which the third is like all that follow, and
-    through what comes between two of them, with the next one."""
+    """Play three steps, of which the third is like all that follow, what comes between two of them, and a step more."""
     allocator = Allocator()
     third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
     calls = requests(program, 3, after=True)
@@ -148,8 +146,7 @@ class Allocator:
                 self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's. Raises
-        NoRegionError where the limit leaves no region large enough."""
+        """Allocate; `touched` is where bytes will be written, () everywhere. Raises NoRegionError beyond the limit."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -182,8 +179,7 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks. A
-        chunk's spare end stays untouched. The tables are filled when a region is made."""
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))

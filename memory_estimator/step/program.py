@@ -64,8 +64,7 @@ class Program:
     ops: Tuple[StepOp, ...]
     """The step."""
     before: Tuple[StepOp, ...] = ()
-    """What ran once to make the resident tensors; a resident tensor that none of these writes is simply there. The
-    order matters to the allocator alone, whose regions it shapes."""
+    """What ran once to make the resident tensors, in an order that shapes the allocator's regions."""
     region_bytes: int = 0
     """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""
     after: Tuple[StepOp, ...] = ()
@@ -139,8 +138,7 @@ def timeline(program: Program) -> Timeline:
 
 
 def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
-    """The allocator's calls in order: the region, what ran before, then the first `steps` steps. With `after`, what
-    follows them and one step more, which meets what that has kept."""
+    """The allocator's calls: the region, what ran before, `steps` steps; with `after`, that and a step more."""
     if program.region_bytes:
         yield Request("region", program.region_bytes, touched=((0, 0),))
         yield Request("region", -program.region_bytes)

@@ -127,8 +127,7 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
 
 
 def depth_groups(job: FilterGradient, threads: int) -> int:
-    """How many groups of threads share the depth, each with transposed maps and weights of its own. oneDNN's own
-    search: the split of threads over depth, output and input channels that moves the least memory."""
+    """Groups of threads that share the depth, by oneDNN's own search for the split that moves the least memory."""
     slabs = job.batch * job.target[0]
     if job.kernel == 1:
         return min(threads, slabs)  # a kernel of its own, which splits the voxels alone

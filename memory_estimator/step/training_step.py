@@ -17,8 +17,7 @@ from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.writer import SLABS, Writer
 
 SCORE_MAPS = 5
-"""float32 maps of a slab of the regions that `cpu3d.training.validation` scores at a time: logits, target, three of the
-loss's; hard Dice's masks and their float32 copies are no more."""
+"""float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""
 
 
 def training_step(job: Job) -> Program:
