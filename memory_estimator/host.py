@@ -174,12 +174,6 @@ def available_bytes(memory: Dict[str, int]) -> int:
     return memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
 
 
-def huge_pages(root: Path) -> str:
-    """Transparent huge pages: "always", "madvise" or "never"; "" where it is unknown."""
-    chosen = _read(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2]
-    return chosen.partition("]")[0]
-
-
 def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
     """The limit that leaves least, and what is used of it; a limit of the machine's size or more is none."""
     return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
