@@ -170,17 +170,9 @@ class Scaling:
         batch, epoch_s = share * workers, None
         if self.cases >= batch:
             epoch_s = self.cases // batch * step_s + -(-self.validation_cases // workers) * self.forward_s * slower
+        parts = (compute_s, slowest_s, in_parts_s, packing_s, exchanging_s, data_s)
         return Point(
-            hosts=hosts,
-            workers=workers,
-            batch=batch,
-            compute_s=compute_s,
-            slowest_s=slowest_s,
-            in_parts_s=in_parts_s,
-            packing_s=packing_s,
-            exchange_s=exchanging_s,
-            data_s=data_s,
-            step_s=step_s,
+            *(hosts, workers, batch, *parts, step_s),
             cases_per_s=batch / step_s,
             network_share=exchanging_s / step_s,
             efficiency=share * self.volume_s * (1 + DATA_WAIT_SHARE) / step_s,
