@@ -48,23 +48,15 @@ Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 class HostConstants:
     """One host's constants."""
 
-    name: str
-    """Such as "AMD EPYC with AVX512_BF16"."""
-    cpu: str
-    """The model's name in /proc/cpuinfo; "" for a class of hosts."""
-    origin: str
-    """ "measured" or "assumed": the weaker of what `origins` says of speed and baseline."""
-    origins: Dict[str, str]
-    """Field -> "measured: how" or "assumed: why", for every field of figures."""
-    record: str
-    """What the figures rest on, for printing."""
+    name: str  # such as "AMD EPYC with AVX512_BF16"
+    cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
+    origin: str  # "measured" or "assumed": the weaker of what `origins` says of speed and baseline
+    origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
+    record: str  # what the figures rest on, for printing
     date: str
-    threads: int
-    """The costs are those with this many threads."""
-    cache_bytes: int
-    """Last-level cache."""
-    saturating_threads: int
-    """From this many threads on, more do not move memory any faster."""
+    threads: int  # the costs are those with this many threads
+    cache_bytes: int  # last-level cache
+    saturating_threads: int  # from this many threads on, more do not move memory any faster
     baseline_bytes: Dict[str, int]
     """Engine -> resident memory of the process besides its tensors, in front of its first operation."""
     op_bytes: Dict[str, int]
@@ -72,8 +64,7 @@ class HostConstants:
     costs: Costs
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
-    others: Optional["HostConstants"] = None
-    """Asked for the engines and dtypes that these do not know."""
+    others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
         """These constants, or those of `others`, whichever know an engine in a dtype: figures are never mixed, so that

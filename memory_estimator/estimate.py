@@ -66,15 +66,12 @@ class Bound:
 class Accuracy:
     """What held over the measured configurations: the content of accuracy.json."""
 
-    record: str
-    """The file that the errors were computed from."""
-    configurations: int
-    """Measured steps that no constant was fitted to; with 0 the figures below are no errors."""
+    record: str  # the file that the errors were computed from
+    configurations: int  # measured steps that no constant was fitted to; with 0 the figures below are no errors
     allocator_peak: Bound
     process_peak: Bound
     step_s: Bound
-    margin_share: float
-    """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
+    margin_share: float  # of the process's peak: with `margin_bytes` what the upper bound lies above it
     margin_bytes: int
 
     def upper_bound(self, process_peak_bytes: int) -> int:
@@ -101,11 +98,9 @@ def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
 class Component:
     """One line of the memory bill: what a process holds when the step is at its peak, grouped by cause."""
 
-    name: str
-    """Such as "optimizer slots"."""
+    name: str  # such as "optimizer slots"
     bytes: int
-    source: str
-    """How it is known: "exact", "derived: " and the rule, or "measured: " and where."""
+    source: str  # how it is known: "exact", "derived: " and the rule, or "measured: " and where
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,8 @@ class Estimate:
     upper_bound_bytes: int
     """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
     though the tensors do, it is the memory of a host that they fit."""
-    step_s: float
-    """Of all the micro-batches of a step, and its update."""
-    components: Tuple[Component, ...]
-    """The bill, which adds up to `process_peak_bytes`."""
+    step_s: float  # of all the micro-batches of a step, and its update
+    components: Tuple[Component, ...]  # the bill, which adds up to `process_peak_bytes`
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants

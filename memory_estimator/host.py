@@ -22,26 +22,18 @@ class Host:
     """A host as one process sees it."""
 
     cpu_model: str
-    sockets: int
-    """Sockets that hold at least one CPU of this process."""
-    cores: int
-    """Physical cores that hold at least one CPU of this process; two hyper-threads are one core."""
-    logical_cpus: int
-    """CPUs this process may run on, hyper-threads counted."""
-    numa_nodes: int
-    """NUMA nodes that hold at least one CPU of this process."""
-    memory_bytes: int
-    """Memory of the machine."""
-    available_bytes: int
-    """Of it, what can be had without swapping: MemAvailable."""
-    cgroup_limit_bytes: Optional[int]
-    """The tightest memory limit above this process; None without one."""
+    sockets: int  # sockets that hold at least one CPU of this process
+    cores: int  # physical cores that hold at least one CPU of this process; two hyper-threads are one core
+    logical_cpus: int  # CPUs this process may run on, hyper-threads counted
+    numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
+    memory_bytes: int  # memory of the machine
+    available_bytes: int  # of it, what can be had without swapping: MemAvailable
+    cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without one
     cgroup_used_bytes: int
     """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
     cpu_quota: Optional[float]
     """CPUs' worth of time a cgroup grants; None without a limit, or for all CPUs' time, as Kubernetes writes it."""
-    isa: Tuple[str, ...]
-    """Those of ISA_FLAGS that the CPU has, in that order."""
+    isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -108,21 +100,17 @@ class Cpu(NamedTuple):
     """A CPU as Linux counts them: a hyper-thread where a core has several."""
 
     number: int
-    core: int
-    """Hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs."""
+    core: int  # hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs
     socket: int
-    node: int
-    """NUMA node."""
+    node: int  # NUMA node
 
 
 class Node(NamedTuple):
     """A NUMA node whose memory this process may use."""
 
     number: int
-    memory_bytes: int
-    """0 for a node that has CPUs and no memory."""
-    free_bytes: int
-    """Unused, and page cache that the kernel can drop."""
+    memory_bytes: int  # 0 for a node that has CPUs and no memory
+    free_bytes: int  # unused, and page cache that the kernel can drop
 
 
 def cpu_places(root: Path) -> List[Cpu]:

@@ -36,25 +36,18 @@ class Job:
 
     unet: UNetConfig = field(default_factory=UNetConfig)
     """The network, its compute dtype and its memory policy included."""
-    shape: Tuple[int, int, int] = (128, 128, 128)
-    """Voxels X, Y, Z that the network sees."""
-    batch: int = 1
-    """Volumes a step, for one update."""
-    micro_batch: int = 0
-    """Volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says."""
+    shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
+    batch: int = 1  # volumes a step, for one update
+    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
     optimizer: str = "adam"
-    engine: str = "itex"
-    """ "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN."""
-    threads: int = 1
-    """Threads inside one operation: some scratch is taken once a thread."""
-    averaged: bool = False
-    """Whether an exponential moving average of the weights is kept."""
+    engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
+    threads: int = 1  # threads inside one operation: some scratch is taken once a thread
+    averaged: bool = False  # whether an exponential moving average of the weights is kept
     from_store: bool = False
     """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too."""
     resampled: bool = False
     """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
-    cases: int = 0
-    """Training cases, which make an epoch; 0 is unknown."""
+    cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
         self.unet.check_shape(self.shape)
@@ -157,10 +150,8 @@ USUAL_PATCH = (128, 128, 128)
 class Recipe:
     """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` says what it takes."""
 
-    summary: str
-    """A line for the end of a help page."""
-    job: Job
-    """On the grid of a typical store: `train` takes a store's own, and the dtype from the host."""
+    summary: str  # A line for the end of a help page
+    job: Job  # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Others of the trainer's settings, which no memory hangs on, by name."""
 

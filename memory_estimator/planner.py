@@ -44,8 +44,7 @@ ASSUMPTIONS = (
 class Option:
     """A job changed, with what it takes then."""
 
-    change: str
-    """As options of the command line, such as "--batch 2"."""
+    change: str  # as options of the command line, such as "--batch 2"
     estimate: Estimate
 
     def __str__(self) -> str:
@@ -60,12 +59,9 @@ class Option:
 class Choice:
     """A policy picked, and why."""
 
-    estimate: Estimate
-    """Of the job under it."""
-    fits: bool
-    """Whether it does; where none does, it is the one that takes least."""
-    passed_over: Tuple[Estimate, ...]
-    """The faster ones, which do not fit."""
+    estimate: Estimate  # of the job under it
+    fits: bool  # whether it does; where none does, it is the one that takes least
+    passed_over: Tuple[Estimate, ...]  # the faster ones, which do not fit
 
     @property
     def policy(self) -> str:

@@ -41,12 +41,10 @@ class Bad(Bold):
 class Table:
     """Rows of text under a header. The first `names` columns are words, aligned left; the others numbers."""
 
-    columns: Sequence[str]
-    """Header cells; all "" for no header."""
+    columns: Sequence[str]  # header cells; all "" for no header
     rows: Sequence[Sequence[str]]
     title: str = ""
-    caption: str = ""
-    """What holds for all rows, below the table."""
+    caption: str = ""  # what holds for all rows, below the table
     names: int = 1
 
     def rich(self) -> "rich.table.Table":

@@ -59,17 +59,12 @@ class Measured:
     job: Job
     step_s: float = math.nan
     process_peak_bytes: int = 0
-    allocator_peak_bytes: Optional[int] = None
-    """None where the allocator keeps no count."""
-    failure: str = ""
-    """What went wrong instead; nothing was measured then."""
-    host: str = ""
-    """The CPU's name."""
-    isa: Tuple[str, ...] = ()
-    """Its instruction sets, which choose the constants to predict with."""
+    allocator_peak_bytes: Optional[int] = None  # None where the allocator keeps no count
+    failure: str = ""  # what went wrong instead; nothing was measured then
+    host: str = ""  # the CPU's name
+    isa: Tuple[str, ...] = ()  # its instruction sets, which choose the constants to predict with
     date: str = ""
-    step_spread: float = 0.0
-    """(longest - shortest) / median of the timed steps; 0 where a single one was timed."""
+    step_spread: float = 0.0  # (longest - shortest) / median of the timed steps; 0 where a single one was timed
 
     @property
     def disturbed(self) -> bool:
@@ -87,12 +82,10 @@ class Row:
     """A measured step beside what was predicted of it. Errors are signed shares of what was measured."""
 
     measured: Measured
-    process_peak_bytes: int
-    """Predicted."""
+    process_peak_bytes: int  # predicted
     allocator_error: Optional[float]
     process_error: float
-    slack: float
-    """How far the upper bound lies above the measured peak; negative is a broken promise."""
+    slack: float  # how far the upper bound lies above the measured peak; negative is a broken promise
     step_error: float
 
     @property

@@ -38,8 +38,7 @@ class Output:
     shape: Tuple[int, ...]
     dtype: str
     bytes: int
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """As of `memory_estimator.step.program.Tensor`."""
+    touched: Tuple[Tuple[int, int], ...] = ()  # as of `memory_estimator.step.program.Tensor`
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,11 @@ class Node:
     """One operation of the graph."""
 
     name: str
-    op: str
-    """TensorFlow's type of the operation, such as "_ITEXConv3D"."""
-    inputs: Tuple[Tuple[str, int], ...]
-    """(node, index of its output) of each."""
-    after: Tuple[str, ...]
-    """Nodes it must wait for without reading them: control dependencies."""
+    op: str  # TensorFlow's type of the operation, such as "_ITEXConv3D"
+    inputs: Tuple[Tuple[str, int], ...]  # (node, index of its output) of each
+    after: Tuple[str, ...]  # nodes it must wait for without reading them: control dependencies
     outputs: Tuple[Output, ...]
-    attributes: Any
-    """TensorFlow's own mapping of them."""
+    attributes: Any  # TensorFlow's own mapping of them
 
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:

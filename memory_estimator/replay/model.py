@@ -25,10 +25,8 @@ class Replay:
 
     program: Program
     timeline: Timeline
-    allocator_peak_bytes: int
-    """From the third step on: `get_memory_info("CPU:0")["peak"]`."""
-    resident_bytes: int
-    """What the allocator's part of the process's memory grows to."""
+    allocator_peak_bytes: int  # from the third step on: `get_memory_info("CPU:0")["peak"]`
+    resident_bytes: int  # what the allocator's part of the process's memory grows to
     hidden_bytes: int
     """Scratch that oneDNN takes outside the allocator, at its most: with stock TensorFlow alone."""
     range_bytes: Tuple[int, int]

@@ -45,20 +45,16 @@ class ExchangeCosts:
 
     endpoint_s_per_byte: float
     """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
-    call_s: float
-    """Seconds that a sum takes whatever its length and the number of workers."""
-    message_s: float
-    """Of a message without content between two processes of one host; an upper bound."""
-    packing_s_per_byte: float
-    """Of putting all gradients into one vector, and of taking them out of the sum."""
+    call_s: float  # seconds that a sum takes whatever its length and the number of workers
+    message_s: float  # of a message without content between two processes of one host; an upper bound
+    packing_s_per_byte: float  # of putting all gradients into one vector, and of taking them out of the sum
     in_parts_s_per_byte: float
     """That a step takes longer because gradients are added up first and the weights updated after."""
     spread: float
     """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
     contention: float
     """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
-    origin: str
-    """Where these are from, for printing."""
+    origin: str  # where these are from, for printing
 
 
 ASSUMED = ExchangeCosts(
@@ -97,56 +93,42 @@ class Point:
 
     hosts: int
     workers: int
-    batch: int
-    """Volumes a step, of all workers."""
-    compute_s: float
-    """Of the mean worker."""
-    slowest_s: float
-    """What the slowest takes more: a share of all that it computes in a step."""
+    batch: int  # volumes a step, of all workers
+    compute_s: float  # of the mean worker
+    slowest_s: float  # what the slowest takes more: a share of all that it computes in a step
     in_parts_s: float
     packing_s: float
     exchange_s: float
     data_s: float
-    step_s: float
-    """All parts one after the other."""
+    step_s: float  # all parts one after the other
     cases_per_s: float
-    network_share: float
-    """Of a step, exchanging."""
+    network_share: float  # of a step, exchanging
     efficiency: float
     """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
     epoch_s: Optional[float]
     """Whole batches only, as `train` counts them, and the validation; None without cases, or of fewer than a batch."""
-    total_s: Optional[float]
-    """All epochs; None where an epoch's time is unknown."""
+    total_s: Optional[float]  # all epochs; None where an epoch's time is unknown
 
 
 @dataclass(frozen=True)
 class Scaling:
     """One job on any number of hosts, all alike. Either the batch is fixed, or each worker's share of it is."""
 
-    volume_s: float
-    """Seconds of one worker's training step for each of its volumes, the update included."""
-    gradient_bytes: int
-    """Of all gradients, in float32."""
+    volume_s: float  # seconds of one worker's training step for each of its volumes, the update included
+    gradient_bytes: int  # of all gradients, in float32
     costs: ExchangeCosts
-    forward_s: float = 0.0
-    """Seconds to predict a volume, for validation."""
+    forward_s: float = 0.0  # seconds to predict a volume, for validation
     in_parts: bool = False
     """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
     workers_per_host: int = 1
-    network_bytes_per_s: float = 25e9 / 8
-    """Of a host's link, each way, as it is sold."""
-    latency_s: float = 50e-6
-    """Of a message between two hosts; what a message costs inside one comes on top."""
-    cases: int = 0
-    """Of an epoch; 0 is unknown."""
+    network_bytes_per_s: float = 25e9 / 8  # of a host's link, each way, as it is sold
+    latency_s: float = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
+    cases: int = 0  # of an epoch; 0 is unknown
     epochs: int = 1
-    validation_cases: int = 0
-    """Predicted after every epoch, dealt to all workers."""
+    validation_cases: int = 0  # predicted after every epoch, dealt to all workers
     batch: int = 0
     """Volumes a step of all workers together, which is strong scaling; 0: the batch grows, which is weak scaling."""
-    batch_per_worker: int = 1
-    """Where it grows."""
+    batch_per_worker: int = 1  # where it grows
 
     def point(self, hosts: int) -> Point:
         """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""

@@ -44,12 +44,9 @@ class Use:
 
     peak_bytes: int
     """Most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`."""
-    resident_bytes: int
-    """Memory that a tensor has lain in once, and that the process therefore keeps."""
-    small_bytes: int
-    """Resident tensors too small for it: they lie with malloc."""
-    reserved_bytes: int
-    """All regions together: address space, of which `resident_bytes` are touched."""
+    resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
+    small_bytes: int  # resident tensors too small for it: they lie with malloc
+    reserved_bytes: int  # all regions together: address space, of which `resident_bytes` are touched
     validated_bytes: int = 0
     """`resident_bytes` once a validation and a step have followed: no less, as nothing is given back to the system."""
 

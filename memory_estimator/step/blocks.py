@@ -22,8 +22,7 @@ class Block:
     """One of the network's blocks: an encoder's, or a decoder's with the up-sampling in front of it."""
 
     name: str
-    inputs: Tuple[LayerOp, ...]
-    """The entry, or skip and below."""
+    inputs: Tuple[LayerOp, ...]  # the entry, or skip and below
     up: Tuple[LayerOp, ...]
     """From below to the block's grid: an up-convolution, or a convolution and nearest neighbours."""
     conv1: LayerOp
@@ -31,8 +30,7 @@ class Block:
     conv2: LayerOp
     norm2: LayerOp
     shortcut: Optional[LayerOp]
-    act: Optional[LayerOp]
-    """After the residual sum."""
+    act: Optional[LayerOp]  # after the residual sum
     keeps_hidden: bool
     kind: str = "block"
 

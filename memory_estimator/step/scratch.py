@@ -18,14 +18,11 @@ class Buffers:
     with it the kernel once more in the layout that oneDNN prefers: its forward kernels keep that copy, the others take
     it anew each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
 
-    scratch: Tuple[int, ...] = ()
-    """Of the allocator, for the duration of the operation."""
+    scratch: Tuple[int, ...] = ()  # of the allocator, for the duration of the operation
     touched: Tuple[Tuple[int, int], ...] = ()
     """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
-    keeps: int = 0
-    """Of the allocator, from its first run on."""
-    hidden: int = 0
-    """Outside the allocator, for the duration of the operation."""
+    keeps: int = 0  # of the allocator, from its first run on
+    hidden: int = 0  # outside the allocator, for the duration of the operation
 
 
 NONE = Buffers()
@@ -44,8 +41,7 @@ class FilterGradient:
     batch: int
     source: Tuple[int, int, int]
     """Voxels of the map that the filter slides over; the up-convolution's is its output."""
-    target: Tuple[int, int, int]
-    """Voxels of the other map."""
+    target: Tuple[int, int, int]  # voxels of the other map
     in_channels: int
     out_channels: int
     kernel: int
