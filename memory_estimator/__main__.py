@@ -38,16 +38,14 @@ from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.config import POLICIES
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit codes."""
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
 CALIBRATION_HELP = (
     f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} (default: this host's own, "
     "else its kind's)"
 )
 
-Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]
-"""JSON content, and the same for reading."""
+Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ AROUND_SHARE = 0.1
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
 
-NEXT_BATCH = "input pipeline, next batch"
-"""The group of what a store holds ready."""
+NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds ready
 
 RULES: Dict[str, str] = {
     "weights": "exact: float32",

@@ -20,14 +20,9 @@ OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-AUTO = "auto"
-"""Of an option that is to be worked out."""
-
-SOURCES = ("recipe", "run")
-"""Options that a whole job can be taken from."""
-
-RUN_SCHEMA = 1
-"""Version of the run folder's layout that is understood; `cpu3d.settings` writes it."""
+AUTO = "auto"  # of an option that is to be worked out
+SOURCES = ("recipe", "run")  # options that a whole job can be taken from
+RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
 
 
 @dataclass(frozen=True)

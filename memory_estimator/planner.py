@@ -22,11 +22,8 @@ Price = Callable[[Job], Estimate]
 STEP_OF_FILTERS = 8
 """Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
 
-LARGEST = 2**20
-"""No search goes on past this number: the memory would then be without end."""
-
-CONTEXT_BYTES = 2**30
-"""Of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels."""
+LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
+CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 
 WORKSPACE_BYTES = 4 * 2**30
 """The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""

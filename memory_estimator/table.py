@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import rich.console
     import rich.table
 
-WIDTH = 120
-"""Columns where the output is no terminal, as in a log."""
+WIDTH = 120  # columns where the output is no terminal, as in a log
 
 
 class Bold(str):

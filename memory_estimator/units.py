@@ -9,8 +9,7 @@ UNITS = {
 }
 """What a unit of memory counts in bytes."""
 
-GIB = UNITS["GiB"]
-"""For dividing by, where a figure has a unit of its own, as on an axis."""
+GIB = UNITS["GiB"]  # for dividing by, where a figure has a unit of its own, as on an axis
 
 
 def parse_bytes(text: str) -> int:

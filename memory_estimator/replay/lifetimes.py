@@ -12,8 +12,7 @@ from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
 
-Source = Tuple[str, int]
-"""(node, index of its output)."""
+Source = Tuple[str, int]  # (node, index of its output)
 
 
 def program_of(order: Sequence[Node], variables: Sequence[Tensor], made: Sequence[StepOp], threads: int) -> Program:

@@ -19,23 +19,18 @@ from models.layer_plan import layer_plan
 
 MIB = 2**20
 
-SMALL_BYTES = 256 * 1024
-"""Requests below this go to malloc and are not counted (mkl_cpu_allocator.h)."""
-
-SPARE_BYTES = 128 * MIB
-"""A chunk with this much to spare is always split."""
+SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
+SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
 
 HANDLE_BYTES = 8
 """A region's table has an entry of this size for every GRANULE_BYTES of it: 3 % of all regions, with malloc."""
 
-BINS = 21
-"""Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
+BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
 REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
 """Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
 
-COPIES_OF_WEIGHTS = 4
-"""Weights, the optimizer's two slots, gradients: float32 each."""
+COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Se
 
 from memory_estimator.step.scratch import Buffers
 
-GRANULE_BYTES = 256
-"""TensorFlow's allocator rounds every request up to this."""
+GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,8 @@ class Buffers:
 
 NONE = Buffers()
 
-ALIGNMENT_BYTES = 8 * 1024
-"""Barriers, guards and alignment: what the log shows beyond the buffers themselves."""
-
-VECTOR = 16
-"""Channels are worked on in blocks of as many float32 values as a register holds."""
+ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
+VECTOR = 16  # channels are worked on in blocks of as many float32 values as a register holds
 
 
 @dataclass(frozen=True)
