@@ -40,10 +40,7 @@ from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = (
-    f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} (default: this host's own, "
-    "else its kind's)"
-)
+CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(NAMED)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 

@@ -158,10 +158,9 @@ def estimate(
 ) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. Takes milliseconds, whatever the job's size.
 
-    `host_bytes` is the memory that the host has, free or not: TensorFlow's allocator takes it for its limit. None is
-    without end. Raises ValueError where the constants know nothing of the job's engine or dtype.
-    Of a job that a store feeds the upper bound is that of its validations too, of volumes as its steps see them.
-    Checkpoints are written and read variable by variable, which takes no more than the next step's gradients.
+    `host_bytes` is the memory that the host has, free or not, which is the limit of TensorFlow's allocator; None is
+    without end. Of a job that a store feeds the upper bound is that of its validations too. Raises ValueError where the
+    constants know nothing of the job's engine or dtype.
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)

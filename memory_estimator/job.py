@@ -113,9 +113,8 @@ def check_micro_batch(batch: int, micro_batch: int) -> None:
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
-    if norm != "batch" or micro == batch:
-        return ""
-    return f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
+    said = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
+    return said if norm == "batch" and micro != batch else ""
 
 
 def divisors(number: int) -> Tuple[int, ...]:
@@ -212,12 +211,6 @@ class Architecture:
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
 
-MICRO_BATCH_HELP = (
-    "volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with batch "
-    "norm the whole batch, whose statistics are of what is computed together)"
-)
-
-
 @dataclass(frozen=True)
 class JobOptions(Architecture):
     """What makes a `Job`: where it comes from, the network, and how it is trained."""
@@ -230,7 +223,9 @@ class JobOptions(Architecture):
     run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     batch: int = option(1, "volumes a step", "B")
-    micro_batch: int = option(0, MICRO_BATCH_HELP, "M")
+    micro_batch: int = option(
+        0, "volumes computed at a time, a divisor of the batch (default: 1, or with batch norm the whole batch)", "M"
+    )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("adam", choices=OPTIMIZERS)
     policy: str = option(
@@ -291,10 +286,9 @@ def policy_is_open(args: argparse.Namespace) -> bool:
 
 
 def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
-    """What training the run in `folder` asks of a host. `engine` replaces the run's own; `auto_engine` stands in where
-    the run left it open. The number of cases, or of patches, is what follows from the run's store, where this is still
-    there, else unknown. Raises ValueError for a folder without config.json, a damaged one, or one of another
-    version."""
+    """What training the run in `folder` asks of a host; `cases` follow from its store where this is there.
+    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. Raises ValueError for a folder
+    without config.json, a damaged one, or one of another version."""
     path, run = _read_run(folder)
     engine = run.engine if engine == AUTO else engine
     try:

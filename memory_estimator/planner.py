@@ -105,10 +105,9 @@ def extent(job: Job, number: int) -> Job:
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none.
 
-    Costs grow with the number but for the allocator's rounding, which takes chunks whole: there the answer fits, and a
-    number a little larger may fit again.
-    Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known, and
-    halfway after a guess that did not halve what is left: no search takes over 3 log2(answer) guesses and a few.
+    Costs grow like a power of the number, but for the allocator's rounding: a number a little larger may fit again. The
+    next guess lies on the power law through the two ends known, and halfway after a guess that did not halve what is
+    left: no search takes over 3 log2(answer) guesses and a few.
     """
     low, high, below, above = 1, last + 1, cost(1), 0
     if below > budget:
@@ -144,9 +143,8 @@ def nearest(
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
 
     `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions. With
-    `same_training` only what a run that has begun may change is, which costs time alone: the policy, and the
-    micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
-    than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
+    `same_training` only what costs a run that has begun time alone: the policy, and the micro-batch but for batch norm,
+    whose statistics follow it. A smaller batch takes no less than a smaller micro-batch. Empty when nothing helps.
     """
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":

@@ -1,12 +1,9 @@
 """The graph that TensorFlow really runs for a traced step, with the shape of every tensor, and the order it runs in.
 
-What runs is not what was traced: Grappler folds and reorders, ITEX's and oneDNN's passes fuse and replace kernels. All
-of that happens when a function is instantiated, before its first operation. So the step is called with a
-cancellation that has already happened and with its runtime asked to hand out the graphs it makes; nothing is computed.
-
-The order, on one inter-op thread, decides how long tensors live: of two gradients that become ready together, the one
-that waits holds its inputs. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPool, which is a stack for a
-thread's own tasks.
+What runs is not what was traced: Grappler, ITEX's and oneDNN's passes reorder, fuse and replace kernels when a function
+is instantiated, before its first operation. So the step is called with a cancellation that has already happened and its
+runtime is asked for the graphs it makes; nothing is computed. The order, on one inter-op thread, decides how long
+tensors live. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPool, a stack for a thread's own tasks.
 """
 
 import heapq

@@ -1,17 +1,10 @@
 """Data-parallel training on several hosts: how long a step and a whole training take, from one worker's measured step.
 
-Synchronous: every worker computes the gradients of its share of the batch, the gradients are summed over all, each
-worker updates its own weights. A step lasts as long as
-
-    the slowest worker's share   volumes x seconds a volume, slower where workers share a host, and what the slowest
-                                 of n takes more than the mean (`largest_of`)
-    in parts                     gradients are added up and the weights updated after, not both at once as by one worker
-    packing                      all gradients into one float32 vector, and out of the sum
-    the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector (`exchange_s`)
-    data                         a wait that is always there; data are taken to be read in time
-
-one after the other: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one
-host what workers lose to each other; without its record it is assumed.
+Every worker computes the gradients of its share of the batch, the gradients are summed over all, each worker updates
+its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
+into one float32 vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for
+data: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one host what
+workers lose to each other; without its record it is assumed.
 """
 
 import dataclasses

@@ -21,10 +21,7 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
-HOSTS_HELP = (
-    f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
-    "its cores, --host-memory of one host"
-)
+HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
 
 BASIS = ("volume_s", "gradient_bytes", "forward_s", "in_parts", "workers_per_host", "network_bytes_per_s", "latency_s")
 """Of `Scaling`: one worker's work, and what the workers run on."""

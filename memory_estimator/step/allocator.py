@@ -78,13 +78,10 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
 def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
     """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
 
-    Maps that are nearly all of one size lie scattered in regions that double: in the gaps of small ones, and at the end
-    of the last. From one region that is larger than the step needs, the gaps are filled first. Nothing but the pages
-    that tensors lie in becomes resident, and the region's table. "speed" gains nothing: its scratch needs gaps of its
-    own (docs/log.md).
-
-    A power of two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has, where it
-    has less than that. Raises ValueError for a shape that the network cannot take.
+    Maps that are nearly all of one size lie scattered in regions that double; in one region larger than the step needs,
+    gaps are filled first. Nothing but the pages that tensors lie in becomes resident, and the region's table. "speed"
+    gains nothing: its scratch needs gaps of its own (docs/log.md). A power of two, which is what the allocator makes of
+    any size; the largest that a host of `host_bytes` has. Raises ValueError for a shape that the network cannot take.
     """
     if unet.policy not in REGION_SHARES:
         return 0
