@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
@@ -16,7 +15,6 @@ from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
-from models.unet3d import build_unet3d
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)
 CONSTANTS = shipped_constants(("avx512_bf16",))
@@ -119,20 +117,6 @@ def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
 def test_a_group_that_nobody_declared_is_refused():
     with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
         held(("surprise", 256, "weights, of another kind"))
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("norm", ["instance", "batch", "none"])
-def test_weights_and_slots_are_those_of_keras(norm, optimizer):
-    job = Job(UNetConfig(filters=4, depth=3, norm=norm, dtype="bfloat16"), (8, 8, 8), optimizer=optimizer)
-    model = build_unet3d(job.unet, job.shape, 1)
-    keras = tf.keras.optimizers.Adam() if optimizer == "adam" else tf.keras.optimizers.SGD(momentum=0.9)
-    keras.build(model.trainable_variables)
-    slots = [v for v in keras.variables if v.shape.rank]
-    size = lambda variables: sum(int(tf.size(v)) * v.dtype.size for v in variables)
-    held = lambda group: sum(tensor.bytes for tensor in training_step(job).resident if tensor.group == group)
-    assert held("weights") == size(model.weights)
-    assert held("optimizer slots") == size(slots)
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,9 @@ def test_what_the_estimate_of_a_saved_run_leaves_out_is_said(tmp_path):
 @pytest.mark.policy_left_open
 def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
     save_config(CONFIG, tmp_path)
-    path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
+    content = json.loads((tmp_path / "config.json").read_text())
     del content["micro_batch"], content["unet"]["policy"]
-    path.write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(content))
     job, config = job_of_run(tmp_path), load_config(tmp_path)
     assert (job.policy, job.micro) == ("speed", 4) == (config.unet.policy, config.micro)
 
