@@ -48,16 +48,8 @@ def own(mine, tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    ("isa", "file"),
-    [(("avx512f", "avx512_bf16", "amx_bf16"), "amx"), (("avx512f", "avx512_bf16"), "avx512_bf16"), ((), "avx512")],
-)
-def test_shipped_constants_go_by_the_instruction_set(isa, file):
-    assert shipped_constants(isa) == load_constants(SHIPPED / NAMED[file])
-
-
-@pytest.mark.parametrize("file", NAMED.values())
-def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(file):
+@pytest.mark.parametrize(("kind", "file"), NAMED.items())
+def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(kind, file):
     found = load_constants(SHIPPED / file)
     for engine, dtype in itertools.product(ENGINES, DTYPES):
         assert set(GROUPS) <= set(found.speeds(engine, dtype))
@@ -65,6 +57,9 @@ def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure
         assert found.origins[field].startswith(("measured: ", "assumed: "))
     assert found.record
     assert found.date
+    assert found == shipped_constants(
+        {"amx": ("avx512_bf16", "amx_bf16"), "avx512_bf16": ("avx512_bf16",)}.get(kind, ())
+    )
 
 
 def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
@@ -132,7 +127,6 @@ def with_costs(group, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
-        (lambda content: "[]", "must be complete JSON of schema 1"),
         (changed(schema=2), "must be complete JSON of schema 1, got schema 2"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (changed(costs={}), "got no costs"),
@@ -141,9 +135,7 @@ def with_costs(group, costs):
         (with_costs("pool", None), "stock float32: no pool"),
         (with_costs("join", {}), "stock float32: no join cached, stock float32: no join traffic"),
         (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
-        (changed(baseline_bytes={"stock": "7"}), "baseline_bytes.stock must be int, got 7"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
-        (changed(name=3), "calibration.name must be str, got 3"),
         (changed(threads=0), "got threads 0"),
         (changed(cache_bytes="32M"), "calibration.cache_bytes must be int, got 32M"),
     ],

@@ -1,5 +1,7 @@
 """The step on paper: a small network's by hand, the rules of engines and policies, and measured peaks."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,10 +9,29 @@ from hypothesis import strategies as st
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import requests, timeline
-from memory_estimator.step.scratch import is_narrow, mask_bytes
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
-from tests.memory_estimator.steps import names, op, step, written
+
+SMALL = UNetConfig(channels=1, outputs=1, filters=8, depth=2, policy="speed")
+
+
+def step(shape=(16, 16, 16), batch=1, micro_batch=None, **unet):
+    """Of a small network, of a batch that is computed at once unless it is told otherwise."""
+    network = dataclasses.replace(SMALL, **unet)
+    return training_step(Job(network, shape, batch, micro_batch=micro_batch or batch, threads=2))
+
+
+def op(program, name):
+    return next(each for each in program.ops if each.name == name)
+
+
+def names(program, *kinds):
+    return [each.name for each in program.ops if each.kind in kinds]
+
+
+def written(program, name):
+    made = [tensor for each in (*program.before, *program.ops) for tensor in (*each.writes, *each.keeps)]
+    return next(tensor for tensor in [*made, *program.resident] if tensor.name == name)
 
 
 def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
@@ -50,22 +71,6 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
     assert written(program, "encoder0_conv2/filter_gradient").bytes == 27 * 8 * 8 * value_bytes
     # The loss is float32 either way.
     assert written(program, "head/loss/products").bytes == voxels * 4
-
-
-@pytest.mark.parametrize(
-    ("channels", "dtype", "engine", "bytes_"),
-    [
-        (16, "bfloat16", "itex", 100),
-        (8, "bfloat16", "itex", 800),
-        (8, "float32", "itex", 100),
-        (16, "float32", "stock", 400),
-        (24, "bfloat16", "stock", 3200),
-        (12, "float32", "stock", 3200),
-    ],
-)
-def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that(channels, dtype, engine, bytes_):
-    assert mask_bytes(800, channels, dtype, engine) == bytes_
-    assert is_narrow(channels, dtype) == (bytes_ in (800, 3200))
 
 
 JOBS = st.builds(
