@@ -3,14 +3,12 @@
     python -m memory_estimator --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     python -m memory_estimator --recipe paper-2020 --host-memory 1.5TiB --plan
     python -m memory_estimator --run runs/first --json
-    python -m memory_estimator --shape 240 240 160 --batch 16 --micro-batch 4 --policy lean
 
 Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
     python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
     python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
-    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10
 
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
@@ -240,14 +238,8 @@ def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[
     if patch:
         share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
         row = (_extent(patch), format_bytes(peak_bytes), f"{share:.0%} of a volume")
-        content = {
-            "patch": list(patch.shape),
-            "batch": patch.batch,
-            "peak_bytes": peak_bytes,
-            "share_of_volume": share,
-            "holds_volume": share == 1,
-            "assumptions": planner.ASSUMPTIONS,
-        }
+        content = {"patch": list(patch.shape), "batch": patch.batch, "peak_bytes": peak_bytes, "share_of_volume": share}
+        content.update(holds_volume=share == 1, assumptions=planner.ASSUMPTIONS)
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
     return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 

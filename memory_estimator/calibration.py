@@ -1,7 +1,7 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
-Files are JSON with a schema. Shipped ones lie in `hosts/`: one was measured by `calibrate`, the others state how they
-differ from it, as assumed from published peak figures. `calibrate` writes the host's own, which then comes first.
+Shipped files lie in `hosts/`: one was measured by `calibrate`, the others state how they differ from it, as assumed
+from published peak figures. `calibrate` writes the host's own, which then comes first.
 """
 
 import dataclasses
@@ -37,8 +37,7 @@ STAND_INS = {
     "bias_gradient": ("loss", 1.0),
 }
 """Groups that a calibration may not have seen, and what each is then taken for: another group, and how many times as
-dear its traffic is. Assumed; of narrow norms, that oneDNN's plain kernel takes as long a value in float32 as it was
-measured to take in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
+dear its traffic is. Assumed, of narrow norms as measured in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
 
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""

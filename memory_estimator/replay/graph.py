@@ -75,15 +75,10 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     nodes = []
     for definition in definitions:
         inputs = [source.partition(":") for source in definition.input if not source.startswith("^")]
-        node = Node(
-            name=definition.name,
-            op=definition.op,
-            inputs=tuple((name, int(index or 0)) for name, _, index in inputs),
-            after=tuple(source[1:] for source in definition.input if source.startswith("^")),
-            outputs=tuple(_output(definition, tensor) for tensor in tensors[definition.name]),
-            attributes=definition.attr,
-        )
-        nodes.append(node)
+        inputs = tuple((name, int(index or 0)) for name, _, index in inputs)
+        after = tuple(source[1:] for source in definition.input if source.startswith("^"))
+        outputs = tuple(_output(definition, tensor) for tensor in tensors[definition.name])
+        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr))
     return nodes, trace
 
 

@@ -108,14 +108,9 @@ def estimate_step(
         replays.append((use(program), program))
     replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
-    return Replay(
-        program=program,
-        timeline=timeline(program),
-        allocator_peak_bytes=used.peak_bytes,
-        resident_bytes=used.resident_bytes + used.small_bytes,
-        hidden_bytes=max(op.hidden_bytes for op in program.ops),
-        range_bytes=(replays[0][0].peak_bytes, replays[-1][0].peak_bytes),
-    )
+    hidden = max(op.hidden_bytes for op in program.ops)
+    resident, ends = used.resident_bytes + used.small_bytes, (replays[0][0].peak_bytes, replays[-1][0].peak_bytes)
+    return Replay(program, timeline(program), used.peak_bytes, resident, hidden, ends)
 
 
 def running_engine() -> str:

@@ -47,10 +47,9 @@ class Writer:
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
         self._make_weights()
-        unet, voxels = job.unet, job.voxels
-        image = self.tensor("image", self.compute_bytes * voxels * unet.channels, "input")
-        target = self.tensor("target", voxels * unet.outputs, "input")
-        self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
+        image = self.tensor("image", self.compute_bytes * job.voxels * job.unet.channels, "input")
+        target = self.tensor("target", job.voxels * job.unet.outputs, "input")
+        self._before += inputs_made([(image, job.unet.dtype), (target, "uint8")])
         self.resident += [image, target]
 
     def program(self) -> Program:
