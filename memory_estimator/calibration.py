@@ -133,9 +133,8 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. A file may
-    hold what makes it differ from another one beside it, which it names as "like": fields in place of its, and in
-    "faster" by how much work (by dtype) and traffic go faster."""
+    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. It may name
+    another one beside it as "like", and hold what differs, and in "faster" by how much work and traffic go faster."""
     path = Path(path)
     try:
         content = read_json(path)
@@ -165,9 +164,8 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
-    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones. The own
-    ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of another
-    CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged."""
+    """Constants with so many threads: this host's own where `calibrate` has written them, unless for another CPU, with
+    the shipped ones for what was not calibrated; else those. Raises ValueError where the file is damaged."""
     host = host or read_host()
     shipped = shipped_constants(host.isa).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None

@@ -222,10 +222,8 @@ def live_at_peak(line: Timeline) -> List[Component]:
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, int]:
-    """The program of a run that a store feeds, which is validated too, and the bytes of the volume in preparation. The
-    pipeline holds the micro-batch that comes next ready while one is computed. The volume in preparation counts in the
-    upper bound, as it is gone before most peaks: slabs, finished one by one, and the volume that they are put together
-    into. A micro-batch of several is copied together once its volumes are ready: it is there twice for a moment."""
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and the bytes of the
+    volume in preparation, slabs and what they are put together into, of several volumes a copy, for the upper bound."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)

@@ -63,14 +63,13 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        found = {"cpu": self.cpu_model, "cores": self.usable_cores, "memory_bytes": self.memory_bytes}
-        return {**found, "isa": list(self.isa)}
+        own = {"cores": self.usable_cores, "isa": list(self.isa)}
+        return {"cpu": self.cpu_model, "memory_bytes": self.memory_bytes, **own}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil. Never
-    fails for a file that is missing, as many are in containers: it falls back to the next best source, and in the end
-    to one core per CPU on one socket."""
+    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
+    Never fails for a file that is missing, as many are in containers."""
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
         import psutil

@@ -1,9 +1,7 @@
 """One table for the terminal, Markdown and HTML, from the same rows, and the look that all charts share.
 
 table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One step")
-console.print(table)
-lines = table.markdown()
-page.write(table.html())
+console.print(table), table.markdown(), table.html()
 """
 
 import html

@@ -2,8 +2,7 @@
 
     python -m memory_estimator.validation records/memory.jsonl > memory_estimator/accuracy.json
 
-works out anew how far predictions are off, and the upper bound's margin. To be run after `bench validate`, and whenever
-a rule or a constant of the estimator has changed.
+works out anew how far predictions are off, and the upper bound's margin: after `bench validate`, and after changes.
 """
 
 import functools

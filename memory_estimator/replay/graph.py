@@ -88,10 +88,9 @@ def plain(op: str) -> str:
 
 
 def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
-    """`nodes` of a graph in the order they run. The order in which the graph's inputs become ready comes from a set of
-    addresses: it differs from process to process. Each `chance` is one such order; 0 is the order of the graph. What a
-    finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one at once
-    when nothing else is waiting in line, and else from the top of a stack when the line is empty."""
+    """`nodes` of a graph in the order they run. That in which its inputs become ready comes from a set of addresses:
+    each `chance` is one, 0 that of the graph. Of what a finished operation makes ready the inexpensive runs first
+    in, first out; an expensive one at once when nothing waits in line, else from the top of a stack."""
     # A node's readers become ready in the order in which TensorFlow built them: producers first, and of the nodes that
     # could come next the one listed first.
     place = {node.name: index for index, node in enumerate(nodes)}

@@ -1,10 +1,9 @@
 """TensorFlow's best-fit allocator on paper: what it counts and what becomes resident for a sequence of requests.
 
-With oneDNN on, TensorFlow's CPU allocator hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
+With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
 (tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It grows by regions of 2 MiB, 4 MiB
 and so on, gives nothing back to the system, and hands out a free chunk whole unless it is at least twice as large as
-asked for or has 128 MiB to spare. So what it counts exceeds what was asked for, by an amount that depends on the order
-of all requests since the process began; this module plays them through.
+asked for or has 128 MiB to spare: what it counts depends on the order of all requests since the process began.
 """
 
 import bisect
@@ -65,9 +64,8 @@ def use(program: Program) -> Use:
 
 
 def fits_regions(program: Program, limit_bytes: int) -> bool:
-    """Whether three steps get through with regions of at most `limit_bytes` together. With oneDNN on, the limit is the
-    machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is left, and a tensor never lies in two
-    regions. So a job may fail whose tensors would fit one beside the other."""
+    """Whether three steps get through with regions of at most `limit_bytes` together, as is the machine's memory: the
+    last region is cut down to what is left, and a tensor never lies in two (mkl_cpu_allocator.h)."""
     try:
         Allocator(limit_bytes).play(requests(program, 3, after=True))
     except NoRegionError:

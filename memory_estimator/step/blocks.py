@@ -1,7 +1,5 @@
-"""The blocks of models/lean.py, whose backward passes make again what they did not keep.
-
-A block takes the place of its layers in the plan, and its rules are made of theirs. What it makes once more has the
-layer's name and a suffix.
+"""The blocks of models/lean.py, whose backward passes make again what they did not keep: in place of their layers in
+the plan, with rules made of theirs. What is made once more has the layer's name and a suffix.
 """
 
 import itertools

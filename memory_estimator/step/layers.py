@@ -226,8 +226,7 @@ def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
 
 def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> None:
     """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
-    Exact up to MOST_PLANES voxels a side of the fine grid. Beyond that the pieces add up to the same bytes but are
-    fewer and larger: live bytes stay exact, what the allocator counts moves by some per cent."""
+    Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the allocator counts moves a little."""
     fine, grows = writer.map_bytes(op), eighths[0] == 1
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
         planes = op.shape[axis] // (2 if grows else 1)

@@ -170,10 +170,9 @@ def kernel_made(kernel: Tensor) -> List[StepOp]:
 
 
 def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
-    """How (memory, dtype) of each input came to be: all drawn in order, in four bytes a value, then cast in order.
-    Floating point is noise scaled and shifted; in float32 that is the input already. All else is numbers compared with
-    one of them. What was drawn to be cast goes when everything has been. These are the inputs of
-    `cpu3d.bench.step.made_up`; what `train` reads from a store comes another way, with less in between."""
+    """How (memory, dtype) of each input came to be in `cpu3d.bench.step.made_up`: all drawn in order, in four bytes a
+    value, then cast in order. Floating point is noise scaled and shifted, in float32 the input already; all else is
+    numbers compared with one of them. What was drawn to be cast goes when everything has been."""
     drawn, cast, wide = [], [], []
     for tensor, dtype in inputs:
         bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1

@@ -28,9 +28,8 @@ BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
-    """What each operation of a step of `job` takes, from the third step on, on `job.threads` threads, in their order.
-    Its overhead is included, waiting for data is not. Raises ValueError where `constants` know nothing of the job's
-    engine or dtype."""
+    """What each operation of a step of `job` takes from the third step on, on `job.threads` threads, with its overhead.
+    Raises ValueError where `constants` know nothing of the job's engine or dtype."""
     constants = constants.for_threads(job.threads)
     speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
     sizes = tensor_bytes(program)
