@@ -63,8 +63,8 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        own = {"cores": self.usable_cores, "isa": list(self.isa)}
-        return {"cpu": self.cpu_model, "memory_bytes": self.memory_bytes, **own}
+        own = {"memory_bytes": self.memory_bytes, "isa": list(self.isa)}
+        return {"cpu": self.cpu_model, "cores": self.usable_cores, **own}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
