@@ -20,8 +20,7 @@ from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job
 from models.config import UNetConfig
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
-"""The record that comes with the project; it may not be there."""
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"  # which may not be there
 
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""

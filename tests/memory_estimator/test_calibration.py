@@ -32,19 +32,12 @@ def host(**changes):
 
 
 @pytest.fixture
-def mine():
-    """As `calibrate` measures on some host with one engine and one dtype, twice as fast as what is shipped."""
-    shipped = load_constants(EPYC)
+def own(tmp_path):
+    """A file as `calibrate` measures on some host with one engine and one dtype."""
+    shipped, path = load_constants(EPYC), tmp_path / "calibration.json"
     costs = {"stock": {"float32": {**shipped.speeds("stock", "float32"), "norm": {"cached": 1e-12, "traffic": 2e-12}}}}
-    return dataclasses.replace(
-        shipped, name="mine", cpu="Some CPU", costs=costs, baseline_bytes={"stock": 7}, op_bytes={"stock": 3}
-    )
-
-
-@pytest.fixture
-def own(mine, tmp_path):
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(to_json(mine)))
+    changes = {"name": "mine", "cpu": "Some CPU", "baseline_bytes": {"stock": 7}, "op_bytes": {"stock": 3}}
+    path.write_text(json.dumps(to_json(dataclasses.replace(shipped, costs=costs, **changes))))
     return path
 
 

@@ -70,13 +70,6 @@ def test_what_an_operation_keeps_is_taken_in_the_first_step_and_never_given_back
     assert calls(program, 2) == first + [("a", "x", 2), ("a", "x", -2)]
 
 
-def test_what_ran_before_comes_first_and_leaves_what_is_resident():
-    made = (StepOp("draw", "update", writes=(tensor("noise", 4),)),)
-    made += (StepOp("make", "update", ("noise",), (tensor("w", 4),)),)
-    program = Program((tensor("given", 9), tensor("w", 4)), (StepOp("a", "reduce", ("w",)),), made)
-    assert calls(program) == [("", "given", 9), ("draw", "noise", 4), ("make", "w", 4), ("make", "noise", -4)]
-
-
 def test_reading_what_is_not_there_is_refused():
     with pytest.raises(ValueError, match="b must read tensors that are live, got x; mend the program"):
         timeline(Program((), (StepOp("a", "conv"), StepOp("b", "reduce", ("x",)))))
