@@ -50,9 +50,9 @@ def packing(seconds):
 @pytest.fixture
 def file_of(tmp_path):
     def written(*records):
-        path = tmp_path / "scaling.jsonl"
-        path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
-        return path
+        lines = (one if isinstance(one, str) else json.dumps(one) for one in records)
+        (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
+        return tmp_path / "scaling.jsonl"
 
     return written
 
@@ -115,15 +115,12 @@ def test_a_record_gives_its_constants():
     assert "2026-11-21" in found.origin
 
 
-def test_several_records_give_their_medians_and_the_newest_of_a_job_counts(file_of):
+def test_several_records_give_their_medians_and_errors_of_steps_that_gave_no_constant(file_of):
     records = read_scaling(file_of(record(), packing(0.07), {"schema": 1, "kind": "step"}, packing(0.05)))
-    assert len(records) == 2
+    assert len(records) == 2  # the newest of a job counts
     assert model.pooled(records).packing_s_per_byte == pytest.approx(0.04 / 20e6)
     others = [record(batch=2), record(batch=2, micro_batch=2), record(optimizer="sgd")]
     assert len(read_scaling(file_of(record(), *others))) == 4
-
-
-def test_errors_are_of_steps_that_gave_no_constant_where_there_are_two_records():
     by_hand = 2.0 * 1.05 * (1 + 0.1 / 2.2) + 0.06 + 0.03 + 0.026
     assert model.predicted_errors([record()]) == pytest.approx([by_hand / 2.4 - 1], abs=1e-4)
     errors = [(by_hand + 0.2) / 2.4 - 1, by_hand / 2.4 - 1]

@@ -73,32 +73,19 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
     assert written(program, "head/loss/products").bytes == voxels * 4
 
 
+BOTH = (False, True)
+UNETS = {"channels": (1, 4), "outputs": (1, 3), "filters": (4, 8, 16, 24), "depth": (2, 3), "network": NETWORKS}
+UNETS.update(norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES)
+MORE = {"optimizer": ("adam", "sgd"), "engine": ("itex", "stock"), "threads": (1, 2, 8), "averaged": BOTH}
 JOBS = st.builds(
-    lambda unet, shape, batch, at_once, **more: Job(
+    lambda unet, shape, batch, at_once, more: Job(
         UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
     ),
-    unet=st.fixed_dictionaries(
-        {
-            "channels": st.sampled_from((1, 4)),
-            "outputs": st.sampled_from((1, 3)),
-            "filters": st.sampled_from((4, 8, 16, 24)),
-            "depth": st.sampled_from((2, 3)),
-            "network": st.sampled_from(NETWORKS),
-            "norm": st.sampled_from(NORMS),
-            "up": st.sampled_from(UPS),
-            "residual": st.booleans(),
-            "deep_supervision": st.booleans(),
-            "dtype": st.sampled_from(DTYPES),
-            "policy": st.sampled_from(POLICIES),
-        }
-    ),
+    unet=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in UNETS.items()}),
     shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
     batch=st.integers(1, 4),
     at_once=st.booleans(),
-    optimizer=st.sampled_from(("adam", "sgd")),
-    engine=st.sampled_from(("itex", "stock")),
-    threads=st.sampled_from((1, 2, 8)),
-    averaged=st.booleans(),
+    more=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MORE.items()}),
 )
 
 
