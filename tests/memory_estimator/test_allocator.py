@@ -31,15 +31,6 @@ def taking(*mib, limit_mib=None):
     return allocator
 
 
-def test_requests_below_256_kib_are_not_its_own():
-    allocator = Allocator()
-    allocator.take("small", SMALL_BYTES - 1)
-    assert (allocator.counted_bytes, allocator.resident_bytes, allocator.reserved_bytes) == (0, 0, 0)
-    allocator.give_back("small")
-    allocator.take("large", SMALL_BYTES)
-    assert allocator.counted_bytes == SMALL_BYTES
-
-
 @pytest.mark.parametrize(
     ("free", "asked", "counted"),
     [

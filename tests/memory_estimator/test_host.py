@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memory_estimator.host import Node, cache_bytes, memory_high, node_memory, online_cpus, read_host
+from memory_estimator.host import memory_high, read_host
 
 GIB = 2**30
 
@@ -115,20 +115,6 @@ def test_a_quota_of_all_the_cpus_or_more_is_none(big, mask, time, quota, usable)
     write(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
     host = read_host(big)
     assert (host.cpu_quota, host.usable_cores) == (quota, usable)
-
-
-def test_the_memory_of_a_node_is_free_where_pages_of_files_can_be_dropped(xeon):
-    for node in (0, 1):
-        lines = (
-            f"Node {node} {name}: {size} kB" for name, size in (("MemTotal", 8), ("MemFree", 2), ("Active(file)", 3))
-        )
-        write(xeon, f"sys/devices/system/node/node{node}/meminfo", "\n".join(lines))
-    assert node_memory(xeon) == [Node(0, 8192, 5120), Node(1, 8192, 5120)]
-    write(xeon, "proc/self/status", "Mems_allowed_list: 1")
-    assert [node.number for node in node_memory(xeon)] == [1]
-    write(xeon, "sys/devices/system/cpu/cpu0/cache/index3/size", "32M")
-    assert cache_bytes(xeon) == 32 * 2**20
-    assert (online_cpus(xeon), read_host(xeon).best_dtype) == (112, "float32")
 
 
 def test_without_sys_every_cpu_is_a_core_of_one_socket(tmp_path):
