@@ -38,9 +38,9 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner as gpu
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Accuracy, Estimate, estimate
+from memory_estimator.estimate import STORE_NOTE, Accuracy, Estimate, estimate, whole_volume_bytes
 from memory_estimator.host import Host
-from memory_estimator.job import DTYPE_BYTES, ENGINES, USUAL_PATCH, Job, installed_engine, statistics_note
+from memory_estimator.job import ENGINES, Job, installed_engine, statistics_note
 from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.scaling.model import of_one
 from memory_estimator.step.training_step import training_step
@@ -53,10 +53,6 @@ SCHEMA = 1
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
 "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms")."""
-
-LOGITS_MAPS = 2
-"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
-or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 VARIABLES = ("weights", "optimizer slots", "averaged weights")
 """Groups of the estimator's tensors that a checkpoint holds."""
@@ -253,7 +249,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     what = "this training,"
     if found.regions_short:
         what = "the allocator's regions, which double in size,"
-    elif 2 * whole_volume_bytes(plan, found.job) > found.upper_bound_bytes:
+    elif 2 * _whole_volumes(plan, found.job) > found.upper_bound_bytes:
         what = "this training, most of it validation on whole volumes,"
     raise DoesNotFitError(
         f"memory must hold {what} up to {format_bytes(found.upper_bound_bytes)}, got "
@@ -262,26 +258,6 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
 
 
 # --- Volumes and patches ---
-
-
-def whole_volume_bytes(plan: Plan, job: Job) -> int:
-    """What whole volumes take beside what `job` tells of a run's steps, counted and not measured; 0 where they are what
-    its steps see, and for patches that no validation follows.
-
-    Patches: a validation alone reads whole volumes; its logits and their weights come with them. At a lower
-    resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before they
-    are averaged down, and that is done in float32, along one axis after another.
-    """
-    config, unet, volumes, shrinking = plan.config, job.unet, 3, 0.0
-    if config.resolution < 1:
-        volumes = 2 * job.micro + 1
-        shrinking = job.micro * 4 * unet.channels * (1 + config.resolution)
-        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
-    elif not (config.is_patch and plan.store.manifest.split["val"]):
-        return 0
-    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
-    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
-    return round(math.prod(plan.volume_shape) * (volumes * volume + validation + shrinking))
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:
@@ -294,35 +270,6 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
 def steps_per_epoch(config: RunConfig, store: Store) -> int:
     """Whole batches that the training cases of a run's fold, or their patches, fill."""
     return len(store.manifest.split["train"]) * config.patches_per_case // config.batch
-
-
-def check_patch(patch: Shape3, grid: Shape3, divisor: int, depth: int) -> None:
-    """Raise InputError unless a network of so many levels learns from a patch of this shape, and a volume of `grid`,
-    which is a multiple of its divisor, holds it.
-
-    A side of the volume that is shorter than the least patch is taken whole. The error names the nearest patch that
-    meets all rules.
-    """
-    if len(patch) != 3 or min(patch) < 1:
-        raise InputError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
-    least = gpu.least_patch(grid, divisor)
-    outside = any(n > most for n, most in zip(patch, grid))
-    uneven = any(n % divisor or n < low for n, low in zip(patch, least))
-    rules = [f"lie within the volumes of {by(grid, ' ')}"] if outside else []
-    if uneven:
-        rules.append(f"be divisible by {divisor}, the {depth} levels' stride, and at least {by(least, ' ')}")
-    if rules:
-        fitting = tuple(min(max(-(-n // divisor) * divisor, low), most) for n, low, most in zip(patch, least, grid))
-        whole = ", or --mode whole for all of a volume" if outside else ""
-        raise InputError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}")
-
-
-def usual_patch(grid: Shape3, divisor: int) -> Shape3:
-    """USUAL_PATCH within a volume of `grid`, or the least that a network of this divisor learns from where it is more.
-
-    `grid` is divisible already.
-    """
-    return tuple(min(max(n, gpu.BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, grid))
 
 
 def job_of(config: RunConfig, threads: int, cases: int, engine: str = "") -> Optional[Job]:
@@ -474,8 +421,8 @@ def _with_grid(config: RunConfig, given: _Given) -> RunConfig:
     elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
         patch = _largest_patch(config, grid, given)
     else:
-        patch = saved.grid if saved else usual_patch(grid, divisor)
-    check_patch(patch, grid, divisor, config.unet.depth)
+        patch = saved.grid if saved else gpu.usual_patch(grid, divisor)
+    gpu.check_patch(patch, grid, divisor)
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
     each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
     return dataclasses.replace(config, grid=patch, patches_per_case=each)
@@ -540,12 +487,20 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Optional[
 
     def price(job: Job) -> Estimate:
         found = of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers)
-        beside = whole_volume_bytes(plan, job)
+        beside = _whole_volumes(plan, job)
         if is_timed:
             beside += sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
         return dataclasses.replace(found, upper_bound_bytes=found.upper_bound_bytes + beside)
 
     return price
+
+
+def _whole_volumes(plan: Plan, job: Job) -> int:
+    """Bytes of whole volumes beside the steps; 0 where they are what these see, or no validation follows patches."""
+    config = plan.config
+    if config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"]):
+        return 0
+    return whole_volume_bytes(job, plan.volume_shape, config.resolution)
 
 
 def _card_bytes(config: RunConfig) -> int:

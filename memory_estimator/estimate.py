@@ -16,6 +16,7 @@ from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_by
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
+from models.layer_plan import Shape3
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
@@ -28,6 +29,10 @@ AROUND_SHARE = 0.1
 
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
+
+LOGITS_MAPS = 2
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
+or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds ready
 
@@ -200,6 +205,23 @@ def estimate(
         constants=constants,
         regions_short=regions_short,
     )
+
+
+def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
+    """What whole volumes of `shape` take beside the steps of a `job` that sees less of them, counted and not measured.
+
+    Patches (resolution 1): a validation alone reads whole volumes; its logits and their weights come with them. At a
+    lower resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before
+    they are averaged down, and that is done in float32, along one axis after another.
+    """
+    unet, volumes, shrinking = job.unet, 3, 0.0
+    if resolution < 1:
+        volumes = 2 * job.micro + 1
+        shrinking = job.micro * 4 * unet.channels * (1 + resolution)
+        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
+    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
+    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
+    return round(math.prod(shape) * (volumes * volume + validation + shrinking))
 
 
 def live_at_peak(line: Timeline) -> List[Component]:

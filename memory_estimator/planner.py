@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import Job, divisors
+from memory_estimator.job import USUAL_PATCH, Job, divisors
 from memory_estimator.step.program import StepOp, Tensor, timeline
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds
@@ -206,6 +206,28 @@ def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
     """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or as many as there are."""
     return tuple(min(BOTTOM * divisor, side) for side in volume)
+
+
+def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
+    """Raise ValueError unless a network of this divisor learns from a patch of this shape, and a volume, which is a
+    multiple of its divisor, holds it. A side of the volume that is shorter than the least patch is taken whole. The
+    error names the nearest patch that meets all rules."""
+    if len(patch) != 3 or min(patch) < 1:
+        raise ValueError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
+    words, least = lambda shape: " ".join(map(str, shape)), least_patch(volume, divisor)
+    outside = any(n > most for n, most in zip(patch, volume))
+    rules = [f"lie within the volumes of {words(volume)}"] if outside else []
+    if any(n % divisor or n < low for n, low in zip(patch, least)):
+        rules.append(f"be divisible by {divisor}, the levels' stride, and at least {words(least)}")
+    if rules:
+        fitting = (min(max(-(-n // divisor) * divisor, low), most) for n, low, most in zip(patch, least, volume))
+        whole = ", or --mode whole for all of a volume" if outside else ""
+        raise ValueError(f"--patch {words(patch)} must {' and '.join(rules)}; give {words(fitting)}{whole}")
+
+
+def usual_patch(volume: Shape3, divisor: int) -> Shape3:
+    """USUAL_PATCH within a volume, or the least that a network of this divisor learns from where it is more."""
+    return tuple(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
 
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:

@@ -28,10 +28,10 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
 from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
-from cpu3d.plan import usual_patch
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import weights_file
 from cpu3d.util.records import by
+from memory_estimator.planner import usual_patch
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 from memory_estimator.units import count_of

@@ -20,20 +20,17 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.plan import (
     Plan,
     check_fits,
-    check_patch,
     job_of,
     make_plan,
     plan_of_chief,
     save_plan,
-    usual_patch,
-    whole_volume_bytes,
 )
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.calibration import find_constants
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import Job
-from memory_estimator.planner import CONTEXT_BYTES, gpu_bytes, patch_shapes
+from memory_estimator.planner import CONTEXT_BYTES, check_patch, gpu_bytes, patch_shapes, usual_patch
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from tests.cpu3d.runs import SMALL, decided
@@ -334,39 +331,33 @@ PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, mic
 
 
 @pytest.mark.parametrize("settings", [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}])
-def test_what_whole_volumes_take_is_counted_by_hand(phantom_store, tmp_path, settings):
-    plan = planned(phantom_store, tmp_path, **settings)
-    config, job = plan.config, plan.estimate.job
-    if not settings:
-        assert whole_volume_bytes(plan, job) == 0
-        return
-    covered = (math.ceil(n / config.resolution) for n in config.grid)
-    voxels = math.prod(map(max, phantom_store.manifest.largest_box, covered))
+def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_store, tmp_path, settings):
+    plan = planned(phantom_store, tmp_path, policy="speed", **settings)
+    found, resolution = plan.estimate, plan.config.resolution
+    covered = (math.ceil(n / resolution) for n in plan.config.grid)
+    volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
+    beside = whole_volume_bytes(found.job, volume, resolution) if settings else 0
+    alone = estimate(found.job, found.constants, found.accuracy, HOST.memory_bytes)
+    assert found.upper_bound_bytes == alone.upper_bound_bytes + beside
+    split = {**phantom_store.manifest.split, "val": ()}
+    store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, split=split))
+    without = planned(store, tmp_path, policy="speed", **settings).estimate.upper_bound_bytes
+    assert without == found.upper_bound_bytes - (beside if plan.config.is_patch else 0), "no validation, no volume"
+
+
+def test_what_whole_volumes_take_is_counted_by_hand():
+    job, shape, voxels = job_of(PATCHES, threads=2, cases=8), (240, 240, 155), 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
-    expected = 3 * (4 * 4 + 3) + 4 + 2 * 4 * 3
-    if (
-        not config.is_patch
-    ):  # five volumes of two at a time, two float32 copies and what is left of them, what is rotated
-        job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
-        expected += 2 * (4 * 4 + 3) + 2 * 4 * 4 * (1 + config.resolution) + 13 * 4
-    assert whole_volume_bytes(plan, job) == round(voxels * expected)
-    split = {**plan.store.manifest.split, "val": ()}
-    alone = Store(plan.store.folder, dataclasses.replace(plan.store.manifest, split=split))
-    none = whole_volume_bytes(dataclasses.replace(plan, store=alone), job) == 0
-    assert none == config.is_patch, "patches without a validation see no volume"
-
-
-def test_whole_volumes_are_in_the_bound_that_policies_are_picked_and_runs_refused_by(phantom_store, tmp_path):
-    plan = planned(phantom_store, tmp_path, policy="speed", **PATCH)
-    beside = whole_volume_bytes(plan, plan.estimate.job)
-    alone = estimate(plan.estimate.job, plan.estimate.constants, plan.estimate.accuracy, HOST.memory_bytes)
-    assert plan.estimate.upper_bound_bytes == alone.upper_bound_bytes + beside
-    assert "what fits: nothing smaller does; or --force" in refusal(plan, beside // 2)
+    assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
+    # At half the resolution of two at a time: five volumes, two float32 copies and their half, what is rotated.
+    job = dataclasses.replace(job, batch=4, micro_batch=2, resampled=True)
+    shrinking = 2 * 4 * 4 * 1.5 + 13 * 4
+    assert whole_volume_bytes(job, shape, 0.5) == voxels * (5 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + shrinking)
 
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="lean", mode="patch", patch=[24, 32, 32])
-    beside = whole_volume_bytes(plan, plan.estimate.job)
+    beside = whole_volume_bytes(plan.estimate.job, phantom_store.manifest.largest_box, 1.0)
     message = refusal(plan, beside + 0.6 * (plan.estimate.upper_bound_bytes - beside))
     (proposed,) = re.findall(r"--patch (\d+) (\d+) (\d+)", message)
     assert 0.3 < math.prod(map(int, proposed)) / math.prod(plan.config.grid) <= 0.6
@@ -413,13 +404,12 @@ def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, p
     divisor = UNetConfig(depth=depth).divisor
     grid = tuple(divisor * n for n in sides)
     for shape in (*patch_shapes(grid, divisor), usual_patch(grid, divisor)):
-        check_patch(shape, grid, divisor, depth)  # what a card is given, thin volumes whole, is what may be asked for
+        check_patch(shape, grid, divisor)  # what a card is given, thin volumes whole, is what may be asked for
     try:
-        check_patch(patch, grid, divisor, depth)
-    except InputError as error:
-        (problem,) = error.problems
-        offered = problem.rpartition("; give ")[2].partition(",")[0]
-        check_patch(tuple(map(int, offered.split())), grid, divisor, depth)
+        check_patch(patch, grid, divisor)
+    except ValueError as error:
+        offered = str(error).rpartition("; give ")[2].partition(",")[0]
+        check_patch(tuple(map(int, offered.split())), grid, divisor)
 
 
 def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):
