@@ -24,19 +24,10 @@ COMMANDS = {
     "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
     "export": ("cpu3d.inference.export.command", "write a trained network for other programs: SavedModel or ONNX"),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
-    "compare": (
-        "cpu3d.compare.command",
-        "train whole-volume and patch runs, or any variants, under one budget and compare them",
-    ),
-    "bench": (
-        "cpu3d.bench.command",
-        "measure time and memory of training, loading and inference; compare engines and policies",
-    ),
+    "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
+    "bench": ("cpu3d.bench.command", "measure time and memory of training, loading and inference"),
     "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, within a minute"),
-    "doctor": (
-        "cpu3d.host.doctor",
-        "look at this host: what it has, what would be set, whether the engine does what it should",
-    ),
+    "doctor": ("cpu3d.host.doctor", "look at this host: what it has, what would be set, a self-test of the engine"),
 }
 """Subcommand -> its module and a line of help."""
 

@@ -98,14 +98,10 @@ class RunConfig:
 
     mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=MODES)
     foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
-    patches_per_case: int = _patches(
-        1, "of each case an epoch (default: as many as make up its voxels)", "N", at_least=1
-    )
+    patches_per_case: int = _patches(1, "a case an epoch (default: as many as make up its voxels)", "N", at_least=1)
     device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
 
-    epochs: int = _training(
-        100, "passes over the training cases; the decay spans them", "N", at_least=1, one_of="length"
-    )
+    epochs: int = _training(100, "passes over the cases; the decay spans them", "N", at_least=1, one_of="length")
     steps: int = _training(0, "in all, instead of --epochs", "N", at_least=0, one_of="length")
     budget_minutes: float = _training(
         0.0,
@@ -132,9 +128,7 @@ class RunConfig:
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
     """Of the exponential moving average; validation and prediction then use the averaged weights."""
     validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
-    validations: int = _training(
-        0, "in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
-    )
+    validations: int = _training(0, "in all, evenly, instead of --validate-every", "N", at_least=0, one_of="often")
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
     save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
@@ -221,19 +215,12 @@ class Shorthand:
         metavar=("X", "Y", "Z"),
         one_of="patch",
     )
-    gpu_memory: Optional[str] = _patches(
-        None, "the largest patch that such a card trains, as in 16GiB", "SIZE", one_of="patch"
-    )
+    gpu_memory: Optional[str] = _patches(None, "the largest patch of such a card, as in 16GiB", "SIZE", one_of="patch")
     batch_per_worker: Optional[int] = _training(
-        None,
-        "volumes a step of each worker: the batch grows with them, and the learning rate by --rate-scaling",
-        metavar="N",
-        one_of="batch",
+        None, "volumes a step of each worker; the learning rate grows by --rate-scaling", "N", one_of="batch"
     )
     rate_scaling: Optional[str] = _training(
-        None,
-        "growth of the rate with the workers under --batch-per-worker (default: sqrt for adam, linear for sgd)",
-        choices=tuple(RATE_SCALES),
+        None, "under --batch-per-worker (default: sqrt for adam, linear for sgd)", choices=tuple(RATE_SCALES)
     )
     no_augment: bool = option(False, "none at all", group="augmentation")
 
