@@ -1,11 +1,10 @@
-"""Look into a store, check it, change its format, add cases to it.
+"""Look into a store, check it, add cases to it.
 
 Examples: python -m cpu3d store info store
           python -m cpu3d store verify store
-          python -m cpu3d store convert store packed --format b2nd --crop
           python -m cpu3d store append store --dataset new_cases
 
-What can be long can be interrupted: `convert` and `append` continue with the same command.
+`append` can be interrupted: the same command continues.
 """
 
 import argparse
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Optional
 
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.conversion import FORMAT_CHOICES
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
-from cpu3d.data.stores.upkeep import append, change_format
+from cpu3d.data.stores.upkeep import append
 from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
@@ -39,19 +37,6 @@ class Verify:
 
 
 @dataclass(frozen=True)
-class Convert:
-    """Write the same cases as another store, in another format."""
-
-    store: Path = option(help="folder made by `prepare`; left as it is", positional=True)
-    new: Path = option(help="folder to write; made if absent, continued if unfinished", positional=True)
-    format: Optional[str] = option(
-        None, "of the new store (default: as it is); what is float16 stays so", choices=FORMAT_CHOICES
-    )
-    crop: Optional[bool] = option(None, "store only each brain's box, or whole grids")
-    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
-
-
-@dataclass(frozen=True)
 class Append:
     """Add a data set's new cases, made as the store's own were."""
 
@@ -62,7 +47,7 @@ class Append:
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
-ACTIONS = {"info": Info, "verify": Verify, "convert": Convert, "append": Append}
+ACTIONS = {"info": Info, "verify": Verify, "append": Append}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,14 +65,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "verify":
         refuse(verify(folder, workers=options.workers))
         print(f"Store {folder} is whole: {count(before.cases, 'case')}")
-    elif args.action == "convert":
-        new = settings.pop("new")
-        same = change_format(folder, new, **settings).split_hash == before.split_hash
-        summarise(new)
-        what = (
-            f"same, so runs trained on {folder} can go on" if same else f"rounded: runs trained on {folder} refuse it"
-        )
-        print(f"  voxels   {what}")
     else:
         done = append(folder, settings.pop("dataset"), **settings)
         print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")

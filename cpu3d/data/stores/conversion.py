@@ -7,22 +7,21 @@ them as good; quarantine.jsonl lists the cases that were left out.
 import contextlib
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
 
 from cpu3d.data.files import pages
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files.reader import Reader, parts_of
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
-from cpu3d.data.stores.case import LoadedCase, load_case, source_name
+from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems, labels_in_use
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
@@ -66,37 +65,35 @@ USUAL = Settings()
 class Job(NamedTuple):
     """A case to store, with all that a process needs to know for it."""
 
-    case_id: str
-    load: Callable[[], LoadedCase]
-    """Raises InputError with all that is wrong with the case. Picklable."""
+    files: CaseFiles
+    dataset: Dataset
+    """Without its cases."""
     store: Path
     settings: Settings
 
 
-def jobs_of(
-    cases: Sequence[CaseFiles], dataset: Dataset, store: Path, settings: Settings, finished: Container[str]
-) -> List[Job]:
-    """Those of the cases that are not finished."""
-    how = {"channels": dataset.channels, "labels": dataset.labels, "dataset_folder": dataset.folder}
-    how.update((name, getattr(settings, name)) for name in ("scores", "zero_nan", "label_map"))
-    waiting = [files for files in cases if files.case_id not in finished]
-    return [Job(files.case_id, functools.partial(load_case, files, **how), store, settings) for files in waiting]
-
-
 def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
-    rule = f"case {job.case_id} must"
+    settings, rule = job.settings, f"case {job.files.case_id} must"
     try:
-        case = job.load()
+        case = load_case(
+            job.files,
+            channels=job.dataset.channels,
+            labels=job.dataset.labels,
+            dataset_folder=job.dataset.folder,
+            scores=settings.scores,
+            zero_nan=settings.zero_nan,
+            label_map=settings.label_map,
+        )
     except InputError as error:
         return error.problems
     except MemoryError:
         return (f"{rule} fit into memory, got too little; run again with fewer --workers",)
     except Exception as error:  # whatever is wrong with one case, the others are still converted
         return (f"{rule} be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
-    how = {"format_": job.settings.format, "cropped": job.settings.crop}
+    how = {"format_": settings.format, "cropped": settings.crop}
     record = write_arrays(job.store, case.record, case.image, case.label, **how)
-    write_json(record_path(job.store, job.case_id), to_json(record))
+    write_json(record_path(job.store, record.case_id), to_json(record))
     return record
 
 
@@ -131,23 +128,31 @@ def write_arrays(
 
 
 def convert_all(
-    jobs: Sequence[Job], workers: int, finished: Mapping[str, CaseRecord], store_dir: Path, what: str
+    cases: Sequence[CaseFiles],
+    dataset: Dataset,
+    store_dir: Path,
+    settings: Settings,
+    workers: int,
+    finished: Mapping[str, CaseRecord],
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """Records of all good cases by job's `case_id`, `finished` ones too, and the problems of the bad ones.
+    """Records of all good cases by case id, those of `finished` ones too, and the problems of the bad ones.
 
     Raises OSError, as on a full disk, and KeyboardInterrupt with how many cases are kept; the same command continues.
     """
     records, problems = dict(finished), {}
+    bare = dataclasses.replace(dataset, cases=(), problems={}, patient_rules={})
+    jobs = [Job(files, bare, store_dir, settings) for files in cases if files.case_id not in finished]
     results = run_jobs(convert, jobs, workers)
     try:
-        with contextlib.closing(results), bar(what, total=len(jobs) + len(finished)) as advance:
+        with contextlib.closing(results), bar("prepare", total=len(cases)) as advance:
             advance(len(finished))
             for job, outcome in results:
+                case_id = job.files.case_id
                 if isinstance(outcome, CaseRecord):
-                    records[job.case_id] = outcome
+                    records[case_id] = outcome
                 else:
-                    killed = f"case {job.case_id} must fit into memory, but its process was killed; free some"
-                    problems[job.case_id] = [killed] if outcome is KILLED else list(outcome)
+                    killed = f"case {case_id} must fit into memory, but its process was killed; free some"
+                    problems[case_id] = [killed] if outcome is KILLED else list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
         kept = f"{count(records, 'finished case')} kept in {store_dir}; run the same command again to continue"
@@ -206,27 +211,22 @@ def finished_cases(
     They are of the recorded patient, their arrays have the recorded lengths, their sources the recorded sizes and
     dates; another date is settled by hash. `verify` compares the hashes of all of them.
     """
-    finished = {}
+    finished, reader = {}, Reader(store_dir, "pread")
     for files in cases:
-        record = stored_record(store_dir, files.case_id, verify=verify)
-        if record and record.patient_id == files.patient_id and same_sources(files, record, dataset_folder, verify):
+        try:
+            record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
+        except (FileNotFoundError, ValueError):
+            continue
+        made = {part: array_path(store_dir, record, part) for part in parts_of(record)}
+        hashes = {"x": record.image_sha256, "y": record.label_sha256}
+        if (
+            record.patient_id == files.patient_id
+            and not reader.problems(record)
+            and not (verify and any(file_sha256(path) != hashes[part] for part, path in made.items()))
+            and same_sources(files, record, dataset_folder, verify)
+        ):
             finished[files.case_id] = record
     return finished
-
-
-def stored_record(store_dir: Path, name: str, *, verify: bool = False) -> Optional[CaseRecord]:
-    """The record written after the arrays called `name`; None where it is damaged or they are, by length or hash."""
-    try:
-        record = case_from_json(read_regular(record_path(store_dir, name)))
-    except (FileNotFoundError, ValueError):
-        return None
-    made = {
-        array_path(store_dir, record, "x"): record.image_sha256,
-        array_path(store_dir, record, "y"): record.label_sha256,
-    }
-    damaged = Reader(store_dir, "pread").problems(record)
-    damaged = damaged or (verify and any(sha256 and file_sha256(path) != sha256 for path, sha256 in made.items()))
-    return None if damaged else record
 
 
 def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:

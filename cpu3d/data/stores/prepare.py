@@ -23,7 +23,6 @@ from cpu3d.data.stores.conversion import (
     convert_all,
     finished_cases,
     identity,
-    jobs_of,
     left_out,
     refuse_bad_cases,
     same_sources,
@@ -146,8 +145,7 @@ def prepare(
         if old is not None and len(finished) == len(old.cases):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
             return old
-        jobs = jobs_of(cases, dataset, store_dir, settings, finished)
-        records, problems = convert_all(jobs, workers, finished, store_dir, "prepare")
+        records, problems = convert_all(cases, dataset, store_dir, settings, workers, finished)
         problems = {**problems, **(dataset.problems if old is None else {})}
         if not skip_bad or old is not None:
             refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")

@@ -49,17 +49,6 @@ def test_verify_ends_with_0_for_a_good_store_and_2_for_a_damaged_one(store, prin
     assert len(re.findall("^error: ", err, re.MULTILINE)) == 2
 
 
-def test_convert_tells_who_can_go_on(tmp_path, store, printed):
-    old = open_store(store).manifest
-    out = printed("convert", store, tmp_path / "new", "--crop", "--workers", 1).out
-    assert "3 int16 .npy cropped" in out
-    assert "can go on" in out
-    assert open_store(tmp_path / "new").manifest.split_hash == old.split_hash
-    out = printed("convert", tmp_path / "new", tmp_path / "third", "--format", "float16", "--workers", 1).out
-    assert "rounded: runs trained on" in out
-    assert open_store(tmp_path / "third").manifest.split_hash != old.split_hash
-
-
 def test_append_tells_what_came_what_was_there_and_why_old_runs_refuse(tmp_path, store, printed, decathlon):
     decathlon(tmp_path / "more", 5)
     before = open_store(store).manifest
