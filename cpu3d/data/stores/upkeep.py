@@ -1,7 +1,16 @@
-"""What changes a finished store: new cases (`append`), more entries of each case. None of the old ones moves."""
+"""Look into a store, check it, add cases to it.
 
+Examples: python -m cpu3d store info store
+          python -m cpu3d store verify store
+          python -m cpu3d store append store --dataset new_cases
+
+None of the old cases moves. `append` can be interrupted: the same command continues.
+"""
+
+import argparse
 import dataclasses
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -12,11 +21,72 @@ from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import conversion
 from cpu3d.data.stores.conversion import settings_of
 from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
+from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
+from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.records import versions
+from cpu3d.util.records import count, versions
+from memory_estimator.schema import add_options, from_args, option
+
+
+@dataclass(frozen=True)
+class Info:
+    """What it holds, and how it would be read here."""
+
+    store: Path = option(help="folder made by `prepare`", positional=True)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare every file and every voxel with the records."""
+
+    store: Path = option(help="folder made by `prepare`", positional=True)
+    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Add a data set's new cases, made as the store's own were."""
+
+    store: Path = option(help="finished store", positional=True)
+    dataset: Path = option(help="folder as for `prepare`")
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
+    patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
+    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
+
+
+ACTIONS = {"info": Info, "verify": Verify, "append": Append}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, options in ACTIONS.items():
+        add_options(actions.add_parser(name, help=options.__doc__), options)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = from_args(ACTIONS[args.action], args, InputError)
+    before, settings = open_store(options.store).manifest, dict(vars(options))
+    folder = settings.pop("store")
+    if args.action == "info":
+        summarise(folder)
+    elif args.action == "verify":
+        refuse(verify(folder, workers=options.workers))
+        print(f"Store {folder} is whole: {count(before.cases, 'case')}")
+    else:
+        done = append(folder, settings.pop("dataset"), **settings)
+        print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+        if done.bad:
+            print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+        if done.new:
+            print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
+            print(
+                f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it."
+            )
+            print("           Train anew, or keep a copy of the store they know.")
+    return 0
 
 
 class Appended(NamedTuple):

@@ -7,8 +7,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import CHANNELS, phantom_case, write_phantom
-from cpu3d.data.stores.phantom_case import CLEARANCE, blind_patch
+from cpu3d.data.stores.phantom import CHANNELS, CLEARANCE, blind_patch, phantom_case, write_phantom
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
