@@ -3,7 +3,7 @@
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench memory --policies --help
 
-A kind is a module of this folder that has a line `HELP = "..."`, `add_arguments` and `run`.
+A kind is a command that is a module of this folder and has a line `HELP = "..."`.
 """
 
 import argparse
@@ -11,6 +11,9 @@ import importlib
 import re
 from pathlib import Path
 from typing import Any, Dict
+
+from cpu3d.errors import InputError
+from memory_estimator.schema import add_options, arguments
 
 
 def kinds() -> Dict[str, str]:
@@ -21,12 +24,12 @@ def kinds() -> Dict[str, str]:
 
 
 class KindParser(argparse.ArgumentParser):
-    """Takes the options and the description of its kind from the module once it is the one asked for."""
+    """Takes the options and the description of its kind from the module once it is the one chosen."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         module = importlib.import_module(f"cpu3d.bench.{self.prog.split()[-1]}")
         self.description = module.__doc__
-        module.add_arguments(self)
+        add_options(self, *module.OPTIONS)
         return super().parse_known_args(args, namespace)
 
 
@@ -37,4 +40,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return importlib.import_module(f"cpu3d.bench.{args.bench}").run(args)
+    module = importlib.import_module(f"cpu3d.bench.{args.bench}")
+    return module.run(*arguments(module.OPTIONS, args, InputError))

@@ -7,7 +7,6 @@ the JSON and prints what that returns as its last line.
 import contextlib
 import importlib
 import json
-import math
 import shlex
 import shutil
 import signal
@@ -23,18 +22,12 @@ from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Seque
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
-from cpu3d.util.records import append_record, versions
-from memory_estimator.figure import PALETTE, plain
+from cpu3d.util.records import append_record, by, versions
 from memory_estimator.schema import option
 from memory_estimator.table import Table, new_console
-
-LOOK_EVERY_S = 0.02
-"""Between two looks at a measuring process; a look takes 0.1 ms of another core."""
-
-KILLED = (-9, 128 + 9)
-"""Exit codes of a process that the kernel's out-of-memory killer ends, alone and under a shell."""
+from memory_estimator.units import GIB
 
 HOST_FACTS = ("engine_name", "threads", "host", "versions")
 """What one measurement knows for all of a record."""
@@ -42,8 +35,11 @@ HOST_FACTS = ("engine_name", "threads", "host", "versions")
 Result = Dict[str, Any]
 """The JSON object that a measuring process ends with."""
 
-Ways = Mapping[Hashable, Callable[[int], Result]]
-"""Name -> measures a way once, by the round's number."""
+Work = Callable[[Dict[str, Any]], Result]
+"""A function of a module, which a measuring process calls with its request."""
+
+Ways = Dict[Hashable, Callable[[int], Result]]
+"""Name -> measures this way to do a thing once, by the round's number."""
 
 T = TypeVar("T")
 
@@ -58,7 +54,7 @@ class ProcessFailedError(InputError):
     @property
     def reason(self) -> str:
         """In a few words, for a table."""
-        if self.returncode in KILLED:
+        if self.returncode in (-9, 128 + 9):  # alone, and under a shell
             return "killed, as the kernel does when memory runs out"
         return f"exited with {self.returncode} saying: {self.last_line}"
 
@@ -69,24 +65,19 @@ class Output:
 
     json: bool = option(False, "print one JSON object")
     record: Optional[Path] = option(None, "append the result to a .jsonl file", metavar="FILE")
-    picture: Optional[Path] = option(None, "draw the result as PNG", metavar="FILE")
 
     def __post_init__(self):
-        for path in filter(None, (self.record, self.picture)):
-            writable_folder(path.parent, "folder")
+        if self.record:
+            writable_folder(self.record.parent, "folder")
 
-    def publish(
-        self, kind: str, result: Result, tables: Sequence[Table], draw: Optional[Callable[[], bytes]] = None
-    ) -> None:
-        """Print, append to the record and draw what was asked for."""
+    def publish(self, kind: str, result: Result, *tables: Table) -> None:
+        """Print the result, as tables or JSON, and append it to the record."""
         if self.json:
             print(json.dumps(result))
         for table in () if self.json else tables:
             new_console().print(table)
         if self.record:
             append_record(self.record, kind, result)
-        if self.picture and draw:
-            write_bytes(self.picture, draw())
 
 
 @dataclass(frozen=True)
@@ -108,59 +99,52 @@ def valid(read: Callable[..., T], *arguments: Any) -> T:
         raise InputError(str(error)) from None
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    with atomic_write(path) as file:
-        file.write(content)
-
-
 # --- Measuring processes ---
 
 
-def in_fresh_process(
-    work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any], *, look: Optional[Callable[[int], None]] = None
-) -> Result:
-    """What `work(request)` returns in a new process, where nothing was allocated or compiled before.
-
-    `look` is called with the process's id every 20 ms as long as it runs.
-    """
-    return run_together([command_of(work, request)], f"bench, {work.__name__},", look=look)[0]
+def in_fresh_process(work: Work, request: Dict[str, Any]) -> Result:
+    """What `work(request)` returns in a new process, where nothing was allocated or compiled before."""
+    return run_together([command_of(work, request)], f"bench, {work.__name__},")[0]
 
 
-def command_of(work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any]) -> List[str]:
+def command_of(work: Work, request: Dict[str, Any]) -> List[str]:
     """The command line of a process that does `work(request)`."""
     content = json.dumps(request, default=str)
     return [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__, content]
 
 
 def run_together(
-    commands: Sequence[Sequence[str]],
-    who: str,
-    *,
-    cwd: Optional[Path] = ROOT,
-    environ: Optional[Mapping[str, str]] = None,
-    look: Optional[Callable[[int], None]] = None,
+    commands: Sequence[Sequence[str]], who: str, cwd: Optional[Path] = ROOT, environ: Optional[Mapping[str, str]] = None
 ) -> List[Result]:
     """The JSON object that each command prints as its last line, all running at the same time.
 
     Once one has failed the others are killed. Raises ProcessFailedError, with that one's last line, and
     KeyboardInterrupt for SIGINT and SIGTERM, which kill them all.
     """
+    processes: List[subprocess.Popen] = []
     with contextlib.ExitStack() as stack:
-        processes: List[subprocess.Popen] = []
         signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
-        stack.callback(_end, processes)
+        stack.callback(lambda: [(process.kill(), process.wait()) for process in processes])
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         for command, log in zip(commands, logs):
             processes.append(start(command, log, environ, cwd))
         while not signals and None in (codes := [process.poll() for process in processes]) and not any(codes):
-            if look:
-                look(processes[0].pid)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(0.02)
         if signals:
             raise KeyboardInterrupt
         failed = [pair for pair in zip(processes, logs) if pair[0].returncode]
         return [_answer(process, log, who) for process, log in failed or zip(processes, logs)]
+
+
+def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
+    log.seek(0)
+    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+    problem = f"{who} must end with a line of JSON, exited with {process.returncode} saying: {lines[-1]}"
+    raise ProcessFailedError(problem, process.returncode, lines[-1])
 
 
 def run_peer(command: str) -> Result:
@@ -168,23 +152,17 @@ def run_peer(command: str) -> Result:
 
     Raises InputError for what is no command, whose program is not installed, or whose answer has no step_s.
     """
-    try:
+    words: List[str] = []
+    with contextlib.suppress(ValueError):  # such as an open quotation
         words = shlex.split(command)
-    except ValueError as error:
-        raise InputError(f"peer must be a command, got {command!r}: {error}; mend it") from None
     program = shutil.which(words[0]) if words else None
     if not program:
-        raise InputError(f"peer must begin with an installed program, got {command!r}; mend it")
+        raise InputError(f"peer must be a command that begins with an installed program, got {command!r}; mend it")
     result = run_together([[program, *words[1:]]], f"peer {command!r}", cwd=None)[0]
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     script = next((word for word in words if word.endswith(".py")), words[0])
     return {"peer": Path(script).name, **result, "process_peak_bytes": result.get("peak_rss_bytes")}
-
-
-def peer_options(command: str) -> str:
-    """The words of a command that are no path: paths are of one machine."""
-    return " ".join(word for word in shlex.split(command) if "/" not in word)
 
 
 def facts_of(tf: Any, threads: Any, host: Any) -> Result:
@@ -199,12 +177,12 @@ def facts_of(tf: Any, threads: Any, host: Any) -> Result:
 def in_turn(
     ways: Ways, rounds: int, label: str, *, keep_going: bool = True
 ) -> Tuple[Dict[Hashable, List[Optional[Result]]], Dict[Hashable, ProcessFailedError]]:
-    """Measure every way in every round, as a function of the round's number: (results, failures) of each way.
+    """Measure every way in every round: (results, failures) of each way.
 
     A way whose process died has None from there on and is not tried again, unless `keep_going` is False. Raises
     ProcessFailedError then, where all died, and for one that ended well without a result.
     """
-    from cpu3d.util.progress import bar
+    from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
     found: Dict[Hashable, List[Optional[Result]]] = {name: [] for name in ways}
     failures: Dict[Hashable, ProcessFailedError] = {}
@@ -225,21 +203,42 @@ def in_turn(
     return found, failures
 
 
+def fresh(work: Work, request: Dict[str, Any]) -> Callable[[int], Result]:
+    """One of the ways of `in_turn`: `work(request)` in a new process."""
+    return lambda _: in_fresh_process(work, request)
+
+
+def peers(commands: Sequence[str]) -> Ways:
+    """Ways of `in_turn`. Put before ours, a command that is wrong is found out before ours took their time."""
+    return {command: lambda _, command=command: run_peer(command) for command in commands}
+
+
+def peer_of(command: str, results: Sequence[Optional[Result]]) -> Dict[str, str]:
+    """A peer's name, and its options: the words of the command that are no path, for paths are of one machine."""
+    options = " ".join(word for word in shlex.split(command) if "/" not in word)
+    return {"peer": next((one["peer"] for one in results if one), options), "options": options}
+
+
 def summary(
     results: Sequence[Optional[Result]], baseline: Sequence[Optional[Result]], seconds: str = "step_s"
 ) -> Result:
     """Median and range of a way's `seconds` and of their ratio to the baseline's in the same round; highest peaks."""
+    found: Result = {}
+    for name in ("allocator_peak_bytes", "process_peak_bytes"):
+        found[name] = max((one[name] for one in results if one and one.get(name) is not None), default=None)
     ratios = [one[seconds] / base[seconds] for one, base in zip(results, baseline) if one and base]
-    peaks = {
-        name: max((one[name] for one in results if one and one.get(name) is not None), default=None)
-        for name in ("allocator_peak_bytes", "process_peak_bytes")
-    }
-    return {**peaks, **_spread(seconds, [one[seconds] for one in results if one]), **_spread("ratio", ratios)}
+    for name, values in ((seconds, [one[seconds] for one in results if one]), ("ratio", ratios)):
+        found[name] = statistics.median(values) if values else None
+        found.update({f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)})
+    return found
 
 
-def middle(results: Sequence[Result], name: str = "step_s") -> Result:
-    """The result with the (lower) median of one figure, whole: its figures belong together."""
-    return sorted(results, key=lambda one: one[name])[(len(results) - 1) // 2]
+def middle(results: Sequence[Result]) -> Result:
+    """The result with the (lower) median step, whole: its figures belong together."""
+    return sorted(results, key=lambda one: one["step_s"])[(len(results) - 1) // 2]
+
+
+# --- For tables ---
 
 
 def with_range(row: Result, name: str) -> str:
@@ -250,15 +249,15 @@ def with_range(row: Result, name: str) -> str:
     return f"{row[name]:.2f}" + (f" ({low:.2f} to {high:.2f})" if high > low else "")
 
 
-def times(shape: Sequence[int]) -> str:
-    """A shape as "240 x 240 x 160"."""
-    return " x ".join(map(str, shape))
+def gib(size_bytes: Optional[float], digits: int = 2) -> str:
+    """A size in GiB without its unit, "-" for what is not known."""
+    return "-" if size_bytes is None else f"{size_bytes / GIB:.{digits}f}"
 
 
 def title_of(result: Result, batch: str = "") -> str:
     """What step was measured, in one line."""
     unet, batch = result["unet"], batch or f"batch {result['batch']}"
-    shape = f"{times(result['shape'])} x {unet['channels']}"
+    shape = by([*result["shape"], unet["channels"]], " x ")
     return f"{shape}, {unet['filters']} filters, {batch}, {unet['dtype']}, {unet['norm']} norm"
 
 
@@ -270,67 +269,6 @@ def host_of(record: Result) -> str:
 def deaths(rows: Sequence[Result]) -> str:
     """A line for each row that has an error."""
     return "\n".join(f"{row['name']}: {row['error']}." for row in rows if row["error"])
-
-
-def draw_bars(
-    axes: Any,
-    values: Sequence[Optional[float]],
-    label: str,
-    *,
-    names: Sequence[str] = (),
-    texts: Sequence[str] = (),
-    ends: Sequence[Tuple[float, float]] = (),
-    colours: Any = PALETTE[0],
-    is_log: bool = False,
-) -> None:
-    """A bar a row from top to bottom; "died" for None. `ends` are the least and the most of each value."""
-    plain(axes, "")
-    axes.grid(False, axis="y")
-    around = [[abs(end[at] - (value or 0)) for value, end in zip(values, ends)] for at in (0, 1)]
-    bars = axes.barh(
-        range(len(values)), [value or 0 for value in values], 0.62, color=colours,
-        xerr=around if any(map(any, around)) else None, error_kw={"elinewidth": 1.1, "ecolor": "#444444", "capsize": 2},
-    )  # fmt: skip
-    texts = texts or ["" if value is None else f"{value:.2f}" for value in values]
-    axes.bar_label(bars, ["died" if v is None else text for v, text in zip(values, texts)], padding=3, fontsize=8)
-    axes.set_yticks(range(len(values)), names or [""] * len(values), fontsize=8)
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    least, most = (of([value for value in values if value], default=1) for of in (min, max))
-    if is_log:
-        axes.set_xscale("log")
-    room = 10 ** (0.35 * max(1.0, math.log10(most / least))) if is_log else 1.42  # for the texts
-    axes.set_xlim(least / 2 if is_log else 0, room * most)
-    axes.set_xlabel(label, fontsize=9)
-
-
-# --- Private helpers ---
-
-
-def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
-    log.seek(0)
-    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
-    for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                return json.loads(line)
-    raise ProcessFailedError(
-        f"{who} must end with a line of JSON, exited with {process.returncode} saying: {lines[-1]}",
-        process.returncode,
-        lines[-1],
-    )
-
-
-def _end(processes: Sequence[subprocess.Popen]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-def _spread(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
-    median = statistics.median(values) if values else None
-    return {name: median, f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)}
 
 
 if __name__ == "__main__":

@@ -7,41 +7,46 @@ peer is any command whose last line of output is JSON with "step_s"; it runs in 
 round by round.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
 import os
 import statistics
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import Output, Result, Turns, title_of, valid, with_range
+from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, set_up
-from cpu3d.host.memory import resident
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job, add_job_options, add_source_options, job_from, source_job
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.schema import option
 from memory_estimator.table import Table
-from memory_estimator.units import GIB
-from models.config import DTYPES, UNetConfig
+from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
-WARM_UP_STEPS = 2
-"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third."""
-
-LONG_ENOUGH_S = 90
-"""Once the steps have taken this long, no more are done than one to warm up and one to time: without oneDNN a step
-takes minutes in bfloat16, next to which what settles during the first ones is nothing."""
+WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
+"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third.
+Once the steps have taken so long, no more are done than one to warm up and one to time: without oneDNN a step takes
+minutes in bfloat16, next to which what settles during the first ones is nothing."""
 
 MATMUL_SIDES = (1024, 2048, 4096)
 """Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
 
 HELP = "time the real training step in a fresh process, alone or in turn with a peer"
+
+
+@dataclass(frozen=True)
+class MeasuredJob(JobOptions):
+    """The estimator's options of a job, with all engines and a policy that is not picked."""
+
+    dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
+    policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
+    engine: str = option(AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES))
 
 
 @dataclass(frozen=True)
@@ -52,78 +57,53 @@ class StepOptions:
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
 
 
-def add_step_options(parser: argparse.ArgumentParser, *more: type) -> None:
-    """Add the options of a job, as the estimator has them, and those of `more` classes."""
-    add_source_options(parser)
-    add_job_options(parser, ENGINES, (AUTO, *DTYPES))
-    for cls in more:
-        add_options(parser, cls)
+OPTIONS = ((MeasuredJob,), StepOptions, Turns, Output)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser, StepOptions, Turns)
-    add_options(parser, Output, only=("json", "record"))
-
-
-def run(args: argparse.Namespace) -> int:
-    output, turns = from_args(Output, args), from_args(Turns, args)
-    request = step_request(args, from_args(StepOptions, args), matmul=["before", "after"])
-    # Peers first: a command that is wrong is found out before ours took its time.
-    ways = {command: lambda _, command=command: harness.run_peer(command) for command in turns.peer}
-    ways[""] = lambda _: harness.in_fresh_process(measure, request)
+def run(given: Dict[str, Any], options: StepOptions, turns: Turns, output: Output) -> int:
+    request = step_request(given, options, matmul=True)
+    ways = {**harness.peers(turns.peer), "": harness.fresh(measure, request)}
     found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
     ours = found.pop("")
-    result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": []}
-    for command, results in found.items():
-        own = {"peer": results[0]["peer"], "options": harness.peer_options(command)}
-        result["peers"].append({**harness.summary(results, ours), **own})
-    output.publish("step", result, [_table(result)])
+    others = [{**harness.summary(each, ours), **harness.peer_of(peer, each)} for peer, each in found.items()]
+    result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": others}
+    output.publish("step", result, step_table(result))
     return 0
 
 
-def step_request(args: argparse.Namespace, options: StepOptions, **more: Any) -> Dict[str, Any]:
-    """What `measure` is to do, 128^3 voxels where no shape is given. Raises InputError for a job that cannot be."""
-    engine = getattr(args, "engine", AUTO)
-    if engine not in KNOWN_ENGINES:
-        args.engine = AUTO  # a job has none that the estimator does not know
-    if getattr(args, "dtype", AUTO) == AUTO:
-        vars(args).pop("dtype", None)
-    whole = valid(source_job, args)
-    job = valid(job_from, args, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
+def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Dict[str, Any]:
+    """What `measure` is to do for `given` options of `MeasuredJob`, 128^3 voxels where no shape is given.
+
+    Raises InputError for a job that cannot be.
+    """
+    engine = given.get("engine", AUTO)
+    known = Namespace(**{**given, "engine": engine if engine in KNOWN_ENGINES else AUTO})
+    whole = valid(source_job, known)
+    job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
-    own = {"engine": engine, "threads": getattr(args, "threads", None)}
-    return request_for(job, **{**own, "steps": options.steps, "warm_up": options.warm_up, **more})
+    own = {"engine": engine, "threads": given.get("threads")}
+    return request_for(job, **own, steps=options.steps, warm_up=options.warm_up, **more)
 
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     """What `measure` is to do to measure a job; `more` win over it."""
-    return {
-        "shape": list(job.shape),
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "unet": dataclasses.asdict(job.unet),
-        "optimizer": job.optimizer,
-        "engine": job.engine,
-        "threads": job.threads,
-        "matmul": [],
-        **more,
-    }
+    found = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    found.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads, matmul=False)
+    return {**found, **more}
 
 
-def _table(result: Result) -> Table:
-    peak = result["allocator_peak_bytes"]
-    rows = {
-        "engine": result["engine_name"],
-        "step": f"{with_range(result, 'step_s')} s",
-        "rate": f"{result['gflops']:.0f} GFLOP/s, {result['matmul_peak_share']:.0%} of this host's matrix product",
-        "allocator peak": "not counted by this engine" if peak is None else f"{peak / GIB:.2f} GiB",
-        "process peak": f"{result['process_peak_bytes'] / GIB:.2f} GiB",
-    }
-    peers = [
-        (peer["peer"], f"{peer['step_s']:.2f} s, {with_range(peer, 'ratio')} times ours: {peer['options']}")
-        for peer in result["peers"]
-    ]
-    return Table(("", ""), [*rows.items(), *peers], title=f"Training step, {title_of(result)}", names=2)
+def step_table(record: Result) -> Table:
+    """Our step and the peers'."""
+    ours, rows = {**record, "peer": "this project,", "options": record["engine_name"], "ratio": None}, []
+    for one in (ours, *record["peers"]):
+        figures = (f"{one['step_s']:.2f}", gib(one["process_peak_bytes"]), with_range(one, "ratio"))
+        rows.append((f"{one['peer']} {one['options']}", *figures))
+    rate = (
+        f"Our step runs at {record['gflops']:.0f} GFLOP/s, {record['matmul_peak_share']:.0%} of the matrix product of "
+        f"this host ({record['matmul_gflops']:.0f})."
+    )
+    title, columns = f"{title_of(record)}, {host_of(record)}:", ("", "s a step", "process peak, GiB", "against ours")
+    return Table(columns, rows, title=title, caption=rate)
 
 
 # --- In the measuring process ---
@@ -132,12 +112,7 @@ def _table(result: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    `request["matmul"]` says when the host's matrix product is timed, "before" and "after" the steps. Both is fairest,
-    as the best of all products counts: a share of it is then never flattered by a slow moment of the host. Where memory
-    is the question it must not come before, because the matrices' pages would stay with the process.
-
-    With `request["watched"]` the result also says when each part ran, and what lay in memory before the first volume.
-    All peaks are read before the products after the steps.
+    With `request["matmul"]` the host's matrix product is timed after the steps, and after the peaks are read.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -146,19 +121,13 @@ def measure(request: Dict[str, Any]) -> Result:
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
-    peaks = [_matmul_gflops(tf, unet.dtype)] if "before" in request["matmul"] else []
-    moments: List[Tuple[str, float, float]] = []
-    before, begin = resident(), time.time()
     # One micro-batch stands for all: as with a store, no other lies in memory beside it.
     parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
-    moments.append(("data", begin, time.time()))
 
     def step() -> float:
-        begin, begin_s = time.time(), time.perf_counter()
+        begin = time.perf_counter()
         learner.step(parts, 1e-4)
-        seconds = time.perf_counter() - begin_s
-        moments.append(("step", begin, time.time()))
-        return seconds
+        return time.perf_counter() - begin
 
     first: List[float] = []
     while len(first) < request.get("warm_up", WARM_UP_STEPS) and sum(first) < LONG_ENOUGH_S:
@@ -170,27 +139,13 @@ def measure(request: Dict[str, Any]) -> Result:
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
     facts = {"allocator_peak_bytes": allocator_peak_bytes(), **harness.facts_of(tf, threads, host)}
-    if request.get("watched"):
-        sizes = {"baseline_bytes": before, "resident_bytes": resident()}
-        facts.update({name: one and one.total_bytes for name, one in sizes.items()}, moments=moments)
-    if "after" in request["matmul"]:
-        peaks.append(_matmul_gflops(tf, unet.dtype))
+    best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
-    return {
-        **request,
-        "step_s": step_s,
-        "step_s_min": min(timed),
-        "step_s_max": max(timed),
-        "first_step_s": first[0] if first else timed[0],
-        "steps_timed": len(timed),
-        "volume_s": step_s / batch,
-        "gflops": gflops,
-        "matmul_gflops": max(peaks, default=None),
-        "matmul_peak_share": gflops / max(peaks) if peaks else None,
-        "parameters": parameter_count(learner.model),
-        **facts,
-    }
+    result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
+    result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
+    result.update(gflops=gflops, matmul_gflops=best, matmul_peak_share=best and gflops / best)
+    return {**result, "parameters": parameter_count(learner.model), **facts}
 
 
 def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:

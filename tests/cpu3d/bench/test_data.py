@@ -1,4 +1,4 @@
-"""`bench data` on tiny files: every row with its lines and targets, the record, the page; all ways load the same."""
+"""`bench data` on tiny files: every row with its lines, the record, the page; all ways load the same."""
 
 import json
 import os
@@ -8,21 +8,14 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import data
-from cpu3d.bench.data import (
-    COLD,
-    SMOKE,
-    WARM,
-    amount,
-    draw,
-    line_of,
-    page_lines,
-    target_of,
-    targets_table,
-    time_in_turn,
-)
-from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.errors import InputError
+from cpu3d.bench.data import COLD, WARM, amount, page_lines, time_in_turn
 from cpu3d.util.records import read_records
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    for name, size in {"CASE": (32, 40, 28), "CT": (40, 36, 30), "PATCH": (16, 16, 16), "PATCHES": 2}.items():
+        monkeypatch.setattr(data, name, size)
 
 
 @pytest.fixture(scope="module")
@@ -37,96 +30,66 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(data, "in_fresh_process", call)
 
 
-def test_every_row_is_measured_in_every_way(folder, in_this_process):
-    found = {name: row(folder, SMOKE, 1) for name, row in data.ROWS.items()}
+def test_every_row_is_measured_recorded_and_a_section_of_the_page(folder, in_this_process, tmp_path, capsys):
+    record = tmp_path / "data.jsonl"
+    command = ["bench", "data", "--workdir", str(folder), "--record", str(record), "--rounds", "1"]
+    assert main(command) == 0
+    found = {row["row"]: row for row in read_records(record, "data")}
     counts = {
         name: [len([line for line in row["lines"] if line["state"] == state]) for state in (WARM, COLD)]
         for name, row in found.items()
     }
-    assert counts == {"s4": [11, 11], "s0": [9, 8], "many": [3, 0]}
-    assert [len(row["targets"]) for row in found.values()] == [2, 3, 3]
-    assert all(line["min"] >= 0 for row in found.values() for line in row["lines"])
-    slow, store = (
-        next(line["values"][0] for line in found["s4"]["lines"] if (line["name"], line["state"]) == (name, WARM))
-        for name in (".nii.gz float32", "store, int16 .npy")
-    )
-    assert found["s4"]["targets"][0]["value"] == pytest.approx(slow / store)
-    assert found["many"]["title"] == "A store of 12 entries"
+    assert counts == {"s4": [6, 5], "s0": [7, 6]}
+    assert all(line["min"] > 0 for row in found.values() for line in row["lines"])
+    assert "s0: One patch of 16x16x16 from a CT of 40x36x30" in capsys.readouterr().out
+    headings = [line for line in page_lines(list(found.values())) if line.startswith("### ")]
+    assert headings == [f"### {found[name]['title']}" for name in ("s4", "s0")]
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-    """What every way of a worker loads at a position, in place of its seconds."""
-    monkeypatch.setattr(
-        data, "time_in_turn", lambda ways, _: {name: np.asarray(load(1)) for name, (_, load, _) in ways.items()}
-    )
-
-
-def test_every_way_loads_the_same_case(folder, loaded):
-    found = data.load_case({"paths": data.one_case(folder, SMOKE), "state": WARM, "rounds": 1})
-    case = found["store, int16 .npy"]
-    assert case.shape == (*SMOKE.case, 4)
-    assert case.std() > 1
-    for name, other in found.items():
+@pytest.mark.parametrize(("row", "names"), [("s4", 6), ("s0", 7)])
+def test_every_way_loads_the_same(folder, monkeypatch, row, names):
+    taken = lambda ways, _: {"lines": [(name, np.asarray(load(1))) for name, (_, load, _) in ways.items()]}
+    monkeypatch.setattr(data, "time_in_turn", taken)
+    monkeypatch.setattr(data, "in_fresh_process", lambda work, request: work(request))
+    lines = data.beside_nibabel(row, folder, 1)["lines"]
+    loaded = dict(lines[:names])
+    first = loaded["store, mmap"]
+    assert first.std() > 1
+    assert first.shape == ((32, 40, 28, 4) if row == "s4" else (16, 16, 16, 1))
+    for name, other in lines:
         if "float16" not in name:  # z-scores
-            np.testing.assert_array_equal(other, case, err_msg=name)
+            np.testing.assert_array_equal(other, first, err_msg=name)
 
 
-def test_every_way_loads_the_same_patch(folder, loaded):
-    request = {"folders": data.cts(folder, SMOKE), "patch": SMOKE.patch, "patches": 1, "state": WARM, "rounds": 1}
-    found = data.load_patch(request)
-    patch = found["store, mmap"]
-    assert patch.std() > 1
-    for name, other in found.items():
-        np.testing.assert_array_equal(other.squeeze(), patch.squeeze(), err_msg=name)
+def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path, capsys):
+    image = data.made(folder / "s4-32x40x28", "s4", (32, 40, 28)) / "image.nii"
+    before = os.stat(image).st_mtime_ns
+    assert os.stat(data.made(folder / "s4-32x40x28", "s4", (32, 40, 28)) / "image.nii").st_mtime_ns == before
+    mine = tmp_path / "s4-32x40x28"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    assert main(["bench", "data", "--workdir", str(tmp_path)]) == 2
+    assert "must be made by bench data, got other files" in capsys.readouterr().err
+    assert (mine / "thesis.txt").read_text() == "mine"
 
 
-def test_files_are_made_once_and_other_files_are_left_alone(folder, tmp_path):
-    store = data.one_case(folder, SMOKE)["npy"]
-    before = os.stat(store).st_mtime_ns
-    assert os.stat(data.one_case(folder, SMOKE)["npy"]).st_mtime_ns == before
-    (tmp_path / "case").mkdir()
-    (tmp_path / "case" / "thesis.txt").write_text("mine")
-    with pytest.raises(InputError, match="must be made by bench data, got other files"):
-        data.one_case(tmp_path, SMOKE)
-    assert (tmp_path / "case" / "thesis.txt").read_text() == "mine"
-
-
-def test_ways_take_turns_and_a_first_round_is_not_counted():
+def test_ways_take_turns_and_a_first_round_is_not_counted(tmp_path):
     calls = []
-    ways = {name: (lambda _: [], lambda k, name=name: calls.append((name, k)) or np.zeros(1), 2) for name in "ab"}
+    (tmp_path / "file").touch()
+    load = lambda name: lambda position: calls.append((name, position)) or np.zeros(1)
+    ways = {name: (tmp_path / "file", load(name), 2) for name in "ab"}
     found = time_in_turn(ways, {"rounds": 1, "state": WARM})
     assert calls == 2 * [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert [line["n"] for line in found["lines"]] == [1, 1]
 
 
-def made_up(row):
-    lines = [line_of("a way", WARM, (2.0, 4.0)), line_of("the store", WARM, (0.5, 1.0), note="so")]
-    targets = [target_of("way against store", 4.0, ">=", 10)]
-    return {"row": row, "title": f"Title of {row}", "lines": lines, "targets": targets, "notes": ["a note"]}
-
-
-def test_rows_are_printed_recorded_and_drawn_and_one_that_fails_takes_no_other_along(tmp_path, capsys, monkeypatch):
-    def s0(*_):
-        raise ProcessFailedError("bench data must end with a line of JSON, exited with -9")
-
-    monkeypatch.setattr(data, "ROWS", {"s4": lambda *_: made_up("s4"), "s0": s0, "many": lambda *_: made_up("many")})
-    record, drawn = tmp_path / "r" / "data.jsonl", tmp_path / "p" / "data.png"
-    more = ["--record", str(record), "--picture", str(drawn), "--workdir", str(tmp_path / "work"), "--smoke"]
-    assert main(["bench", "data", *more]) == 1
-    printed = capsys.readouterr()
-    assert "s4: Title of s4" in printed.out
-    assert "error: row s0: bench data must end with a line of JSON" in printed.err
-    first, second = read_records(record, "data")
-    assert first["row"] == "s4"
-    assert {"median": 3.0, "min": 2.0, "max": 4.0, "n": 2}.items() <= first["lines"][0].items()
-    assert drawn.read_bytes() == draw([first, second])
-    assert "a note" in page_lines([first])
-    assert "| a way | warm | 3 s | 2 s to 4 s |  |" in page_lines([first, {**first, "row": "unknown"}])
-    assert list(targets_table([first]).rows[0]) == ["a case", "way against store", "4 x (**missed**)", "at least 10 x"]
-
-
-def test_a_target_is_met_at_its_bound_and_figures_are_readable():
-    assert [target_of("t", 2.0, rule, 2.0)["met"] for rule in (">=", "<=")] == [True, True]
-    assert [target_of("t", 2.0, rule, bound)["met"] for rule, bound in ((">=", 3), ("<=", 1))] == [False, False]
+def test_an_older_record_keeps_its_targets_and_notes_and_figures_are_readable():
+    line = {"name": "a way", "state": WARM, "unit": "s", "median": 3, "min": 2, "max": 4, "note": ""}
+    target = {"name": "a target", "value": 4, "rule": ">=", "bound": 10, "unit": "x", "met": False}
+    row = {"row": "ladder", "title": "a title", "lines": [line], "targets": [target], "notes": ["a note"]}
+    row.update(date="2026-11-20", host={"cores": 2, "cpu": "made up"}, file_system="ext4", rounds=5, case="phantom")
+    lines = page_lines([row, {**row, "row": "unknown"}])
+    assert "| S1's ladder | a target | 4 x (**missed**) | at least 10 x |" in lines
+    assert "| a way | warm | 3 s | 2 s to 4 s |  |" in lines
+    assert "a note" in lines
     assert [amount(value, "s") for value in (1.5, 0.0123, 4.2e-5)] == ["1.5 s", "12.3 ms", "42 us"]

@@ -1,32 +1,17 @@
-"""`bench faults`: kills are spread over the work, the moment they hit is found in what is left, and nothing slips."""
+"""`bench faults`: what an attempt is killed in is found, what is left is checked, and nothing slips."""
+
+import math
+import shutil
 
 import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import faults
-from cpu3d.bench.faults import (
-    COMPUTING,
-    ENDED,
-    PREPARING,
-    SAVING,
-    STARTING,
-    VALIDATING,
-    Tail,
-    attempt,
-    faults_table,
-    left_of_run,
-    phase_hit,
-    run_differences,
-)
+from cpu3d.bench.faults import Ended, attempt, faults_table, left_of_run, newest_event, run_differences
 from cpu3d.training.checkpoint import checkpoints, write_best, write_next
-from cpu3d.training.run_log import append_event
+from cpu3d.training.run_log import append_event, read_events
 from cpu3d.util.records import read_records
-
-
-@pytest.fixture(autouse=True)
-def often_validated(monkeypatch):
-    monkeypatch.setattr(faults, "VALIDATED_EVERY", 2)
 
 
 def log(run, *events):
@@ -45,44 +30,23 @@ def steps(*numbers):
 
 
 def test_what_an_earlier_attempt_logged_is_no_start_and_a_line_counts_once_it_is_whole(tmp_path):
-    log(tmp_path, start(), *steps(1, 2, 3))
-    tail = Tail(tmp_path)
-    assert tail.newest() == {}
+    assert newest_event(tmp_path, []) == {}
+    earlier = read_events(log(tmp_path, start(), *steps(1, 2, 3)))
+    assert newest_event(tmp_path, earlier) == {}
     log(tmp_path, start(1, 2))
     for piece, step in (('{"event": "step", ', 2), ('"step": 3}\n', 3)):
         with (tmp_path / "log.jsonl").open("a") as file:
             file.write(piece)
-        assert tail.newest()["step"] == step
+        assert newest_event(tmp_path, earlier)["step"] == step
 
 
-@pytest.mark.parametrize(
-    ("events", "file", "phase"),
-    [
-        ([], "", STARTING),
-        ([start(1)], "", COMPUTING),
-        ([start(1), *steps(1, 2)], "", VALIDATING),
-        ([start(1), *steps(1, 2), {"event": "validation", "step": 2}], "", SAVING),
-        ([start(1), *steps(1, 2, 3)], ".step-00000003.npz.x1.partial", SAVING),
-        ([start(1), *steps(1, 2, 3)], "step-00000003.npz", SAVING),
-        ([start(1), *steps(1, 2, 3), {"event": "checkpoint", "step": 3}], "step-00000003.npz", COMPUTING),
-        ([start(1), *steps(1, 2, 3, 4), {"event": "end", "step": 4}], "step-00000004.npz", ENDED),
-    ],
-    ids=str,
-)
-def test_what_was_hit_is_found_in_what_is_left(tmp_path, events, file, phase):
-    tail = Tail(log(tmp_path, start()))
-    log(tmp_path, *events)
-    if file:
-        (tmp_path / "checkpoints" / file).touch()
-    assert phase_hit(tmp_path, tail.newest()) == phase
-
-
-def test_a_process_is_killed_so_long_after_it_has_begun_and_only_then(tmp_path):
-    killed = attempt(["doctor"], tmp_path / "log", has_begun=lambda: True, delay_s=0.05)
+def test_a_process_is_killed_so_long_after_it_was_started_or_has_begun_and_only_then(tmp_path):
+    killed = attempt(["doctor"], tmp_path / "run", 0.05)
     assert (killed.exit_code, killed.killed, killed.problems) == (-9, True, [])
-    assert killed.at_s >= killed.begun_s + 0.05
-    done = attempt(["--help"], tmp_path / "log", has_begun=lambda: False, delay_s=0.0)
-    assert (done.exit_code, done.killed) == (0, False)
+    assert killed.at_s >= 0.05
+    done = attempt(["--help"], tmp_path / "run", 0.0, is_starting=False)  # it never begins to train
+    assert (done.exit_code, done.killed, done.begun_s) == (0, False, 0.0)
+    assert attempt(["--help"], tmp_path / "run", math.inf).exit_code == 0
 
 
 # --- Checks ---
@@ -141,6 +105,30 @@ def test_after_a_kill_checkpoints_load_and_what_was_logged_as_saved_is_there(tmp
         assert f"got {numbers[-1]} after 2" in left_of_run(log(tmp_path / name, start(), *steps(*numbers)))[1][0]
 
 
+@pytest.mark.parametrize(("loss", "code"), [(0.1, 0), (0.2, 1)])
+def test_a_campaign_kills_as_often_as_asked_and_tells_what_is_wrong(tmp_path, monkeypatch, capsys, loss, code):
+    def attempt(command, run, delay_s=math.inf, is_starting=True, rank=None):
+        if delay_s == math.inf:
+            shutil.rmtree(run, ignore_errors=True)
+            make_run(run, loss=0.1 if run.name == "reference" else loss)
+            return Ended(0, False, 1.0, 7.0, {}, [])
+        assert 0 <= delay_s <= 1
+        shutil.rmtree(run, ignore_errors=True)
+        log(run, {**start(), "engine": "none"}, *steps(1, 2))
+        return Ended(-9, True, 1.0, 2.0, {"event": "step", "step": 2}, [])
+
+    monkeypatch.setattr(faults, "attempt", attempt)
+    monkeypatch.setattr(faults, "read_events", lambda run: [{**one, "engine": "none"} for one in read_events(run)])
+    record = tmp_path / "faults.jsonl"
+    assert main(["bench", "faults", "--kills", "7", "--workdir", str(tmp_path / "w"), "--record", str(record)]) == code
+    found = read_records(record, "faults")[0]
+    kills = [[(kill["hit"], kill["redone"]) for kill in one["kills"]] for one in found["lives"]]
+    assert kills == [5 * [("step", 2)], 2 * [("step", 2)]]
+    assert found["missed"] == 0
+    assert (tmp_path / "w" / "train-1").is_dir() == bool(code)  # what is wrong is kept
+    assert ("wrong: train-1: steps must be the 4 of the reference" in capsys.readouterr().out) == bool(code)
+
+
 def test_a_folder_that_is_in_use_is_refused(tmp_path, capsys):
     (tmp_path / "mine").touch()
     assert main(["bench", "faults", "--workdir", str(tmp_path)]) == 2
@@ -148,11 +136,11 @@ def test_a_folder_that_is_in_use_is_refused(tmp_path, capsys):
 
 
 def test_the_table_has_a_row_a_phase_and_counts_what_went_wrong():
-    kills = [{"hit": SAVING, "redone": 3}, {"hit": SAVING, "redone": 8}, {"hit": PREPARING, "cases": 2}]
+    kills = [{"hit": "step", "redone": 3}, {"hit": "step", "redone": 8}, {"hit": "preparing", "cases": 2}]
     lived = [{"kills": kills[:2], "problems": ["train-1: lost"]}, {"kills": kills[2:], "problems": []}]
     host = {"cores": 2, "cpu": "made up"}
     table = faults_table({"workers": 2, "steps": 9, "seed": 0, "host": host, "lives": lived, "missed": 3})
-    assert [list(row) for row in table.rows] == [["preparing", "1", "-", "-"], ["saving", "2", "5.5", "8"]]
+    assert [list(row) for row in table.rows] == [["preparing", "1", "-", "-"], ["step", "2", "5.5", "8"]]
     assert "1 of 2" in table.caption
 
 

@@ -1,12 +1,15 @@
-"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers."""
+"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers; the kinds."""
 
+import importlib
 import os
 import sys
 import time
 
 import pytest
 
-from cpu3d.bench.harness import ProcessFailedError, in_turn, run_peer, run_together, summary, with_range
+from cpu3d.__main__ import main
+from cpu3d.bench.command import kinds
+from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_peer, run_together, summary, with_range
 from cpu3d.errors import InputError
 
 
@@ -86,10 +89,23 @@ def test_a_peer_tells_its_step_its_name_and_its_peak():
     result = run_peer(f'{sys.executable} -c "print(\'{{\\"step_s\\": 2, \\"peak_rss_bytes\\": 7}}\')"')
     assert (result["step_s"], result["process_peak_bytes"]) == (2, 7)
     assert result["peer"] == os.path.basename(sys.executable)
+    assert peer_of("python /x/peer.py --fast", [None, {"peer": "torch"}]) == {
+        "peer": "torch",
+        "options": "python --fast",
+    }
     for command, problem in (
         (f"{sys.executable} -c 'print({{}})'", "must print JSON with step_s"),
-        ("no-such-program --x", "must begin with an installed program"),
+        ("no-such-program --x", "begins with an installed program"),
         ("python 'x", "must be a command"),
     ):
         with pytest.raises(InputError, match=problem):
             run_peer(command)
+
+
+def test_every_kind_has_help_and_a_description(capsys):
+    expected = {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
+    assert set(kinds()) == expected
+    for kind in expected:
+        with pytest.raises(SystemExit, match="0"):
+            main(["bench", kind, "--help"])
+        assert importlib.import_module(f"cpu3d.bench.{kind}").__doc__.splitlines()[0] in capsys.readouterr().out

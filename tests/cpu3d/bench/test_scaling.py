@@ -1,4 +1,4 @@
-"""One worker against several: what is measured on which cores, how rounds become rows, the gap, a real exchange."""
+"""One worker against several: what is measured on which cores, how rounds become rows, a real exchange."""
 
 import dataclasses
 import json
@@ -8,14 +8,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import scaling
-from cpu3d.bench.scaling import (
-    compare_workers,
-    cores_each,
-    gap,
-    gap_table,
-    scaling_lines,
-    ways,
-)
+from cpu3d.bench.scaling import compare_workers, scaling_lines, ways
 from cpu3d.errors import InputError
 from cpu3d.host.topology import read_topology, topology_of
 from cpu3d.util.records import append_record
@@ -33,8 +26,8 @@ def measured(monkeypatch):
     """Processes that answer as worked out by hand; later rounds are slower by 1 s."""
     asked = []
 
-    def measure(request, name, count, cpus, *, threads):
-        assert threads == 3
+    def measure(request, name, count, cpus, cores):
+        assert cores == 3
         exchanging, in_parts = name == "together", name in ("in parts", "apart")
         later = sum(1 for one in asked if one == (cpus, exchanging, in_parts))
         asked.append((cpus, exchanging, in_parts))
@@ -59,17 +52,17 @@ def result_of(rounds=1):
     ]  # fmt: skip
     request = {
         "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam",
-        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "policy": "speed"},
+        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "norm": "instance", "policy": "speed"},
     }  # fmt: skip
-    result = compare_workers(request, found, cores=3, rounds=rounds)
-    return {**result, "cores_per_worker": 1, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
+    result = compare_workers(request, 3, found, rounds)
+    return {**result, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
 
 
 def test_a_worker_has_whole_cores_with_all_their_threads():
     paper = topology_of("paper-4x20")
-    each = cores_each(paper, [1, 2, 4])
+    each, all_ways = ways(paper, [4, 2, 1, 2])
     assert each == 20
-    found = {(name, count): cpus for name, count, cpus in ways(paper, [4, 2, 1, 2], each)}
+    found = {(name, count): cpus for name, count, cpus in all_ways}
     assert [name for name, _ in found] == ["alone", "in parts", *(2 * ["together", "apart", "wide"])]
     assert found["in parts", 1] == found["alone", 1]
     assert found["together", 4] == found["apart", 4]
@@ -78,34 +71,27 @@ def test_a_worker_has_whole_cores_with_all_their_threads():
     assert found["wide", 2] == [found["together", 2][0] + found["together", 2][1]]
     places = {cpu.number: (cpu.socket, cpu.core) for cpu in paper.cpus}
     assert [{places[number][0] for number in share} for share in found["together", 4]] == [{0}, {1}, {2}, {3}]
-    # Two workers of few cores lie on sockets of their own, as two of all cores do.
-    assert cores_each(paper, [2], asked=3) == 3
-    shares = ways(paper, [2], 3)[2][2]
-    assert [len(share) for share in shares] == [6, 6]
-    assert [{places[number][0] for number in share} for share in shares] == [{0}, {2}]
 
 
 def test_under_a_quota_nothing_is_bound():
     paper = topology_of("paper-4x20")
-    held = dataclasses.replace(paper, host=dataclasses.replace(paper.host, cpu_quota=8.0))
-    assert cores_each(held, [2]) == 4
-    assert [cpus for _, _, cpus in ways(held, [2], 4)] == [[[]], [[]], [[], []], [[], []], [[]]]
+    each, found = ways(dataclasses.replace(paper, host=dataclasses.replace(paper.host, cpu_quota=8.0)), [2])
+    assert (each, [cpus for _, _, cpus in found]) == (4, [[[]], [[]], [[], []], [[], []], [[]]])
 
 
 @pytest.mark.parametrize(
-    ("workers", "asked", "problem"),
+    ("workers", "problem"),
     [
-        ([1], 0, r"--workers must have a number above 1, got \[1\]"),
-        ([81], 0, "workers must have whole sockets or equal parts of them, and a core each, got 81 on 80 cores"),
-        ([4], 21, "--cores-per-worker must be at least 1 and at most 20 with 4 workers, got 21"),
+        ([1], r"--workers must have a number above 1, got \[1\]"),
+        ([81], "workers must have whole sockets or equal parts of them, and a core each, got 81 on 80 cores"),
     ],
 )
-def test_workers_that_cannot_be_laid_are_refused(workers, asked, problem):
+def test_workers_that_cannot_be_laid_are_refused(workers, problem):
     with pytest.raises(InputError, match=problem):
-        cores_each(topology_of("paper-4x20"), workers, asked)
+        ways(topology_of("paper-4x20"), workers)
 
 
-def test_a_step_and_its_gap_to_one_worker_are_the_sum_of_their_parts(measured):
+def test_a_step_is_the_sum_of_its_parts(measured):
     result = result_of()
     together = row_of(result, "together", 2)
     assert together["step_s"] == pytest.approx(2.3)
@@ -114,15 +100,8 @@ def test_a_step_and_its_gap_to_one_worker_are_the_sum_of_their_parts(measured):
     assert together["efficiency"] == pytest.approx(2.0 / 2.3)
     assert row_of(result, "wide", 2)["efficiency"] == pytest.approx(2.0 / 1.25 / 2)
     assert result["gradient_bytes"] == 20_000_000
-    parts = gap(result, 2)
-    assert parts == {
-        "in parts": pytest.approx(0.02), "contention": pytest.approx(0.1), "waiting": pytest.approx(0.05),
-        "all-reduce": pytest.approx(0.04), "packing": pytest.approx(0.06), "rest": pytest.approx(0.03),
-    }  # fmt: skip
-    assert sum(parts.values()) == pytest.approx(2.3 - 2.0)
-    (row,) = gap_table(result).rows
-    assert row[1:4] == ("+300 (+15.0%)", "+20 (+1.0%)", "+100 (+5.0%)")
-    assert row[-1] == "0.50"  # 20 MB each way in 0.04 s
+    parts = [together[f"{part}_s"] for part in ("compute", "wait", "exchange", "packing")]
+    assert sum(parts) == pytest.approx(2.3)
 
 
 def test_a_row_is_its_middle_round_and_efficiency_is_taken_within_rounds(measured):
@@ -140,8 +119,8 @@ def test_the_estimator_reads_what_the_bench_writes_and_the_newest_counts(measure
     records = read_scaling(tmp_path / "scaling.jsonl")
     assert [one["gradient_bytes"] for one in records] == [20_000_000]
     lines = scaling_lines(records)
-    assert "| 2 workers | 2 | 2.30 (2.30 to 2.30) | 0.870 | 87.0% | 1.00 |" in lines
-    assert "| 1 worker | 1 | 2.00 (2.00 to 2.00) | 0.500 | - | 1.00 |" in lines
+    assert "| 2 workers | 6 | 2.30 | 50 | 40 | 60 | 0.870 | 0.87 | 1.00 |" in lines
+    assert "| 1 worker | 3 | 2.00 | 0 | 0 | 0 | 0.500 | 1.00 | 1.00 |" in lines
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The trainer's own step is measured, beside peers and engines; kinds of benchmarks are found by their files."""
+"""The trainer's own step is measured: its time beside peers and on every engine."""
 
 import json
 import sys
@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import step
-from cpu3d.bench.command import kinds
-from cpu3d.bench.engines import draw_engines, engines_table
+from cpu3d.bench import harness
+from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench.step import step_table
 from cpu3d.util.records import read_records
 
 TINY = ["--shape", "16", "16", "16", "--filters", "4", "--depth", "3", "--steps", "2", "--dtype", "float32"]
@@ -33,24 +33,26 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     assert peer["ratio"] == peer["ratio_max"] == pytest.approx(1000 / result["rounds"][0])
     (kept,) = read_records(record, "step")
     assert kept["step_s"] == result["step_s"]
+    assert [row[1:3] for row in step_table(kept).rows][1] == ("1000.00", "-")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
-        (["--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3"),
-        (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--peer", "no-such-program"], "peer must begin with an installed program, got 'no-such-program'"),
+        (["step", "--shape", "16", "16", "17", "--depth", "3"], "input_shape (16, 16, 17) must be divisible by 4"),
+        (["step", "--batch", "4", "--micro-batch", "3"], "micro_batch must divide the batch of 4, got 3"),
+        (["step", "--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["step", "--peer", "no-such-program"], "begins with an installed program, got 'no-such-program'"),
+        (["engines", "--dtype", "float32"], "engine and dtype must be left out"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(step.harness, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
-    assert main(["bench", "step", *arguments]) == 2
+    monkeypatch.setattr(harness, "in_fresh_process", lambda work, request: pytest.fail("something was measured"))
+    assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_path, capsys):
+def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, capsys):
     def measured(work, request):
         engine, dtype = request["engine"], request["unet"]["dtype"]
         if (engine, dtype) == ("stock", "bfloat16"):
@@ -58,9 +60,8 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
         seconds = {"stock-no-onednn": 20.0, "stock": 2.0, "itex": 1.0}[engine]
         return {**request, "step_s": seconds, "process_peak_bytes": 2**30, "host": {"cores": 2}}
 
-    monkeypatch.setattr(step.harness, "in_fresh_process", measured)
-    picture = tmp_path / "new" / "p.png"
-    assert main(["bench", "engines", "--json", "--picture", str(picture)]) == 0
+    monkeypatch.setattr(harness, "in_fresh_process", measured)
+    assert main(["bench", "engines", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     found = {(row["engine"], row["unet"]["dtype"]): row["speedup"] for row in result["rows"]}
     assert found[("itex", "bfloat16")] == 20
@@ -68,12 +69,3 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, tmp_
     assert found[("stock", "bfloat16")] is None
     assert ["stock, oneDNN", "bfloat16", "cannot", "-", "-"] in engines_table(result).rows
     assert {row["steps"] for row in result["rows"]} == {3}
-    assert picture.read_bytes() == draw_engines(result["rows"])
-
-
-def test_every_kind_has_help_and_a_description(capsys):
-    expected = {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
-    assert set(kinds()) == expected
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "tables", "--help"])
-    assert "Make the page of results" in capsys.readouterr().out
