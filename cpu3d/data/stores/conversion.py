@@ -7,11 +7,12 @@ them as good; quarantine.jsonl lists the cases that were left out.
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -62,29 +63,16 @@ class Settings:
 USUAL = Settings()
 
 
-class Job(NamedTuple):
-    """A case to store, with all that a process needs to know for it."""
-
-    files: CaseFiles
-    dataset: Dataset
-    """Without its cases."""
-    store: Path
-    settings: Settings
-
-
-def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
+def convert(
+    dataset: Dataset, store_dir: Path, settings: Settings, files: CaseFiles
+) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
-    settings, rule = job.settings, f"case {job.files.case_id} must"
+    rule, how = (
+        f"case {files.case_id} must",
+        {name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")},
+    )
     try:
-        case = load_case(
-            job.files,
-            channels=job.dataset.channels,
-            labels=job.dataset.labels,
-            dataset_folder=job.dataset.folder,
-            scores=settings.scores,
-            zero_nan=settings.zero_nan,
-            label_map=settings.label_map,
-        )
+        case = load_case(files, channels=dataset.channels, labels=dataset.labels, dataset_folder=dataset.folder, **how)
     except InputError as error:
         return error.problems
     except MemoryError:
@@ -92,8 +80,8 @@ def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
     except Exception as error:  # whatever is wrong with one case, the others are still converted
         return (f"{rule} be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
     how = {"format_": settings.format, "cropped": settings.crop}
-    record = write_arrays(job.store, case.record, case.image, case.label, **how)
-    write_json(record_path(job.store, record.case_id), to_json(record))
+    record = write_arrays(store_dir, case.record, case.image, case.label, **how)
+    write_json(record_path(store_dir, record.case_id), to_json(record))
     return record
 
 
@@ -141,18 +129,17 @@ def convert_all(
     """
     records, problems = dict(finished), {}
     bare = dataclasses.replace(dataset, cases=(), problems={}, patient_rules={})
-    jobs = [Job(files, bare, store_dir, settings) for files in cases if files.case_id not in finished]
-    results = run_jobs(convert, jobs, workers)
+    waiting = [files for files in cases if files.case_id not in finished]
+    results = run_jobs(functools.partial(convert, bare, store_dir, settings), waiting, workers)
     try:
         with contextlib.closing(results), bar("prepare", total=len(cases)) as advance:
             advance(len(finished))
-            for job, outcome in results:
-                case_id = job.files.case_id
+            for files, outcome in results:
                 if isinstance(outcome, CaseRecord):
-                    records[case_id] = outcome
+                    records[files.case_id] = outcome
                 else:
-                    killed = f"case {case_id} must fit into memory, but its process was killed; free some"
-                    problems[case_id] = [killed] if outcome is KILLED else list(outcome)
+                    killed = f"case {files.case_id} must fit into memory, but its process was killed; free some"
+                    problems[files.case_id] = [killed] if outcome is KILLED else list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
         kept = f"{count(records, 'finished case')} kept in {store_dir}; run the same command again to continue"

@@ -4,7 +4,7 @@ Example: python -m cpu3d phantom --out phantom --cases 10 --shape 240 240 155 --
 
 With --context count the tumours look alike and only what their rim is called depends on something far away: whether
 there is another lesion. WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
-gap in between: of volumes of 240 voxels up to 70 from front to back. What is written says how many it is.
+gap in between: of volumes of 240 voxels up to 70 from front to back. dataset.json says how many it is.
 
 Nothing here is medicine: the shapes and contrasts are drawn by hand after BraTS volumes. A skull-stripped head lies on
 zero background; grey and white matter fold, ventricles are filled, the field is uneven, the noise Rician. Tumours are
@@ -119,12 +119,9 @@ def write_phantom(
     settings = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context}
     # "none" was the only context before it was kept.
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr"), context="none"):
-        write = functools.partial(_write_case, out, tuple(shape), seed, context)
+        results = run_jobs(functools.partial(_write_case, out, tuple(shape), seed, context), range(cases), workers)
         try:
-            with (
-                contextlib.closing(run_jobs(write, range(cases), workers)) as results,
-                bar("phantom", cases) as advance,
-            ):
+            with contextlib.closing(results), bar("phantom", cases) as advance:
                 for _, result in results:
                     if result is KILLED:
                         raise MemoryError
@@ -132,28 +129,20 @@ def write_phantom(
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
             raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"what is in {out} is kept; run the same command again to continue") from None
         write_json(out / "dataset.json", _dataset_json(cases, context, shape))
-    blind = blind_patch(context, shape)
-    hint = f"; patches of up to {blind} voxels from front to back cannot tell enhancing tumour" if blind else ""
-    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}{hint}")
+    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}")
     return out
 
 
 def _write_case(out: Path, shape: Shape3, seed: int, context: str, index: int) -> None:
     """Write a case's two files unless both are there; each appears whole or not at all."""
-    image_path, label_path = (out / folder / f"{_case_id(index)}.nii.gz" for folder in ("imagesTr", "labelsTr"))
+    image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
     if image_path.is_file() and label_path.is_file():
         return
     image, label = phantom_case(shape, seed, index, context)
     geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
-
-
-def _case_id(index: int) -> str:
-    return f"BRATS_{index + 1:03d}"
 
 
 def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
@@ -164,7 +153,7 @@ def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
             f". Context count: a rim is called {LABELS[3]} where {RULE}, else {LABELS[2]}; a patch of up to"
             f" {blind_patch(context, shape)} voxels from front to back has nothing in it that tells which"
         )
-    ids = [_case_id(index) for index in range(cases)]
+    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",
         "description": description,
@@ -173,7 +162,7 @@ def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
         "labels": {str(code): name for code, name in LABELS.items()},
         "numTraining": cases,
         "numTest": 0,
-        "training": [{"image": f"./imagesTr/{i}.nii.gz", "label": f"./labelsTr/{i}.nii.gz"} for i in ids],
+        "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names],
         "test": [],
     }
 

@@ -127,7 +127,7 @@ def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeyp
     done = []
     monkeypatch.setattr(conversion, "run_jobs", lambda f, jobs, n: done.extend(jobs) or real(f, jobs, n))
     append(store, data / "many", workers=1)
-    assert [job.files.case_id for job in done] == ["BRATS_005"]
+    assert [files.case_id for files in done] == ["BRATS_005"]
     assert content_of(store) == content_of(data / "twin")
 
 
