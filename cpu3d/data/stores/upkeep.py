@@ -82,10 +82,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
         if done.new:
             print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
-            print(
-                f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it."
-            )
-            print("           Train anew, or keep a copy of the store they know.")
+            print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store")
     return 0
 
 

@@ -91,8 +91,6 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     volume[0, :, 0], volume[1, 0, 0] = (3, 5), 4
     case = load_case(files(volume), channels=("a",), scores=True)
     assert np.array_equal(case.image[..., 0] != 0, volume != 0)
-    assert case.record.channel_voxels == (3,)
-    assert case.record.max_abs_error < 5e-4
 
 
 def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tiny_label):
