@@ -151,10 +151,10 @@ def convert_all(
     return records, problems
 
 
-def refuse_bad_cases(folder: Path, problems: Problems, kept: str) -> None:
+def refuse_bad_cases(problems: Problems, kept: str) -> None:
     """Raise InputError with all the problems of a data set's cases, where there are any, and what was kept."""
     advice = "mend the bad and run again, or leave them out with --skip-bad"
-    rule = f"data set {folder} must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
+    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
     refuse([*(reason for case_id in sorted(problems) for reason in problems[case_id]), rule] if problems else ())
 
 
@@ -204,14 +204,11 @@ def finished_cases(
             record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
         except (FileNotFoundError, ValueError):
             continue
-        made = {part: array_path(store_dir, record, part) for part in parts_of(record)}
+        same = record.patient_id == files.patient_id and same_sources(files, record, dataset_folder, verify)
         hashes = {"x": record.image_sha256, "y": record.label_sha256}
-        if (
-            record.patient_id == files.patient_id
-            and not reader.problems(record)
-            and not (verify and any(file_sha256(path) != hashes[part] for part, path in made.items()))
-            and same_sources(files, record, dataset_folder, verify)
-        ):
+        for part in parts_of(record) if verify and same and not reader.problems(record) else ():
+            same &= file_sha256(array_path(store_dir, record, part)) == hashes[part]
+        if same and not reader.problems(record):
             finished[files.case_id] = record
     return finished
 

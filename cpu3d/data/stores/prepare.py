@@ -148,7 +148,7 @@ def prepare(
         records, problems = convert_all(cases, dataset, store_dir, settings, workers, finished)
         problems = {**problems, **(dataset.problems if old is None else {})}
         if not skip_bad or old is not None:
-            refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")
+            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         if old is None:
             patients_of = {case_id: record.patient_id for case_id, record in records.items()}
             codes = {code for record in records.values() for code in record.label_voxels}

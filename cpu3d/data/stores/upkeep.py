@@ -140,7 +140,7 @@ def append(
                 problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
         if not skip_bad:
-            conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
+            conversion.refuse_bad_cases(problems, "nothing was appended")
         manifest = old
         if records:
             own = {case.case_id: _patient_of(case, old.layout) for case in old.cases}
