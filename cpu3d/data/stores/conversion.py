@@ -67,10 +67,8 @@ def convert(
     dataset: Dataset, store_dir: Path, settings: Settings, files: CaseFiles
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
-    rule, how = (
-        f"case {files.case_id} must",
-        {name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")},
-    )
+    rule = f"case {files.case_id} must"
+    how = {name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")}
     try:
         case = load_case(files, channels=dataset.channels, labels=dataset.labels, dataset_folder=dataset.folder, **how)
     except InputError as error:
