@@ -7,12 +7,12 @@ Examples: python -m cpu3d store info store
 None of the old cases moves. `append` can be interrupted: the same command continues.
 """
 
-import argparse
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from types import SimpleNamespace
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.records import CaseRecord, Manifest, remake
@@ -28,7 +28,7 @@ from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 
 @dataclass(frozen=True)
@@ -57,33 +57,43 @@ class Append:
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
-ACTIONS = {"info": Info, "verify": Verify, "append": Append}
+def info(options: Info) -> int:
+    summarise(options.store)
+    return 0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, options in ACTIONS.items():
-        add_options(actions.add_parser(name, help=options.__doc__), options)
+def whole(options: Verify) -> int:
+    store = open_store(options.store)
+    refuse(verify(store.folder, workers=options.workers))
+    print(f"Store {store.folder} is whole: {count(store.manifest.cases, 'case')}")
+    return 0
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(ACTIONS[args.action], args, InputError)
+def add_cases(options: Append) -> int:
     before, settings = open_store(options.store).manifest, dict(vars(options))
     folder = settings.pop("store")
-    if args.action == "info":
-        summarise(folder)
-    elif args.action == "verify":
-        refuse(verify(folder, workers=options.workers))
-        print(f"Store {folder} is whole: {count(before.cases, 'case')}")
-    else:
-        done = append(folder, settings.pop("dataset"), **settings)
-        print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
-        if done.bad:
-            print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
-        if done.new:
-            print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
-            print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store")
+    done = append(folder, settings.pop("dataset"), **settings)
+    print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+    if done.bad:
+        print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+    if done.new:
+        print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
+        print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store")
     return 0
+
+
+ACTIONS = {"info": (Info, info), "verify": (Verify, whole), "append": (Append, add_cases)}
+
+
+def actions() -> Dict[str, str]:
+    """Action -> its line of help."""
+    return {name: options.__doc__ for name, (options, _) in ACTIONS.items()}
+
+
+def action(name: str) -> SimpleNamespace:
+    """An action as a command."""
+    options, run = ACTIONS[name]
+    return SimpleNamespace(OPTIONS=(options,), run=run, __doc__=options.__doc__)
 
 
 class Appended(NamedTuple):
