@@ -338,7 +338,7 @@ class _DatasetJson(msgspec.Struct):
     training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
     modality: Dict[int, str] = {}
     channel_names: Dict[int, str] = {}
-    name: str = ""
+    name: Optional[str] = None
 
 
 def _read_decathlon(folder: Path):
