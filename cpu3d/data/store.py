@@ -173,7 +173,7 @@ class Store:
         manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
-            raise InputError(f"split of store {self.folder} must have the hash {manifest.split_hash}; {ADVICE}")
+            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}; {ADVICE}")
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)
