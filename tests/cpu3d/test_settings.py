@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -37,32 +38,32 @@ def test_every_recipe_is_a_config_that_saves(name, tmp_path):
     assert load_config(tmp_path) == recipe_config({"recipe": name})
 
 
-def test_how_a_step_is_computed_may_change_when_a_run_is_continued():
-    other = dataclasses.replace(CONFIG, micro_batch=1, unet=dataclasses.replace(CONFIG.unet, policy="lean"))
-    assert differences(CONFIG, other) == []
-
-
-def test_of_another_mode_nothing_else_is_told():
-    (problem,) = differences(CONFIG, dataclasses.replace(CONFIG, mode="patch", grid=(8, 8, 8), patches_per_case=9))
-    assert problem.startswith("mode must stay as the run was started, got 'patch' for 'whole'; ")
-
-
 BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm="batch"))
 
 
-def test_with_batch_norm_a_run_keeps_its_micro_batch_and_its_policy_may_change():
-    other = dataclasses.replace(BATCH_NORM, unet=dataclasses.replace(BATCH_NORM.unet, policy="lean"))
-    assert differences(BATCH_NORM, other) == []
-    assert differences(BATCH_NORM, dataclasses.replace(other, micro_batch=4)) == []  # what the rule gives
-    (problem,) = differences(BATCH_NORM, dataclasses.replace(other, micro_batch=2))
-    assert problem.startswith("micro_batch must stay as the run was started, got 2 for 4; ")
-
-
-def test_of_another_batch_or_norm_it_is_not_the_micro_batch_that_is_refused():
-    (batch,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, batch=3))
-    assert batch.startswith("batch must stay as the run was started, got 3 for 4")
-    (norm,) = differences(BATCH_NORM, dataclasses.replace(BATCH_NORM, unet=CONFIG.unet))
-    assert norm.startswith("unet.norm must stay as the run was started, got 'instance' for 'batch'")
+@pytest.mark.parametrize(
+    ("old", "network", "settings", "problems"),
+    [
+        (CONFIG, {"policy": "lean"}, {"micro_batch": 1, "epochs": 7}, []),  # how a step is computed may change
+        (
+            CONFIG,
+            {},
+            {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9},
+            ["mode .* got 'patch' for 'whole'; "],
+        ),
+        (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* got 4 for 3; ", "batch .* got 2 for 1; "]),
+        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 4}, []),  # what the rule gives
+        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* got 2 for 4; "]),
+        (BATCH_NORM, {}, {"batch": 3}, ["batch .* got 3 for 4; "]),  # its micro-batch follows
+        (BATCH_NORM, {"norm": "instance"}, {}, ["unet.norm .* got 'instance' for 'batch'; "]),
+    ],
+)
+def test_what_would_be_another_run_is_refused_with_both_values(old, network, settings, problems):
+    new = dataclasses.replace(old, unet=dataclasses.replace(old.unet, **network), **settings)
+    found = differences(old, new)
+    assert len(found) == len(problems)
+    for problem, expected in zip(found, problems):
+        assert re.match(expected.replace(" .* ", " must stay as the run was started, "), problem)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +88,6 @@ def test_a_run_from_before_there_were_policies_and_micro_batches_goes_on_as_it_w
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = load_config(tmp_path)
     assert (config.unet.policy, config.micro, config.parts) == ("speed", 4, 1)
-
-
-def test_differences_give_both_values_and_pass_what_may_change():
-    other = dataclasses.replace(CONFIG, epochs=7, batch=2, unet=UNetConfig(depth=4))
-    problems = differences(CONFIG, other)
-    assert len(problems) == 2
-    assert problems[0].startswith("unet.depth must stay as the run was started, got 4 for 3")
-    assert problems[1].startswith("batch must stay as the run was started, got 2 for 1")
 
 
 @pytest.mark.parametrize(
