@@ -204,7 +204,7 @@ def _arm_runs(arm: Course, seeds: Sequence[int], runner: Runner) -> Tuple[List[P
         return max(numbers(of_kind(read_events(run.folder), "validation"), "mean_dice"), default=None)
 
     trials, diverged = search_rate(arm["rates"], arm["goes_beyond"], dice_of), []
-    rates = [trial.rate for trial in by_dice(trials)] if trials else list(arm["rates"])
+    rates = by_dice(trials) if trials else list(arm["rates"])
     while True:
         runs = [planned_run(arm, seed, runner.out, rate=rates[0]) for seed in seeds]
         try:
@@ -215,7 +215,8 @@ def _arm_runs(arm: Course, seeds: Sequence[int], runner: Runner) -> Tuple[List[P
                 raise
             diverged.append(rates.pop(0))
     search = {"rate": rates[0], "start_rate": arm["start_rate"], "steps": arm["search_steps"]}
-    return runs, {**search, "trials": list(map(vars, trials)), "diverged": diverged}
+    tried = [{"rate": rate, "dice": dice} for rate, dice in trials.items()]
+    return runs, {**search, "trials": tried, "diverged": diverged}
 
 
 def _compare_folders(options: Options, evaluation: Evaluation) -> int:

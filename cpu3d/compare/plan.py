@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
-from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
@@ -78,9 +77,6 @@ FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 """Settings that no variant may have for itself: with them it would answer another question."""
 
 Json = Dict[str, Any]
-
-Resolved = Tuple["Variant", Plan]
-"""A variant on one store and one host, with nothing left open that could differ from run to run."""
 
 
 # --- What is asked for ---
@@ -171,7 +167,8 @@ def parse_variant(name: str, options: str, common: Json) -> Variant:
 
 
 def usual_variants(common: Json, store: Store) -> List[Variant]:
-    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis.
+    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis, down to what
+    the network takes and no less than it learns from.
 
     Raises InputError for a common mode, as there is one of each.
     """
@@ -181,17 +178,14 @@ def usual_variants(common: Json, store: Store) -> List[Variant]:
     if set(common) & set(SIZES_OF_PATCH):
         return [whole, Variant("patch", {**common, "mode": "patch"})]
     config = resolve_variants([whole], store)[0][1].config
-    patch = list(half(config.grid, config.unet.divisor))
+    divisor = config.unet.divisor
+    patch = [min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in config.grid]
     return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch})]
 
 
-def half(grid: Shape3, divisor: int) -> Shape3:
-    """Half of `grid` along each axis, down to a multiple of `divisor`, and no less than the network learns from."""
-    return tuple(min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in grid)
-
-
-def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved]:
-    """Every variant with its plan on this store and host, and what the host decided among its settings.
+def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Variant, Plan]]:
+    """Every variant with its plan on this store and host, and what the host decided among its settings, so that nothing
+    is left open that could differ from run to run.
 
     Raises InputError with the problems of all of them, each by name.
     """
@@ -298,7 +292,7 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
 
 
 def courses(
-    found: Sequence[Resolved], budget: Budget, validations: int, search: Optional[Search] = None
+    found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int, search: Optional[Search] = None
 ) -> List[Course]:
     """What every run of each variant does; with a `search` variants are arms of a study.
 

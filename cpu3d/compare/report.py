@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.compare.plan import STUDY, Course, Json, Kept
-from cpu3d.compare.run import Trial, rate_beyond
+from cpu3d.compare.run import rate_beyond
 from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.report.page import flat, gib, render_page
-from cpu3d.report.pictures import Line, chart, strips
+from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
@@ -43,9 +43,6 @@ COSTS_OF = (
 
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
-
-Figures = List[Tuple[str, bytes]]
-"""(what it shows, PNG) each."""
 
 
 # --- Tables ---
@@ -133,7 +130,7 @@ def search_table(search: Json) -> Table:
     for name, arm in search.items():
         dice = {one["rate"]: "diverged" if one["dice"] is None else f"{one['dice']:.4f}" for one in arm["trials"]}
         cells = [Bold(dice[rate]) if rate == arm["rate"] and rate in dice else dice.get(rate, "") for rate in rates]
-        at_end = "yes" if rate_beyond([Trial(**one) for one in arm["trials"]]) is not None else "no"
+        at_end = "no" if rate_beyond({one["rate"]: one["dice"] for one in arm["trials"]}) is None else "yes"
         diverged = ", ".join(f"{rate:g}" for rate in arm["diverged"]) or "-"
         rows.append((name, f"{arm['rate']:g}", f"{arm['steps']:,}", *cells, at_end, diverged))
     columns = ("variant", "rate", "steps", *(f"{rate:g}" for rate in rates), "best at an end", "diverged in full")
@@ -205,10 +202,6 @@ def publish(
         Path(__file__).with_name("report.html.j2"),
         title=record["title"],
         sections=page_sections(comparison, record, out),
-        tiles=[
-            (name, _spread(one, comparison.regions[-1], "dice"), f"{comparison.regions[-1]} Dice")
-            for name, one in results["variants"].items()
-        ],
         warning="" if split == UNTOUCHED else warning(split),
     )
     with atomic_write(out / "report.html", "w") as file:
@@ -235,8 +228,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
     folders = [run.folder.resolve() for run in runs]
     beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
     rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
-    hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)
-    about = [*(pair for host in hosts for pair in host), *flat(versions())]
+    about = [*flat(record["host"]), *flat(record["versions"])]
     scores, *tables = results_tables(record)
     sections = [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
@@ -244,7 +236,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
         ("Learning, a line a run", [], learning_curves(comparison)),
         ("Costs", tables[-1:], []),
         ("Runs", [Table(("variant", "seed", "folder"), rows, names=3)], []),
-        ("Hosts and software", [Table(("", ""), about, names=2)], []),
+        ("Host and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
 

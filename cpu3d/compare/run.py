@@ -281,36 +281,31 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
 # --- The search for a learning rate ---
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A short run with one learning rate."""
-
-    rate: float
-    dice: Optional[float]
-    """Best mean Dice on the validation cases, never those of the test; None where the loss diverged."""
+Trials = Dict[float, Optional[float]]
+"""Learning rate -> best mean Dice of a short run on the validation cases; None where the loss diverged."""
 
 
-def by_dice(trials: Sequence[Trial]) -> List[Trial]:
-    """The trials that ended well from the best to the worst, the lower rate first of equals.
+def by_dice(trials: Trials) -> List[float]:
+    """The rates that ended well from the best to the worst, the lower rate first of equals.
 
     Raises InputError when all diverged.
     """
-    finished = [trial for trial in trials if trial.dice is not None]
+    finished = {rate: dice for rate, dice in trials.items() if dice is not None}
     if not finished:
-        rates = ", ".join(f"{trial.rate:g}" for trial in trials)
+        rates = ", ".join(f"{rate:g}" for rate in trials)
         raise InputError(f"a learning rate must train to a finite loss, none of {rates} did; lower --learning-rates")
-    return sorted(finished, key=lambda trial: (-trial.dice, trial.rate))
+    return sorted(finished, key=lambda rate: (-finished[rate], rate))
 
 
-def rate_beyond(trials: Sequence[Trial]) -> Optional[float]:
+def rate_beyond(trials: Trials) -> Optional[float]:
     """The rate to try next: one more step of the same ratio where the best is the lowest or highest that was tried.
 
     Where all diverged that is a lower one. None where the best lies inside, or there is no ratio as one rate was tried.
     """
-    rates = sorted(trial.rate for trial in trials)
+    rates = sorted(trials)
     if len(rates) < 2:
         return None
-    best = by_dice(trials)[0].rate if any(trial.dice is not None for trial in trials) else rates[0]
+    best = rates[0] if set(trials.values()) == {None} else by_dice(trials)[0]
     # A higher rate that diverged closes its side: the best is not the highest then.
     beside = {rates[-1]: rates[-2], rates[0]: rates[1]}.get(best)
     return rounded(best * best / beside) if beside else None
@@ -321,17 +316,17 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[float], Optional[float]]) -> List[Trial]:
+def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[float], Optional[float]]) -> Trials:
     """Try every rate, and up to EXTENSIONS more where the best is at an end; one rate alone is not searched.
 
     `dice_of` is the best validation Dice of a short run with a rate, None where its loss diverged.
     """
-    wanted, found = list(rates) if len(rates) > 1 else [], {}
-    for extension in range(EXTENSIONS + 1):
-        found.update({rate: Trial(rate, dice_of(rate)) for rate in wanted})
-        more = rate_beyond(list(found.values())) if goes_beyond and extension < EXTENSIONS else None
-        wanted = [] if more is None else [more]
-    return [found[rate] for rate in sorted(found)]
+    found = {rate: dice_of(rate) for rate in (rates if len(rates) > 1 else ())}
+    for _ in range(EXTENSIONS if goes_beyond else 0):
+        more = rate_beyond(found)
+        if more is not None:
+            found[more] = dice_of(more)
+    return dict(sorted(found.items()))
 
 
 # --- Private helpers ---

@@ -1,14 +1,11 @@
 """What came out of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
-A difference is taken on the same case and the same seed. Its interval is a percentile bootstrap that resamples seeds
-and cases crossed, with replacement, and averages over all pairs (Owen 2007, "The pigeonhole bootstrap", Annals of
-Applied Statistics 1:386): it speaks of other cases and of other seeds. No bootstrap is exact for crossed data
-(McCullagh 2000). With few values it is too narrow, as it knows nothing of Student's t: of 2 seeds 9.2 times, of 3 seeds
-2.7 times, of 5 seeds 1.6 times.
-
-So one rule says what counts, everywhere: the interval leaves out 0, and the mean is larger than seeds alone may make
-it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Nothing is corrected for the number
-of differences.
+A difference is taken on the same case and seed. Its interval is a percentile bootstrap that resamples seeds and cases
+crossed (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1:386), so it speaks of other cases and
+other seeds. With few values it is too narrow, as it knows nothing of Student's t: of 2 seeds 9.2 times, of 3 seeds 2.7
+times, of 5 seeds 1.6 times. So one rule says what counts, everywhere: the interval leaves out 0, and the mean is larger
+than seeds alone may make it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Nothing is
+corrected for the number of differences.
 """
 
 import math
@@ -178,10 +175,6 @@ class RunResult:
     host: Dict[str, Any] = field(default_factory=dict)
     """Of the last attempt, from the log; empty where it does not say."""
 
-    @property
-    def cases(self) -> List[str]:
-        return list(next(iter(self.scores.values()))["dice"])
-
 
 def read_run(
     variant: str, seed: int, folder: Path, split: str, *, store: Optional[Store] = None, scored: Optional[Path] = None
@@ -302,11 +295,15 @@ def compare(
     if not runs[baseline]:
         raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
     first = runs[baseline][0]
+    cases = list(next(iter(first.scores.values()))["dice"])
     problems = [
         f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
-        for what, found, wanted in (("regions", result.scores, first.scores), ("cases", result.cases, first.cases))
+        for what, found, wanted in (
+            ("regions", result.scores, first.scores),
+            ("cases", next(iter(result.scores.values()))["dice"], cases),
+        )
         if set(found) != set(wanted)
     ]
     lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
@@ -317,7 +314,7 @@ def compare(
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
     metrics = [name for name in METRICS if all(name in of for run in results for of in run.scores.values())]
-    return Comparison(runs, first.cases, list(first.scores), metrics, (*failed, *left_out))
+    return Comparison(runs, cases, list(first.scores), metrics, (*failed, *left_out))
 
 
 # --- Private helpers ---

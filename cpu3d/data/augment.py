@@ -1,8 +1,7 @@
 """Augmentation: how far it goes, and what is drawn for a sample, as plain numbers. `finish` applies them.
 
-Flips mirror image and label. Intensity scales and shifts each channel's normalised values, which costs nothing: both
-fold into the normalisation. Rotation and scaling, off by default, resample the volume twice, once a plane. They are
-drawn in millimetres, so that a rotation is one on a grid of any spacing.
+Intensity scales and shifts each channel's normalised values, which costs nothing: both fold into the normalisation.
+Rotation and scaling, off by default, are drawn in millimetres, so that a rotation is one on a grid of any spacing.
 """
 
 import math

@@ -1,19 +1,14 @@
 """From stored voxels to what the network is fed: the part of the data path that may run anywhere, as TensorFlow ops.
 
-    finish = Finish(codes=((1, 2, 3), (3,)), dtype="bfloat16")
-    image, target = finish(raw)
-
 `raw` holds integers and a few drawn numbers, half the bytes of what it becomes: a GPU finishes within the `tf.function`
-of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits. Nothing is drawn here.
+of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits.
 
-raw["bits"]     (..., X, Y, Z, C) int16: the stored values, or where raw["is_half"] is true the bits of float16
+raw["bits"]     (..., X, Y, Z, C) int16, `...` nothing or a batch: stored values, where raw["is_half"] bits of float16
 raw["label"]    (..., X, Y, Z) uint8, label codes
 raw["is_half"]  (...) bool
 raw["scale"], raw["shift"]  (..., C) float32: normalisation and drawn intensity in one, value * scale + shift
 raw["flips"]    (..., 3) bool: mirror X, Y, Z
 raw["planes"]   (..., 2, 4) float32: drawn rotation and scaling, as `draw` gives them
-
-`...` is nothing or a batch.
 """
 
 from dataclasses import dataclass

@@ -17,9 +17,6 @@ import tensorflow as tf
 from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.errors import InputError
 
-FAILURES = 64
-"""Failures remembered: those of the elements that a pipeline prepares ahead, of every pipeline of the process."""
-
 KEY_VALUES = 256
 """Length of the tensor that holds a function: what has 128 values or fewer, TensorFlow copies into its graphs."""
 
@@ -27,7 +24,8 @@ _functions: Dict[int, Callable] = {}
 """By the number that is in their tensor. It begins anywhere, so that a pipeline of another process finds none here."""
 
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
-_failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=FAILURES)
+_failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
+"""Of the elements that pipelines prepare ahead, with the mark that is in TensorFlow's error."""
 
 
 def python_op(

@@ -31,12 +31,10 @@ def is_integer(value: Any, at_least: float = -math.inf) -> bool:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of voxels. `start` may be negative and the box may reach past the volume: what is outside reads as zero."""
+    """A box of voxels along X, Y, Z. It may reach out of the volume: what is outside reads as zero."""
 
     start: Shape3
-    """First voxel along X, Y, Z."""
     size: Shape3
-    """Voxels along X, Y, Z; all positive."""
 
     def __post_init__(self):
         if len(self.start) != 3 or len(self.size) != 3 or min(self.size) < 1:

@@ -32,18 +32,19 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
     store voxels: at 1/2 of pairs, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps; area weights shift one at 3/4.
     """
-    length = 1 / resolution - 1
+
+    def integral(at: np.ndarray) -> np.ndarray:  # of max(1 - |x|, 0) from -infinity to `at`
+        at = np.clip(at, -1, 1)
+        return 0.5 + at - 0.5 * at * np.abs(at)
+
+    length, voxel = 1 / resolution - 1, np.arange(field)[None, :]
     centre = (np.arange(seen)[:, None] + 0.5) / resolution - 0.5
-    voxel = np.arange(field)[None, :]
-    weights = _hat_integral(centre + length / 2 - voxel) - _hat_integral(centre - length / 2 - voxel)
+    weights = integral(centre + length / 2 - voxel) - integral(centre - length / 2 - voxel)
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
 def growing(field: int, seen: int, resolution: float) -> np.ndarray:
-    """(field, seen) float32: the weights of linear interpolation back to store voxels; rows sum to 1.
-
-    Beyond the centres of the first and the last network voxel their values are kept.
-    """
+    """(field, seen) float32: the weights of linear interpolation, or of the last centre, back to store voxels."""
     at = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)
     return np.maximum(1 - np.abs(at - np.arange(seen)[None, :]), 0).astype(np.float32)
 
@@ -84,11 +85,6 @@ def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Option
 def _ceil(length: float) -> int:
     """Up to the next whole number, but not for a rounding error: 0.7 * 10 is 7."""
     return math.ceil(length - 1e-9)
-
-
-def _hat_integral(at: np.ndarray) -> np.ndarray:
-    at = np.clip(at, -1, 1)
-    return 0.5 + at - 0.5 * at * np.abs(at)  # of max(1 - |x|, 0) from -infinity to `at`
 
 
 def _along(volume, matrices, axes: Tuple[int, ...], dtype):

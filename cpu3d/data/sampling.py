@@ -1,8 +1,7 @@
 """Which case, and which patch of it, comes at which position of a run, and whose sample it is. No TensorFlow.
 
-Everything random about a training sample is a pure function of (seed, position), never of threads, workers or the time
-of day, so that a restart is one integer. The generator is SplitMix64 (Steele, Lea, Flood 2014), written out here
-because NumPy's streams may change between versions.
+Everything random about a training sample is a pure function of (seed, position), so that a restart is one integer. The
+generator is SplitMix64 (Steele, Lea, Flood 2014), written out because NumPy's streams may change between versions.
 
 Several workers deal the positions out among them: the order depends on the batch and never on the workers. Step s takes
 the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks:
@@ -33,15 +32,12 @@ OVERLAP = 0.5
 
 
 class Sample(NamedTuple):
-    """What is drawn at one position of the run."""
+    """What is drawn at a position of the run: in which pass over the cases, which of them, where a patch is."""
 
     position: int
     epoch: int
-    """Passes over the cases completed before it."""
     index: int
-    """Which of the split's cases."""
     region: Optional[Region] = None
-    """Of a patch: where in the case. It may reach outside of the volume, where there is nothing but zeros."""
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
@@ -94,13 +90,12 @@ class PatchSampling:
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
     random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
-    """Share of patches around labelled voxels with "foreground", 0 to 1; nnU-Net's and that of MONAI's examples."""
+    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's and that of MONAI's examples."""
     codes: Tuple[Tuple[int, ...], ...] = ()
-    """Label codes of each region to be found with "foreground"."""
+    """With "foreground": label codes of each region to be found."""
     overlap: float = OVERLAP
     """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
     extent: str = "brain"
-    """What patches are taken from: the brain's box or the whole grid of a case."""
     grid: Shape3 = (1, 1, 1)
     """With "grid": the common size of all cases' extents, so that each has equally many patches."""
     seed: int = 0
@@ -172,7 +167,6 @@ class Share:
     """The samples of one worker. A sample's index counts this worker's own, from the run's first step on."""
 
     rank: int = 0
-    """Of this worker, 0 to `workers` - 1."""
     workers: int = 1
     """Of the run, on all hosts."""
     batch: int = 0

@@ -1,12 +1,10 @@
 """A store as a tf.data.Dataset of whole volumes or of patches: lazy, normalised, the same for a seed anywhere.
 
-    from cpu3d.data.source import open_store, patch_dataset, volume_dataset
+    from cpu3d.data.source import open_store, volume_dataset
 
     store = open_store("store")
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
-    for image, target in patch_dataset(store, (96, 96, 96), sampling="foreground", batch=2):
-        ...
 
 Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file. What is not
 touched (outside the patch, outside the brain's box) is not read.
@@ -170,8 +168,8 @@ def _dataset(store: Store, asked: Stream, sampling: PatchSampling, patches: bool
     share, size, epoch = asked.share, sampling.shape, len(records) * sampling.per_case
     stop = epoch - epoch % (share.batch or 1) if asked.stop is None else asked.stop
     own = share.indices(asked.start, max(stop, asked.start))
-    how = {"augment": asked.augment, "threads": asked.threads, "share": share}
-    load = Loader(_reading(store, asked, patches), records, sampling, samples=own, **how)
+    how = {"augment": asked.augment, "samples": own, "threads": asked.threads, "share": share}
+    load = Loader(_reading(store, asked, patches), records, sampling, **how)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 

@@ -43,8 +43,7 @@ class Predictor:
         self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
         self.window = window_of(config, self.inference)
         """Voxels X, Y, Z of the window that slides; None is one pass."""
-        self.weights = weights
-        """Arrays in the order of Keras."""
+        self.weights = weights  # in the order of Keras
         self._model = self._size = None
 
     def probabilities(

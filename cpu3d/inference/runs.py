@@ -4,8 +4,8 @@
     predictor = joined(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 
 Of several runs the answer is the mean of their probabilities; of folds, for cross-validation, that of the one that has
-not seen the case. Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. The one
-place where commands that predict set up TensorFlow; importing this does not.
+not seen the case. Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. Importing
+this does not import TensorFlow.
 """
 
 import contextlib
@@ -194,15 +194,10 @@ class Ensemble:
     def __init__(self, predictors: Sequence[Any], held_out: Optional[Sequence[Sequence[str]]] = None):
         """`held_out` are the case ids of each predictor's fold: each is answered by that one alone, which has not
         trained on it. Without, the answer is the mean."""
-        first = predictors[0]
-        self.predictors = tuple(predictors)
-        self.channels: Tuple[str, ...] = first.channels
-        self.inputs: Tuple[str, ...] = tuple(
-            name for name in first.channels if any(name in predictor.inputs for predictor in predictors)
-        )
+        first, self.predictors = predictors[0], tuple(predictors)
+        self.channels, self.labels, self.regions = first.channels, first.labels, first.regions
+        self.inputs = tuple(name for name in first.channels if any(name in one.inputs for one in predictors))
         """What any of the runs needs: they may have learnt from different channels."""
-        self.labels: Dict[int, str] = first.labels
-        self.regions: Dict[str, Tuple[int, ...]] = first.regions
         self._of: Optional[Mapping[str, Any]] = held_out and {
             case_id: predictor for predictor, case_ids in zip(predictors, held_out) for case_id in case_ids
         }

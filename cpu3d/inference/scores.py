@@ -130,7 +130,12 @@ def score_region(
     The rule for empty masks is at the top of this file. Raises ValueError for masks of different shapes and for a
     spacing or tolerance that cannot be one.
     """
-    _check(truth, prediction, spacing_mm, tolerance_mm)
+    if truth.dtype != bool or prediction.dtype != bool or truth.ndim != 3 or truth.shape != prediction.shape:
+        found = f"{truth.dtype} {truth.shape} and {prediction.dtype} {prediction.shape}"
+        raise ValueError(f"truth and prediction must be boolean masks of one 3D shape, got {found}")
+    if len(spacing_mm) != 3 or not (np.isfinite(spacing_mm).all() and min(spacing_mm) > 0 <= tolerance_mm < np.inf):
+        found = f"{tuple(spacing_mm)} and {tolerance_mm}"
+        raise ValueError(f"spacing_mm must be three positive numbers and tolerance_mm a number from 0 on, got {found}")
     shape, box = truth.shape, bounding_box(truth | prediction).slices(truth.shape)
     masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm)  # outside of it there is nothing
     voxels = {name: int(np.count_nonzero(getattr(masks, name))) for name in ("truth", "prediction")}
@@ -201,15 +206,3 @@ def diagonal_mm(shape: Sequence[int], spacing_mm: Sequence[float]) -> float:
 
 def _surface(mask: np.ndarray) -> np.ndarray:
     return mask & ~binary_erosion(mask)
-
-
-def _check(truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float], tolerance_mm: float) -> None:
-    if truth.dtype != bool or prediction.dtype != bool or truth.ndim != 3 or truth.shape != prediction.shape:
-        raise ValueError(
-            f"truth and prediction must be boolean masks of one 3D shape, got {truth.dtype} {truth.shape} "
-            f"and {prediction.dtype} {prediction.shape}"
-        )
-    if len(spacing_mm) != 3 or not all(np.isfinite(s) and s > 0 for s in spacing_mm):
-        raise ValueError(f"spacing_mm must be three positive numbers, got {tuple(spacing_mm)}")
-    if not (np.isfinite(tolerance_mm) and tolerance_mm >= 0):
-        raise ValueError(f"tolerance_mm must be a number from 0 on, got {tolerance_mm}")

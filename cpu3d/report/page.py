@@ -23,18 +23,9 @@ def render_page(template: Path, **content: Any) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    helpers = {"now": now(), "flat": flat, "picture": data_url}
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    helpers = {"now": now, "picture": lambda png: "data:image/png;base64," + base64.b64encode(png).decode("ascii")}
     return environment.get_template(template.name).render(**helpers, **content)
-
-
-def now() -> str:
-    """This moment in the host's own time zone."""
-    return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-
-
-def data_url(png: bytes) -> str:
-    """A picture as the source of an <img>."""
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:

@@ -4,7 +4,7 @@ Nothing here touches pyplot or any other state of the process: every function ma
 """
 
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ PREDICTION_ONLY, TRUTH_ONLY, BOTH = "#ff4a33", "#2a66ff", "#c388ff"
 """Red, blue and purple as in the paper, set apart by lightness too, so that a colour-blind reader can tell them."""
 
 VIEWS = ("axial", "coronal", "sagittal")
+
+Figures = List[Tuple[str, bytes]]
+"""(what it shows, PNG) each."""
 
 
 @dataclass(frozen=True)

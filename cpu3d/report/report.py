@@ -19,16 +19,13 @@ from cpu3d.inference.evaluate import ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.report import pictures
 from cpu3d.report.page import flat, gib, percent, render_page
-from cpu3d.report.pictures import PALETTE, Line
+from cpu3d.report.pictures import PALETTE, Figures, Line
 from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write, writable_folder
 from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import option
 from memory_estimator.table import Bold, Table
 from memory_estimator.units import GIB
-
-Figures = List[Tuple[str, bytes]]
-"""(what it shows, PNG)"""
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,67 @@
-"""Tell how a run is doing: phase, progress, memory, and what to do next.
+"""How a run is doing: phase, progress, memory, and what to do next.
 
     ./run.sh status --run runs/first
-    ./run.sh status --run runs/first --watch
+    watch ./run.sh status --run runs/first
     ./run.sh status --run runs/first --json
 
 Ends with 0 for a run that goes on or has finished, with 1 for one that needs somebody: a worker gives no sign of life,
-hangs, or has ended before the run was done; with 2 for a folder that is no run. It only reads, on any host that sees
-the folder.
+hangs, or has ended before the run was done; with 2 for a folder that is no run. It reads heartbeats, config.json,
+log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
+is younger than SILENT_S. Everything may be missing, half-written or of an earlier version, and is then unknown.
 """
 
+import contextlib
 import dataclasses
 import json
+import statistics
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
-from cpu3d.report.run_status import RunStatus, WorkerStatus, run_status
+from cpu3d.report.run_files import Events, median, numbers, of_kind
+from cpu3d.settings import load_config
+from cpu3d.training.checkpoint import checkpoints, step_of
+from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
+from cpu3d.training.run_log import FINISHED, recent_events
 from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import format_bytes, format_seconds
+
+RECENT = 50
+"""Steps that losses and times are of."""
+
+BY_EXIT_CODE = {
+    0: "finished",
+    3: "too large",
+    4: "diverged",
+    5: "out of memory",
+    6: "broken off",
+    130: "interrupted",
+    143: "interrupted",
+}
+"""State of a worker that noted its end; "failed" for other codes."""
+
+FINE = ("stopping", "starting", "running", "finished")
+"""States that need nobody."""
+
+WORST_FIRST = ("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown")
+WORST_FIRST += ("interrupted", *FINE)
+"""The run's state is the first of these that a worker is in: causes come before what others suffer from them."""
+
+IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")
+"""States of workers that do nothing for a run whose log says that it is finished."""
+
+WORKERS_DIFFER = "weights must be the same on all workers"
+"""So begins WorkersDifferError: a host computes wrong, which no settings mend."""
+
+DIVERGED = ("loss ", "weights must be finite")
+"""So begins a DivergedError of steps that were too large."""
+
 
 STYLES = {"running": Good, "starting": Good, "finished": Good, "stopping": Poor, "interrupted": Poor}
 """Of states; all others need somebody now."""
@@ -38,8 +75,6 @@ class Options:
 
     run: Path = option(help="folder of the run", metavar="DIR")
     json: bool = option(False, help="print all that is known as JSON")
-    watch: bool = option(False, help="show it anew until the run ends; Ctrl-C ends only this")
-    every: float = option(2.0, help="seconds between, with --watch", at_least=0.1, metavar="S")
 
 
 OPTIONS = (Options,)
@@ -49,11 +84,123 @@ def run(options: Options) -> int:
     status = run_status(options.run)
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))
-    elif options.watch:
-        status = _watch(options.run, status, options.every)
     else:
         Console().print(describe(status))
     return 0 if status.is_fine else 1
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker."""
+
+    rank: int
+    state: str
+    """One of WORST_FIRST."""
+    detail: str = ""
+    """What is known besides, and what to look at."""
+    beat_age_s: Optional[float] = None
+    phase_s: Optional[float] = None
+    """How long the phase had gone on at the last beat."""
+    heartbeat: Optional[Heartbeat] = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The last checkpoint."""
+
+    step: Optional[int]
+    """None where neither its name nor the log has it."""
+    age_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run, now."""
+
+    folder: str
+    state: str
+    """The worst of its workers', see WORST_FIRST; of a run without heartbeats by its log."""
+    details: Tuple[str, ...]
+    """What is known of a state that needs somebody, a sentence each."""
+    advice: str
+    """What to do next; "" for nothing."""
+    is_fine: bool
+    """Whether it runs or has finished."""
+    workers: Tuple[WorkerStatus, ...]
+    step: int
+    steps: Optional[int]
+    step_s: Optional[float]
+    """Median of the recent ones."""
+    seconds_left: Optional[float]
+    """At the pace of this attempt, its validations and saves included; None unless it runs."""
+    recent_steps: int
+    """Steps that loss and Dice are means of."""
+    loss: Optional[float]
+    dice: Dict[str, float]
+    validation: Optional[Dict[str, Any]]
+    """The last one: step, mean_dice, dice, best."""
+    best: Optional[float]
+    """The best mean Dice."""
+    checkpoint: Optional[Saved]
+
+
+def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
+    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
+    run, now = Path(run), time.time() if now is None else now
+    heartbeats = read_heartbeats(run)
+    config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
+    events = recent_events(run, RECENT)
+    workers = _workers(run, heartbeats, now)
+    beats = [one.heartbeat for one in workers if one.heartbeat]
+    starts, recent, validations = (of_kind(events, kind) for kind in ("start", "step", "validation"))
+    step = max(map(_whole, [*(event.get("step") for event in events), *(beat.step for beat in beats)]), default=0)
+    known = [beat.steps for beat in beats] + [config.steps if config else None]
+    steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
+    checkpoint = _checkpoint(run, events, now)
+    judged = sorted(workers, key=lambda one: WORST_FIRST.index(one.state))
+    by_log = _state_by_log(run, events, now)
+    if not workers or (by_log.state == "finished" and _is_left_finished(events[-1], workers, step, steps)):
+        judged = [by_log]
+    first = judged[0]
+    step_s = median(numbers(recent, "step_s"))
+    return RunStatus(
+        folder=str(run),
+        state=first.state,
+        details=tuple(dict.fromkeys(_named(one, len(workers)) for one in judged if one.detail)),
+        advice=_advice(run, first, [one.detail for one in judged if one.state == first.state], checkpoint),
+        is_fine=all(one.state in FINE for one in judged),
+        workers=tuple(workers),
+        step=step,
+        steps=steps,
+        step_s=step_s,
+        seconds_left=_seconds_left(events, step, steps, step_s) if first.state in ("running", "starting") else None,
+        recent_steps=len(recent),
+        loss=_mean(numbers(recent, "loss")),
+        dice=_mean_of_each([event.get("dice") or {} for event in recent]),
+        validation=validations[-1] if validations else None,
+        best=max(numbers(validations, "mean_dice"), default=None),
+        checkpoint=checkpoint,
+    )
+
+
+def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
+    """Judge a worker by its heartbeat: the end it noted, else the age of its last beat, else what that says."""
+    age = beat_age_s(run, beat, now)
+    if beat.exit_code is not None:
+        state = BY_EXIT_CODE.get(beat.exit_code, "failed")
+        detail = "" if state == "finished" else beat.reason
+    elif age > SILENT_S:
+        state = "silent"
+        detail = (
+            f"no beat for {format_seconds(age)}, where one comes every {BEAT_S:g} s; look on {beat.host_name} whether "
+            f"process {beat.pid} lives, and in `dmesg` whether it was killed"
+        )
+    elif beat.stalled or beat.stop:
+        state, detail = ("stalled", beat.stalled) if beat.stalled else ("stopping", beat.stop)
+    else:
+        state, detail = "starting" if beat.phase == "starting" else "running", ""
+    return WorkerStatus(beat.rank, state, detail, age, max(0.0, beat.beat - beat.phase_since), beat)
 
 
 def describe(status: RunStatus) -> Group:
@@ -68,20 +215,109 @@ def describe(status: RunStatus) -> Group:
     return Group(first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines))
 
 
-# --- Private helpers ---
+# --- Private helpers: what is known ---
 
 
-def _watch(folder: Path, status: RunStatus, every_s: float) -> RunStatus:
-    """Show it until nothing goes on any more; returns the last one. Ctrl-C is a way to end it, not an interruption."""
-    try:
-        with Live(describe(status), console=Console(), auto_refresh=False) as live:
-            while status.is_fine and status.state != "finished":
-                time.sleep(every_s)
-                status = run_status(folder)
-                live.update(describe(status), refresh=True)
-    except KeyboardInterrupt:
-        pass
-    return status
+def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
+    """Of the latest attempt: one with fewer workers leaves the files of more behind."""
+    readable = [one for one in heartbeats.values() if isinstance(one, Heartbeat)]
+    latest = max(readable, key=lambda one: one.started, default=None)
+    found = []
+    for rank in range(latest.workers) if latest else sorted(heartbeats):
+        one = heartbeats.get(rank)
+        if isinstance(one, Heartbeat):
+            found.append(worker_status(run, one, now))
+        elif one is not None:
+            found.append(WorkerStatus(rank, "unknown", str(one)))
+        elif now - latest.started < SILENT_S:
+            found.append(WorkerStatus(rank, "starting"))
+        else:
+            found.append(WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written"))
+    return found
+
+
+def _state_by_log(run: Path, events: Events, now: float) -> WorkerStatus:
+    """Of a run without heartbeats, as earlier versions have made them."""
+    if not events:
+        return WorkerStatus(0, "unknown", "nothing is logged and there is no heartbeat")
+    last = events[-1]
+    if last["event"] == "end":
+        finished = last.get("reason") in FINISHED
+        return WorkerStatus(0, "finished") if finished else WorkerStatus(0, "interrupted", str(last.get("reason")))
+    age = max(0.0, now - (run / "log.jsonl").stat().st_mtime)
+    slow = 10 * (median(numbers(of_kind(events, "step"), "step_s")) or 0)
+    detail = f"there is no heartbeat; the last line of the log came {format_seconds(age)} ago"
+    return WorkerStatus(0, "running" if age < max(5 * SILENT_S, slow) else "unknown", detail)
+
+
+def _is_left_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
+    """Whether a run that has finished was begun again with nothing to do, whatever became of those who found that out.
+
+    Not for one that was made longer, nor where somebody works, or says why he could not.
+    """
+    longer = end.get("reason") == "finished" and bool(steps) and _whole(end.get("step")) < steps
+    return _whole(end.get("step")) >= step and not longer and all(one.state in IDLE for one in workers)
+
+
+def _named(worker: WorkerStatus, workers: int) -> str:
+    named = workers < 2 or worker.detail.startswith(f"worker {worker.rank} ")
+    return worker.detail if named else f"worker {worker.rank}: {worker.detail}"
+
+
+def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: Optional[Saved]) -> str:
+    """What to do next, a line; "" where nothing is. `reasons` are those of the workers in the state of the `first`."""
+    state = first.state
+    if state in ("running", "starting", "stopping"):
+        return ""
+    if state == "finished":
+        return f"`evaluate --run {run}` scores it, `report --run {run}` shows it; a larger --epochs or --steps goes on"
+    again = "there is no checkpoint yet: the same command starts anew"
+    if checkpoint:
+        again = f"the same command goes on from step {'?' if checkpoint.step is None else checkpoint.step}"
+    if state in ("stalled", "silent"):
+        again = f"when its process has ended, {again}"
+    elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
+        again = f"take the host that is named out of the run; then {again}"
+    elif state == "diverged" and any(reason.startswith(DIVERGED) for reason in reasons):
+        again = "train into another folder with a lower --learning-rate"
+    log = run / "logs" / f"worker-{first.rank}.log"
+    return f"{again}; its last words are in {log}" if log.is_file() else again
+
+
+def _checkpoint(run: Path, events: Events, now: float) -> Optional[Saved]:
+    logged = [event.get("step") for event in events if event["event"] == "checkpoint"]
+    for path in checkpoints(run):
+        with contextlib.suppress(OSError):  # it may be removed for newer ones just now
+            stat, step = path.stat(), step_of(path)
+            step = step if step >= 0 else next(reversed(logged), None)
+            return Saved(step, max(0.0, now - stat.st_mtime), stat.st_size)
+    return None
+
+
+def _seconds_left(events: Events, step: int, steps: Optional[int], step_s: Optional[float]) -> Optional[float]:
+    """At the median step, with the share of time that this attempt has spent on other things."""
+    if not steps or not step_s or step > steps:
+        return None
+    begin = max((number for number, event in enumerate(events) if event["event"] == "start"), default=0)
+    done = step - _whole(events[begin].get("step"))
+    beside = sum(numbers(events[begin + 1 :], "seconds"))
+    return (steps - step) * (step_s + (beside / done if done > 0 else 0.0))
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _mean(values: Sequence[float]) -> Optional[float]:
+    return statistics.fmean(values) if values else None
+
+
+def _mean_of_each(dicts: Events) -> Dict[str, float]:
+    means = {name: _mean(numbers(dicts, name)) for one in dicts for name in one}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+# --- Private helpers: what is printed ---
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:

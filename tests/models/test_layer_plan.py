@@ -20,35 +20,30 @@ KINDS = {
 }
 
 VARIANTS = [
-    UNetConfig(filters=4, depth=3, norm="none", up="upsampling", policy="speed"),
-    UNetConfig(filters=4, depth=5, policy="speed"),
-    UNetConfig(filters=4, depth=3, residual=True, norm="none", policy="speed"),
-    UNetConfig(filters=4, depth=4, deep_supervision=True, dtype="bfloat16", policy="speed"),
-    UNetConfig(filters=4, depth=4, network="cicek2016", norm="batch", channels=1, outputs=1, policy="speed"),
-    UNetConfig(
-        filters=4, depth=3, network="cicek2016", up="upsampling", residual=True, dtype="bfloat16", policy="speed"
-    ),
+    {"depth": 3, "norm": "none", "up": "upsampling"},
+    {"depth": 5},
+    {"depth": 3, "residual": True, "norm": "none"},
+    {"depth": 4, "deep_supervision": True, "dtype": "bfloat16"},
+    {"depth": 4, "network": "cicek2016", "norm": "batch", "channels": 1, "outputs": 1},
+    {"depth": 3, "network": "cicek2016", "up": "upsampling", "residual": True, "dtype": "bfloat16"},
 ]
-"""Under "speed" alone a layer of the plan is one of Keras'; the leaner policies have a layer for each block."""
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=str)
-def test_plan_equals_the_built_model_layer_by_layer(config):
-    shape = (32, 16, 48)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_plan_equals_the_built_model_layer_by_layer(variant):
+    # Under "speed" alone a layer of the plan is one of Keras'; the leaner policies have a layer for each block.
+    config, shape = UNetConfig(filters=4, policy="speed", **variant), (32, 16, 48)
     model = build_unet3d(config, shape, batch_size=1)
     plan = {op.name: op for op in layer_plan(config, shape)}
-    assert [layer.name for layer in sorted(model.layers, key=lambda layer: layer.name)] == sorted(plan)
+    assert sorted(layer.name for layer in model.layers) == sorted(plan)
     for layer in model.layers:
         op = plan[layer.name]
-        output = layer.output
         assert op.kind in KINDS[type(layer).__name__]
-        assert tuple(output.shape[1:]) == op.shape
-        assert output.dtype == op.dtype
+        assert (tuple(layer.output.shape[1:]), layer.output.dtype) == (op.shape, op.dtype)
         assert sum(tf.size(w).numpy() for w in layer.trainable_weights) == op.trainable
         assert sum(tf.size(w).numpy() for w in layer.non_trainable_weights) == op.frozen
-        feeds = [layer.input] if not isinstance(layer.input, list) else layer.input
         if op.kind != "input":
-            assert tuple(tensor.node.layer.name for tensor in feeds) == op.inputs
+            assert tuple(tensor.node.layer.name for tensor in tf.nest.flatten(layer.input)) == op.inputs
 
 
 def test_the_reference_network_has_the_known_number_of_parameters():
@@ -71,18 +66,22 @@ def test_cicek_widths_are_those_of_the_original_figure():
 def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     config = UNetConfig(channels=1, outputs=1, filters=1, depth=2)
     # 4^3 voxels above, 2^3 below; a multiply-add is 2. First convolution: no gradient for the image.
-    image_conv = 2 * 27 * 64
-    top = 2 * 27 * 64
+    image_conv = top = 2 * 27 * 64
     below = 2 * 27 * 1 * 2 * 8 + 2 * 27 * 2 * 2 * 8
-    up = 2 * 2 * 1 * 64
-    decoder = 2 * 27 * 2 * 64 + 2 * 27 * 64
-    head = 2 * 64
+    up, decoder, head = 2 * 2 * 1 * 64, 2 * 27 * 2 * 64 + 2 * 27 * 64, 2 * 64
     assert training_flops(config, (4, 4, 4)) == 2 * image_conv + 3 * (top + below + up + decoder + head)
 
 
-def test_a_shape_that_does_not_divide_is_refused_with_the_ones_that_do():
-    with pytest.raises(ValueError, match=r"\(240, 240, 155\) must be divisible by 16; pad to \(240, 240, 160\)"):
-        layer_plan(UNetConfig(), (240, 240, 155))
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((240, 240, 155), r"\(240, 240, 155\) must be divisible by 16; pad to \(240, 240, 160\)"),
+        ((16, 0, 16), r"must be three positive numbers, got \(16, 0, 16\)"),
+    ],
+)
+def test_a_shape_that_the_network_cannot_take_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer_plan(UNetConfig(), shape)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """One block that makes its maps again: its gradients, what it keeps, and that it makes nothing before it is due."""
 
 import collections
-import dataclasses
 
 import numpy as np
 import pytest
@@ -9,10 +8,9 @@ import tensorflow as tf
 
 from models.blocks import decoder, encoder
 from models.config import POLICIES, UNetConfig
-from models.layers import convolution_layer
 from models.lean import LeanBlock
 from models.norm import NormActivation
-from models.ordered import Convolution
+from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
 from models.policy import keeps_hidden
 from models.unet3d import build_unet3d
 
@@ -48,18 +46,9 @@ def step(model):
     return function
 
 
-def both_ways(config, kind, samples):
-    """What a step of the block gives under the config's policy, and under "speed"."""
-    found = []
-    for policy in (config.policy, "speed"):
-        model, inputs = block(dataclasses.replace(config, policy=policy), kind, samples)
-        found.append(step(model)(inputs))
-    return zip(*found)
-
-
-def assert_alike(found, expected, within=1e-5):
+def assert_alike(found, expected):
     assert found.shape == expected.shape
-    assert tf.norm(found - expected) <= within * tf.norm(expected)
+    assert tf.norm(found - expected) <= 1e-5 * tf.norm(expected)
 
 
 VARIANTS = [
@@ -73,7 +62,11 @@ VARIANTS = [
 @pytest.mark.parametrize("policy", LEANER)
 @pytest.mark.parametrize(("kind", "samples", "more"), VARIANTS, ids=str)
 def test_output_and_gradients_are_those_of_the_single_layers(kind, samples, more, policy):
-    for found, expected in both_ways(UNetConfig(filters=4, depth=2, policy=policy, **more), kind, samples):
+    steps = []
+    for each in (policy, "speed"):
+        model, inputs = block(UNetConfig(filters=4, depth=2, policy=each, **more), kind, samples)
+        steps.append(step(model)(inputs))
+    for found, expected in zip(*steps):
         assert_alike(found, expected)
 
 
@@ -104,12 +97,11 @@ def source(tensor):
     return tensor
 
 
-def kept(config, kind, waits_for):
+def kept(forward, backward):
     """Maps of the forward pass, on the block's grid or the coarser one, that the backward pass reads: type -> how many.
 
     What multiplies the output into the upstream gradient reads it too.
     """
-    forward, backward = passes(config, kind, waits_for)
     read = {source(tensor).ref() for op in backward for tensor in op.inputs if source(tensor).op in forward}
     return collections.Counter(one.deref().op.type for one in read if is_map(one.deref().shape))
 
@@ -120,55 +112,35 @@ def is_map(shape):
 
 
 def made(operations):
-    """Operations that make a map of the grid by hard work, or by passing over it."""
-    return collections.Counter(op.type for op in operations if op.type in ("Conv3D", "FusedBatchNormV3", "Relu"))
-
-
-ENTRY, BOTH_ENTRIES = {"Placeholder": 1}, {"Placeholder": 2}
-OUTPUT = {"Relu": 1}
+    """How many operations make a map of the grid by hard work, or by passing over it."""
+    kinds = [op.type for op in operations]
+    return [kinds.count(kind) for kind in ("Conv3D", "FusedBatchNormV3", "Relu")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "maps"),
-    [
-        ("encoder", "lean", {**ENTRY, **OUTPUT}),
-        ("encoder", "balanced", {**ENTRY, **OUTPUT, "Conv3D": 2}),
-        # The first convolution is two, added up.
-        ("decoder", "lean", {**BOTH_ENTRIES, **OUTPUT, "Conv3D": 1, "AddV2": 1}),
-        ("decoder", "balanced", {**BOTH_ENTRIES, **OUTPUT, "Conv3D": 1, "AddV2": 1}),
-    ],
-)
-def test_a_block_keeps_what_its_policy_says(kind, policy, maps, waits_for):
-    config = UNetConfig(filters=4, depth=2, policy=policy)
-    assert kept(config, kind, waits_for) == maps
-    assert keeps_hidden(config, decoder=kind == "decoder") == ("Conv3D" in maps)
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy", "convolutions", "norms"),
+    ("kind", "policy", "maps", "convolutions", "norms"),
     [
         # The first norm twice: for the second convolution's output, and for its filter gradient.
-        ("encoder", "lean", 2, 3),
-        ("encoder", "balanced", 0, 1),
-        # The gradient of an up-convolution's input is a convolution.
-        ("decoder", "lean", 1, 1),
-        ("decoder", "balanced", 1, 1),
+        ("encoder", "lean", {}, 2, 3),
+        ("encoder", "balanced", {"Conv3D": 2}, 0, 1),
+        # The first convolution is two, added up. The gradient of an up-convolution's input is a convolution.
+        ("decoder", "lean", {"Conv3D": 1, "AddV2": 1}, 1, 1),
+        ("decoder", "balanced", {"Conv3D": 1, "AddV2": 1}, 1, 1),
     ],
 )
-def test_nothing_is_made_again_before_the_forward_pass_has_ended(kind, policy, convolutions, norms, waits_for):
-    forward, backward = passes(UNetConfig(filters=4, depth=2, policy=policy), kind, waits_for)
-    first = {"encoder": 1, "decoder": 2}[kind]
-    assert made(forward) == {"Conv3D": first + 1, "FusedBatchNormV3": 2, "Relu": 2}
-    again = made(backward)
-    assert (again["Conv3D"], again["FusedBatchNormV3"], again["Relu"]) == (convolutions, norms, norms)
-
-
-def test_skip_and_up_sampled_are_never_joined(waits_for):
-    config = UNetConfig(filters=4, depth=2, policy="lean")
-    joined = SKIP + config.up_width(0)
-    maps = [tensor for half in passes(config, "decoder", waits_for) for op in half for tensor in op.outputs]
-    assert maps
-    assert not [tensor for tensor in maps if tensor.shape.rank == 5 and tuple(tensor.shape[1:]) == (*GRID, joined)]
+def test_a_block_keeps_what_its_policy_says_and_makes_the_rest_when_it_is_due(
+    kind, policy, maps, convolutions, norms, waits_for
+):
+    config = UNetConfig(filters=4, depth=2, policy=policy)
+    entries = {"encoder": 1, "decoder": 2}[kind]
+    forward, backward = passes(config, kind, waits_for)
+    assert kept(forward, backward) == {"Placeholder": entries, "Relu": 1, **maps}
+    assert keeps_hidden(config, decoder=kind == "decoder") == ("Conv3D" in maps)
+    assert made(forward) == [entries + 1, 2, 2]
+    assert made(backward) == [convolutions, norms, norms]
+    # Skip and up-sampled are never joined.
+    shapes = [tuple(tensor.shape) for op in [*forward, *backward] for tensor in op.outputs if tensor.shape.rank == 5]
+    assert (*GRID, SKIP + config.up_width(0)) not in {shape[1:] for shape in shapes}
 
 
 @pytest.mark.parametrize("policy", LEANER)
@@ -183,16 +155,19 @@ def test_gradients_are_computed_one_after_the_other(policy, waits_for):
 # --- As a Keras layer ---
 
 
-def test_a_network_comes_back_from_its_configuration_and_weights():
-    config = UNetConfig(filters=2, depth=2, norm="batch", policy="lean")
+@pytest.mark.parametrize("policy", ["speed", "lean"])
+def test_a_network_comes_back_from_its_configuration_and_weights(policy):
+    config = UNetConfig(filters=2, depth=2, norm="batch", residual=True, policy=policy)
     model = build_unet3d(config, (8, 8, 8), 1)
-    known = {layer.__name__: layer for layer in (Convolution, LeanBlock, NormActivation)}
-    again = tf.keras.Model.from_config(model.get_config(), custom_objects=known)
+    own = (Convolution, Join, LeanBlock, NormActivation, ShortcutSum, UpConvolution)
+    again = tf.keras.Model.from_config(model.get_config(), custom_objects={layer.__name__: layer for layer in own})
     again.set_weights(model.get_weights())
     image = tf.random.stateless_normal((1, 8, 8, 8, 4), (0, 1))
     np.testing.assert_array_equal(again(image), model(image))
+    # A leaner head's filter gradient is by planes.
+    assert {one.by_planes for one in again.layers if one.name == "head"} == {policy == "lean"}
 
 
-def test_a_head_of_a_leaner_policy_has_its_filter_gradient_by_planes_when_it_comes_back():
-    layer = convolution_layer(UNetConfig(), "head", 3, 1, by_planes=True)
-    assert Convolution.from_config(layer.get_config()).by_planes
+def test_a_block_of_a_decoder_that_makes_its_maps_again_is_refused():
+    with pytest.raises(ValueError, match="keeps_hidden must be true for a decoder's block, got False"):
+        LeanBlock(UNetConfig(), (4, 4), keeps_hidden=False, up_width=4)

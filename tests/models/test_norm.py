@@ -10,38 +10,6 @@ from models.norm import NormActivation
 GRID = (4, 6, 8)
 
 
-def instance_norm_by_hand(x, gamma, beta):
-    mean = x.mean((1, 2, 3), keepdims=True)
-    variance = x.var((1, 2, 3), keepdims=True)
-    return np.maximum((x - mean) / np.sqrt(variance + EPSILON) * gamma + beta, 0)
-
-
-@pytest.mark.parametrize("batch", [1, 3, None])
-def test_instance_norm_is_its_definition_for_every_batch(batch):
-    layer = NormActivation("instance")
-    image = tf.keras.Input((4, 6, 8, 5), batch)
-    model = tf.keras.Model(image, layer(image))
-    gamma, beta = np.linspace(0.5, 2, 5, dtype="f4"), np.linspace(-1, 1, 5, dtype="f4")
-    layer.set_weights([gamma, beta])
-    x = np.random.default_rng(0).normal(3, 2, (batch or 2, 4, 6, 8, 5)).astype("f4")
-    np.testing.assert_allclose(model(x), instance_norm_by_hand(x, gamma, beta), rtol=1e-4, atol=1e-5)
-
-
-def test_instance_norm_gives_the_same_gradients_by_kernel_and_by_definition():
-    x = tf.constant(np.random.default_rng(1).normal(1, 3, (2, 4, 4, 6, 3)).astype("f4"))
-    gradients = []
-    for batch in (2, None):
-        layer = NormActivation("instance")
-        image = tf.keras.Input((4, 4, 6, 3), batch)
-        model = tf.keras.Model(image, layer(image))
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(model(x) ** 3)
-        gradients.append(tape.gradient(loss, [x, layer.gamma, layer.beta]))
-    for by_kernel, by_definition in zip(*gradients):
-        np.testing.assert_allclose(by_kernel, by_definition, rtol=2e-3, atol=2e-3)
-
-
 def built(norm, samples, activate=True):
     """A layer and a model of it alone, with weights unlike the first ones, and maps for it."""
     layer = NormActivation(norm, activate)
@@ -52,56 +20,64 @@ def built(norm, samples, activate=True):
     return layer, model, tf.constant(rng.normal(1, 2, (samples or 2, *GRID, 5)).astype("f4"))
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, None])
+def test_instance_norm_is_its_definition_for_every_batch_and_so_are_its_gradients(batch):
+    layer, model, x = built("instance", batch)
+
+    def by_definition(x):
+        mean, variance = tf.nn.moments(x, (1, 2, 3), keepdims=True)
+        return tf.nn.relu((x - mean) / tf.sqrt(variance + EPSILON) * layer.gamma + layer.beta)
+
+    gradients = []
+    for function in (model, by_definition):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(function(x) ** 3)
+        gradients.append(tape.gradient(loss, [x, layer.gamma, layer.beta]))
+    np.testing.assert_allclose(model(x), by_definition(x), rtol=1e-4, atol=1e-5)
+    for found, expected in zip(*gradients):
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("samples", [1, 3, None])
 def test_unfolding_is_the_way_back_from_folding(norm, samples):
     layer, _, x = built(norm, samples)
-    seen = tf.TensorSpec((samples, *GRID, 5))
+    shapes = []
 
-    @tf.function(input_signature=[seen])
+    @tf.function(input_signature=[tf.TensorSpec((samples, *GRID, 5))])
     def there_and_back(x):
         parts = layer.fold(x)
         shapes.append([tuple(part.shape) for part in parts])
         return layer.unfold(parts, x)
 
-    shapes = []
     np.testing.assert_array_equal(there_and_back(x), x)
-    folded = (4 * 6, 8, 5)
-    alone = {1: [(1, *folded)], 3: [(1, *folded)] * 3, None: [(None, *folded)]}[samples]
-    assert shapes == [{"instance": alone, "batch": [(samples, *folded)], "none": [(samples, *GRID, 5)]}[norm]]
+    alone = {1: [(1, 24, 8, 5)], 3: [(1, 24, 8, 5)] * 3, None: [(None, 24, 8, 5)]}[samples]
+    assert shapes == [{"instance": alone, "batch": [(samples, 24, 8, 5)], "none": [(samples, *GRID, 5)]}[norm]]
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("samples", "activate"), [(1, True), (2, False)])
-def test_as_a_function_of_its_weights_it_is_the_layer_in_training_and_moves_nothing(norm, samples, activate):
+def test_as_a_function_of_its_weights_it_is_the_layer_in_training(norm, samples, activate):
     layer, model, x = built(norm, samples, activate)
-    before = layer.get_weights()
+    first = layer.get_weights()
     parts, statistics = layer.apply(layer.fold(x), *layer.values())
-    for weight, first in zip(layer.get_weights(), before):
-        np.testing.assert_array_equal(weight, first)
-    assert len(statistics) == (2 if norm == "batch" else 0)
+    for weight, before in zip(layer.get_weights(), first):  # which moves nothing
+        np.testing.assert_array_equal(weight, before)
     found = layer.unfold(parts, x)
     np.testing.assert_allclose(found, model(x, training=True), rtol=1e-5, atol=1e-6)
     assert (tf.reduce_min(found) < 0) == (not activate)
+    assert len(statistics) == (2 if norm == "batch" else 0)
+    if statistics:  # `move` moves them as training does
+        by_training = layer.get_weights()
+        layer.set_weights(first)
+        layer.move(*statistics)
+        assert not np.allclose(by_training[2:], first[2:])
+        np.testing.assert_allclose(layer.get_weights(), by_training, rtol=1e-6)
 
 
-def test_statistics_that_are_moved_are_those_that_training_moves():
-    layer, model, x = built("batch", 2)
-    first = layer.get_weights()
-    model(x, training=True)
-    by_training = layer.get_weights()
-    layer.set_weights(first)
-    layer.move(*layer.apply(layer.fold(x), *layer.values())[1])
-    assert not np.allclose(by_training[2:], first[2:])
-    np.testing.assert_allclose(layer.get_weights(), by_training, rtol=1e-6)
-
-
-def test_a_compute_dtype_of_bfloat16_reads_the_bias_in_it_and_the_norms_weights_in_float32():
-    read = {norm: NormActivation(norm, dtype="mixed_bfloat16") for norm in NORMS}
-    for layer in read.values():
-        layer.build((1, *GRID, 5))
-    assert {norm: {value.dtype for value in layer.values()} for norm, layer in read.items()} == {
-        "instance": {tf.float32},
-        "batch": {tf.float32},
-        "none": {tf.bfloat16},
-    }
+@pytest.mark.parametrize(("norm", "dtype"), [("instance", tf.float32), ("batch", tf.float32), ("none", tf.bfloat16)])
+def test_in_bfloat16_the_bias_is_read_in_it_and_the_norms_weights_in_float32(norm, dtype):
+    layer = NormActivation(norm, dtype="mixed_bfloat16")
+    layer.build((1, *GRID, 5))
+    assert {value.dtype for value in layer.values()} == {dtype}

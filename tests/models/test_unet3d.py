@@ -25,25 +25,21 @@ def test_upsampling_then_convolving_is_what_the_cheap_order_computes():
     np.testing.assert_allclose(late, early, rtol=1e-5, atol=1e-5)
 
 
-def test_deep_supervision_gives_one_map_per_decoder_level():
-    model = build_unet3d(UNetConfig(filters=2, depth=4, deep_supervision=True), (16, 16, 8), batch_size=1)
-    shapes = [tuple(logits.shape[1:4]) for logits in model.outputs]
-    assert shapes == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
-
-
-def test_bfloat16_computes_in_bfloat16_and_keeps_weights_in_float32():
-    model = build_unet3d(UNetConfig(filters=2, depth=2, dtype="bfloat16"), (4, 4, 4), batch_size=1)
+def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weights_in_float32():
+    config = UNetConfig(filters=2, depth=4, deep_supervision=True, dtype="bfloat16")
+    model = build_unet3d(config, (16, 16, 8), batch_size=1)
+    assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
     assert {layer.output.dtype for layer in model.layers} == {tf.bfloat16}
     assert {weight.dtype for weight in model.weights} == {tf.float32}
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone():
-    first, again, other = (
-        build_unet3d(UNetConfig(filters=2, depth=2, seed=seed), (4, 4, 4), 1).get_weights() for seed in (1, 1, 2)
+    first, again, other, deeper = (
+        build_unet3d(UNetConfig(filters=2, depth=depth, seed=seed), (4, 4, 4), 1).get_weights()
+        for seed, depth in ((1, 2), (1, 2), (2, 2), (1, 3))
     )
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
     assert not np.array_equal(first[0], other[0])
-    deeper = build_unet3d(UNetConfig(filters=2, depth=3, seed=1), (4, 4, 4), 1)
     # The first block's second kernel, in a network of any depth.
-    np.testing.assert_array_equal(deeper.get_weights()[3], first[3])
+    np.testing.assert_array_equal(deeper[3], first[3])
     assert first[3].shape == (3, 3, 3, 2, 2)

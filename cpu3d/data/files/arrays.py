@@ -4,6 +4,7 @@ A .npy file is for fast disks or data that stays in the page cache: nothing is u
 A .b2nd file is for slow disks and networks: less is read, and what is read has to be unpacked.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.files import pages
 from cpu3d.errors import InputError
 from memory_estimator.files import open_regular
 
@@ -29,11 +29,9 @@ FORMATS = ("npy", "b2nd")
 ALIGNMENT_BYTES = 64
 """TensorFlow takes an array without a copy when its data begins at a multiple of this."""
 
-BLOCK_VOXELS = (32, 32, 16)
-"""Of a .b2nd block, what is unpacked at least: 128 KiB of four int16 channels, so it stays in a core's L2 cache."""
-CHUNK_VOXELS = (128, 128, 128)
-"""Of a .b2nd chunk, what is read at least. A chunk holds all channels: a patch needs them all, and takes three times as
-long from chunks of one channel."""
+BLOCK_VOXELS, CHUNK_VOXELS = (32, 32, 16), (128, 128, 128)
+"""Of a .b2nd file, what is unpacked at least, so that it stays in a core's L2 cache; and what is read at least. Both
+hold all channels, as a patch needs them all."""
 
 # --- Whole files ---
 
@@ -75,9 +73,8 @@ def decode_b2nd(content: Union[bytes, memoryview]) -> np.ndarray:
 @functools.lru_cache(256)
 def npy_header(dtype: np.dtype, shape: Tuple[int, ...]) -> bytes:
     """What comes before the voxels in a .npy file of a C-ordered array; its length is a multiple of 64 bytes."""
-    header = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, description)
+    header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
     return header.getvalue()
 
 
@@ -100,12 +97,25 @@ def file_sha256(path: Path) -> str:
 # --- Open files ---
 
 
+def bring_in(handle: int, start: int, length: int) -> None:
+    """Ask the kernel for a part of an open file. Returns at once, unless the disk's queue is full; macOS ignores it.
+
+    In pieces: Linux reads no more of one request than the device's largest transfer, and forgets the rest.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # what fails for good fails when it is read
+        for begin in range(start, start + length, 1 << 20):
+            os.posix_fadvise(handle, begin, min(1 << 20, start + length - begin), os.POSIX_FADV_WILLNEED)
+
+
+def give_back(handle: int) -> None:
+    """Let the kernel take an open file's pages; those that a map is using stay."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @dataclass(frozen=True)
 class ArrayFile:
-    """An open array file and what its case's record says of it.
-
-    Every method raises InputError for a damaged or shorter file, and OSError for a failing disk.
-    """
+    """An open array file and what its case's record says of it. A damaged or shorter file is an InputError."""
 
     path: Path
     handle: int
@@ -120,8 +130,8 @@ class ArrayFile:
         """Refuse a .npy file of another array: it would be read as nonsense, or past its end."""
         found = np.empty(min(len(self.header), self.size_bytes), np.uint8)
         self._fill(found, 0)
-        voxels_bytes = math.prod(self.shape) * self.dtype.itemsize
-        if self.header and (found.tobytes() != self.header or self.size_bytes != len(found) + voxels_bytes):
+        size_bytes = len(self.header) + math.prod(self.shape) * self.dtype.itemsize
+        if self.header and (found.tobytes(), self.size_bytes) != (self.header, size_bytes):
             raise self._damaged("another header")
 
     def map(self) -> np.ndarray:
@@ -159,7 +169,7 @@ class ArrayFile:
         length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
         starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
         for start in starts:
-            pages.bring_in(self.handle, start, length)
+            bring_in(self.handle, start, length)
         return starts, length
 
     def unpack(self, slices: Optional[Sequence[slice]] = None, *, check: bool) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""What is read and drawn for one position: a box of a case's arrays and a few numbers, as NumPy. No TensorFlow.
-
-The half of the data path that needs files. The other half, `finish`, needs none and may run elsewhere.
-"""
+"""What is read and drawn for one position: a box of a case's arrays and a few numbers, as NumPy; `finish` goes on."""
 
 import itertools
 import math
@@ -33,11 +30,8 @@ BOX = {
 SMALL = 8
 """A box below this part of its array is copied out of the file rather than left in a map."""
 
-AHEAD = 2
-"""Samples to bring in before they come."""
-
-IN_FLIGHT = 3
-"""Samples besides those being prepared whose maps TensorFlow may still hold: it lets go when it asks for the next."""
+AHEAD, IN_FLIGHT = 2, 3
+"""Samples to bring in before they come; those besides the ones being prepared whose maps TensorFlow may hold."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +63,12 @@ def open_reading(
     """
     sizes: Dict[str, int] = {}
 
-    def counted(split: str):
-        for record in distinct(labelled(store, split)):
+    def counted():
+        for record in itertools.chain.from_iterable(distinct(labelled(store, split)) for split in splits):
             sizes[record.stem] = record.image_bytes + record.label_bytes
             yield record
 
-    for split in splits:
-        store.check(itertools.islice(counted(split), share.rank, None, share.workers))
+    store.check(itertools.islice(counted(), share.rank, None, share.workers))
     facts = {"file_system": file_system(store.folder), "needed_bytes": sum(sizes.values()), "free_bytes": free_bytes}
     plan = choose_read_mode(read_mode, **facts, patches=patches)
     ends = zip(sizes, itertools.accumulate(sizes.values()))

@@ -18,8 +18,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 import numpy as np
 import psutil
 
-from cpu3d.data.files import pages
-from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file
+from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file, bring_in, give_back
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.files import NotRegularError, open_regular
@@ -81,11 +80,11 @@ def file_system(path: Union[str, Path]) -> str:
 
 
 class Reader:
-    """Reads the arrays of a store's cases in one of `READ_MODES`; files in format "b2nd" are unpacked in every mode.
+    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share one; each process makes its own.
 
-    Threads may share one; each process makes its own. Reading raises InputError for a file that is missing, too long or
-    short, changed since it was first opened or damaged, and for a label of a case without one; OSError, with the file's
-    name, where the disk fails; ValueError for a box that reaches beyond its array. A box is three slices.
+    Reading raises InputError for a file that is missing, too long or short, changed since it was first opened or
+    damaged, and for a label of a case without one; OSError, with the file's name, where the disk fails; ValueError for
+    a box, three slices, that reaches beyond its array.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
@@ -120,7 +119,7 @@ class Reader:
             with self._open(record, part) as file:
                 box = _within(file.shape, slices)
                 if record.format == "b2nd":
-                    pages.bring_in(file.handle, 0, file.size_bytes)
+                    bring_in(file.handle, 0, file.size_bytes)
                 else:
                     file.ask_for(box)
 
@@ -128,7 +127,7 @@ class Reader:
         """Let the kernel take the pages of a case's files."""
         for part in parts_of(record):
             with self._open(record, part) as file:
-                pages.give_back(file.handle)
+                give_back(file.handle)
 
     def problems(self, record: CaseRecord) -> List[str]:
         """A line for each of a case's files that is missing, of another length, changed or of another kind.
@@ -165,7 +164,7 @@ class Reader:
             if path not in self._seen:
                 file.check_header()
                 if self.mode == "ram":
-                    pages.bring_in(handle, 0, file.size_bytes)
+                    bring_in(handle, 0, file.size_bytes)
             if self._seen.setdefault(path, now) != now:
                 rule = f"store file {path} must stay as it was while it is read"
                 raise InputError(f"{rule}, got a changed one; start this run again")

@@ -17,8 +17,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import msgspec
 import numpy as np
 
-from cpu3d.data.files import pages
-from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader, parts_of
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
@@ -105,7 +104,7 @@ def write_arrays(
                 file.write(piece)
                 digest.update(piece)
         with open(path, "rb") as file:
-            pages.give_back(file.fileno())  # the kernel's copies are right whatever the disk has made of them
+            give_back(file.fileno())  # the kernel's copies are right whatever the disk has made of them
         if file_sha256(path) != digest.hexdigest():
             path.unlink()
             raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))

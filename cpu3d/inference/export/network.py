@@ -2,9 +2,8 @@
 
 A SavedModel is a graph and its weights, readable by TensorFlow alone, without this project or Keras. The ONNX graph
 needs no converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the fused batch norm in training
-mode, which is what instance norm is here (models/norm.py). The layer plan says all that is needed: a test holds it
-against the Keras model, another one these graphs. ONNX has channels first, so the image is turned on the way in and the
-answer on the way out.
+mode, which is what instance norm is here (models/norm.py). ONNX has channels first, so the image is turned on the way
+in and the answer on the way out.
 """
 
 import contextlib

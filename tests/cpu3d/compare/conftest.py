@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Tuple
 
 import pytest
 
@@ -58,10 +57,9 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
 
 @dataclass
 class Stage:
-    """The folder where `stand_in.py` finds what it shall do and leaves what was done."""
+    """The folder of what `stand_in.py` shall do and has done."""
 
     folder: Path
-    program: Tuple[str, ...]
 
     def calls(self):
         """What was called since the last question, such as ["train whole-seed0"]."""
@@ -72,9 +70,6 @@ class Stage:
 
     def tell(self, name, text=""):
         (self.folder / name).write_text(text)
-
-    def untell(self, name):
-        (self.folder / name).unlink()
 
     def waited(self, name, most_s=20.0):
         """The content of a file that the stand-in leaves, once it is there."""
@@ -92,7 +87,7 @@ def processes(make_run, monkeypatch) -> Stage:
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
     monkeypatch.setattr(compare_run, "PROGRAM", program)
     monkeypatch.setattr(compare_run, "POLL_S", 0.05)
-    return Stage(template.parent, program)
+    return Stage(template.parent)
 
 
 @pytest.fixture
@@ -107,4 +102,4 @@ def stage(make_run, monkeypatch) -> Stage:
             raise RunFailedError(f"{label} must end well", code, why)
 
     monkeypatch.setattr(compare_run, "_call", call)
-    return Stage(template.parent, ())
+    return Stage(template.parent)

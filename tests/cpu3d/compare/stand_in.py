@@ -5,7 +5,6 @@ copies the template's scores. Every call is added to "calls.txt" beside the temp
     fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after its first step
     cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then holds
     best       a JSON of resolution -> learning rate: Dice falls with the distance from it
-A step takes 2 s of a whole volume and 0.5 s of a patch, with 0.25 s of waiting for data.
 """
 
 import argparse

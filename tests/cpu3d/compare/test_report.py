@@ -1,6 +1,5 @@
 """The page of a comparison and its tables, of runs and of records."""
 
-import dataclasses
 import json
 import re
 
@@ -12,7 +11,6 @@ from cpu3d.compare.report import (
     comparisons_markdown,
     costs_table,
     differences_table,
-    page_sections,
     publish,
     search_table,
     settings_table,
@@ -26,7 +24,8 @@ COSTS = {"steps": 400, "voxels": 9.8e7, "train_s": 70.0, "step_s": 0.15, "train_
 ABOUT = {
     "title": "made up", "date": "2026-01-01", "host": {"cpu": "made up", "cores": 2}, "budget": "10 epochs each",
     "data": {"name": "phantoms", "split": {"train": 40, "val": 8, "test": 16}, "shape": [80, 106, 70]},
-    "seeds": [0, 1, 2], "evaluation": {"split": "test", "tolerance_mm": 1.0}, "options": {"whole": "--mode whole"},
+    "versions": {}, "seeds": [0, 1, 2], "evaluation": {"split": "test", "tolerance_mm": 1.0},
+    "options": {"whole": "--mode whole"},
 }  # fmt: skip
 
 
@@ -38,24 +37,11 @@ def comparison(make_run):
     return compare([read_run(*run, "test") for run in runs])
 
 
-def test_what_is_gone_has_no_part_on_the_page(comparison, tmp_path):
-    def headings(found):
-        return [heading for heading, _, _ in page_sections(found, {**ABOUT, **found.to_json()}, tmp_path)]
-
-    assert len(headings(comparison)) == 6
-    runs = {name: [dataclasses.replace(run, curve=()) for run in own] for name, own in comparison.runs.items()}
-    without = headings(dataclasses.replace(comparison, runs=runs))
-    assert without[1:-2] == ["Scores and differences", "Costs"]
-
-
-def test_settings_that_differ_are_shown(comparison):
+def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
     differing = {row[0]: row[1:] for row in settings_table(comparison).rows}
     assert differing["mode"] == ("whole", "patch")
     assert differing["patches_per_case"] == ("-", "8"), "a whole volume has none"
     assert not {"seed", "unet.seed", "store", "learning_rate"} & set(differing)
-
-
-def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
     kept = Kept({"evaluation": {"split": "val", "tolerance_mm": 1}}, [0, 1], [])
     publish(comparison, kept, tiny_store, tmp_path, Options(out=tmp_path, title="A & B"), budget="6 epochs each")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -15,12 +15,10 @@ from cpu3d.compare.run import (
     PlannedRun,
     RunFailedError,
     Runner,
-    Trial,
     by_dice,
     is_evaluated,
     is_trained,
     rate_beyond,
-    search_rate,
 )
 from cpu3d.errors import InputError
 from cpu3d.training.run_log import read_events
@@ -48,7 +46,7 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     with pytest.raises(RunFailedError, match="got SIGKILL"):
         runner(out).carry_out(runs)
     killer.join()
-    processes.untell("cut")
+    (processes.folder / "cut").unlink()
     runner(out, 1 / 3).carry_out(runs)
     assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
@@ -103,33 +101,12 @@ def test_what_is_left_over_from_a_cluster_is_not_passed_to_a_run(tmp_path, monke
 # --- What is done ---
 
 
-def test_the_rest_is_done_where_that_is_asked_for_unless_all_fail(stage, tmp_path):
-    stage.tell("fail", "a 1 No space left on device")
-    out = tmp_path / "out"
-    (failed,) = runner(out).carry_out(planned(out, "a", "b"), keep_going=True)
-    assert str(failed) == "a, seed 0, is left out: train failed."
-    assert stage.calls() == ["train a", "train b", "evaluate b"]
-    with pytest.raises(RunFailedError):
-        runner(out).carry_out(planned(out, "a"), keep_going=True)
-
-
-def test_a_diverged_run_is_not_trained_again_to_find_out(stage, tmp_path):
-    stage.tell("fail", "a 4 loss must be finite")
-    for _ in range(2):
-        with pytest.raises(RunFailedError) as caught:
-            runner(tmp_path).carry_out(planned(tmp_path, "a"), score=False)
-        assert (caught.value.diverged, caught.value.why) == (True, "train diverged")
-        stage.tell("fail", "nobody 0 ")
-    assert stage.calls() == ["train a"]
-
-
 @pytest.mark.parametrize(
     ("end", "options", "done"),
     [
         ({"reason": "finished", "step": 4}, OPTIONS, True),
         ({"reason": "finished", "step": 4}, ("--budget-minutes", "3"), True),  # its own steps are 4
         ({"reason": "finished", "step": 3}, OPTIONS, False),
-        ({"reason": "interrupted", "step": 4}, OPTIONS, False),
         ({"reason": "early stop", "step": 2}, OPTIONS, True),
         ("none", OPTIONS, False),
     ],
@@ -158,15 +135,7 @@ def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_
 
 def trials(**dice):
     """trials(r2=0.5): rate 2 had Dice 0.5."""
-    return [Trial(float(name[1:]), value) for name, value in dice.items()]
-
-
-def test_the_highest_dice_wins_and_of_equals_the_lower_rate():
-    assert by_dice(trials(r1=0.5, r2=0.7, r4=0.6))[0].rate == 2
-    assert by_dice(trials(r1=0.5, r2=0.7, r4=0.7))[0].rate == 2
-    assert by_dice(trials(r1=0.1, r2=None))[0].rate == 1
-    with pytest.raises(InputError, match="none of 1, 2 did"):
-        by_dice(trials(r1=None, r2=None))
+    return {float(name[1:]): value for name, value in dice.items()}
 
 
 @pytest.mark.parametrize(
@@ -185,12 +154,9 @@ def test_the_highest_dice_wins_and_of_equals_the_lower_rate():
 )
 def test_a_search_goes_on_where_its_best_is_at_an_end(found, expected):
     assert rate_beyond(found) == expected
-
-
-def test_a_search_goes_on_twice_at_most_and_not_beyond_rates_that_were_named():
-    def tried(rates, goes_beyond):
-        return [trial.rate for trial in search_rate(rates, goes_beyond, lambda rate: rate)]
-
-    assert tried((1, 2, 4), True) == [1, 2, 4, 8, 16]
-    assert tried((1, 2, 4), False) == [1, 2, 4]
-    assert tried((1,), True) == [], "one rate is no search"
+    finished = sorted(dice for dice in found.values() if dice is not None)
+    if finished:
+        assert [found[rate] for rate in by_dice(found)] == finished[::-1]
+    else:
+        with pytest.raises(InputError, match="none of 1, 2 did"):
+            by_dice(found)

@@ -129,17 +129,11 @@ def manifest_of():
     """manifest_of(records, split=None, **changes): their manifest; without a split all of them train."""
 
     def make(records, split=None, **changes) -> Manifest:
+        split = {"val": (), "test": (), **(split or {"train": [record.case_id for record in records]})}
         fields = {
-            "name": "made up",
-            "layout": "decathlon",
-            "channels": ("CT",),
-            "labels": {0: "background", 1: "tumour"},
-            "regions": {"tumour": (1,)},
-            "split": {"val": (), "test": (), **(split or {"train": [record.case_id for record in records]})},
-            "split_seed": 3,
-            "cases": records,
-            "versions": {"numpy": "1"},
-        }
+            "name": "made up", "layout": "decathlon", "channels": ("CT",), "labels": {0: "background", 1: "tumour"},
+            "regions": {"tumour": (1,)}, "split": split, "split_seed": 3, "cases": records, "versions": {"numpy": "1"},
+        }  # fmt: skip
         return make_manifest(**{**fields, **changes})
 
     return make
@@ -147,24 +141,16 @@ def manifest_of():
 
 @pytest.fixture
 def stored_case(make_record):
-    """stored_case(folder, image, label=None, stem="a", kind="npy"): write a case's arrays; returns their record."""
+    """stored_case(folder, image, label, stem="a", kind="npy"): write a case's arrays; returns their record."""
 
-    def write(folder: Path, image: np.ndarray, label=None, stem: str = "a", kind: str = "npy") -> CaseRecord:
-        arrays = {"x": image} if label is None else {"x": image, "y": label}
-        content = {part: b"".join(map(bytes, encode(array, kind))) for part, array in arrays.items()}
-        record = make_record(
-            stem,
-            shape=image.shape[:3],
-            stored=whole(image.shape[:3]),
-            image_dtype=str(image.dtype),
-            channel_mean=(0.0,) * image.shape[3],
-            label_voxels={} if label is None else {0: label.size},
-            format=kind,
-            image_bytes=len(content["x"]),
-            image_sha256=hashlib.sha256(content["x"]).hexdigest(),
-            label_bytes=len(content.get("y", b"")),
-            label_sha256=hashlib.sha256(content.get("y", b"")).hexdigest(),
-        )
+    def write(folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy") -> CaseRecord:
+        content = {part: b"".join(map(bytes, encode(array, kind))) for part, array in (("x", image), ("y", label))}
+        fields = {}
+        for part, name in (("x", "image"), ("y", "label")):
+            fields.update({f"{name}_bytes": len(content[part])})
+            fields.update({f"{name}_sha256": hashlib.sha256(content[part]).hexdigest()})
+        fields.update(shape=image.shape[:3], stored=whole(image.shape[:3]), image_dtype=str(image.dtype), format=kind)
+        record = make_record(stem, channel_mean=(0.0,) * image.shape[3], label_voxels={0: label.size}, **fields)
         (folder / "cases").mkdir(parents=True, exist_ok=True)
         for part, part_content in content.items():
             array_path(folder, record, part).write_bytes(part_content)

@@ -54,6 +54,7 @@ def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_b
     assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (1, "last", "test", 2.0)
     assert scores["split_hash"] == tiny_store.manifest.split_hash
     assert scores["label_codes"] == {str(code): name for code, name in LABELS.items()}
+    assert scores["peak_rss_bytes"] > 2**24
 
 
 def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
@@ -146,13 +147,6 @@ def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, capsys,
     assert trained == []
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_network_is_loaded(tiny_run, trained):
-    (tiny_run / "evaluation").write_text("in the way")
-    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
-        run_command(evaluate, "--run", tiny_run)
-    assert trained == []
-
-
 def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, tiny_run, fake_predictor):
     def problems(**changes):
         write_store(tiny_store.folder, remake(tiny_store.manifest, **changes))
@@ -183,6 +177,8 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
         (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), r"e\.WT\.hd95_mm must be float"),
         (lambda one: one["summary"].pop("ET"), r"summary must be of WT, TC, ET, got WT, TC"),
         (lambda one: one.update(split="all"), "a split, regions and cases must be there"),
+        (lambda one: one.update(schema=99), "must have schema 1, got 99"),
+        (lambda one: one.pop("schema"), "must be JSON with a schema"),
     ):
         damaged = json.loads(json.dumps(scores))
         spoil(damaged)
@@ -195,26 +191,6 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
 
 
 # --- Inference, folds and several runs ---
-
-
-def test_the_scores_hold_how_the_network_was_applied_and_what_memory_it_took(tiny_run, trained, fake_predictor):
-    fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
-    how = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
-    assert run_command(evaluate, "--run", tiny_run, *how) == 0
-    scores = read(tiny_run)
-    assert (scores["run"], scores["fold"]) == (str(tiny_run), "")
-    assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
-    assert scores["peak_rss_bytes"] > 2**24
-    assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
-
-
-def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
-    (run,) = fold_runs("2/2")
-    held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
-    assert run_command(evaluate, "--run", run, "--split", "val") == 0
-    scores = read(run, "val")
-    assert (tuple(case["case_id"] for case in scores["cases"]), scores["fold"]) == (held_out, "2/2")
-    assert gather(run).store.manifest.split["val"] == held_out
 
 
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):

@@ -50,7 +50,7 @@ def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_b
     with pytest.raises(InputError, match="may have been trained on"):
         store_of_run(load_config(tiny_run), tiny_store.folder)
     write_store(tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT))  # changed by hand
-    with pytest.raises(InputError, match="must have hash"):
+    with pytest.raises(InputError, match=r"must have (the )?hash"):
         store_of_run(load_config(tiny_run))
 
 
@@ -149,13 +149,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     np.testing.assert_array_equal(same, fake(sure=0.7).probabilities(image, record))
     assert same.dtype == np.float32
     assert joined([three]) is three
-
-
-def test_an_image_needs_what_any_of_the_runs_needs_in_the_stores_order():
-    stores = ("FLAIR", "T1w", "T1gd", "T2w")
-    inputs = (("T1gd",), ("FLAIR",), ("T1gd", "FLAIR"))
-    ensemble = Ensemble([fake(channels=stores, inputs=own) for own in inputs])
-    assert (ensemble.inputs, ensemble.channels) == (("FLAIR", "T1gd"), stores)
 
 
 def test_a_case_held_out_is_answered_by_its_own_fold_alone(tiny_store):

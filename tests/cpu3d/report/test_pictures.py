@@ -53,23 +53,6 @@ def test_an_overlay_shows_red_left_of_blue_when_the_prediction_lies_to_the_patie
     assert red < blue
 
 
-def test_views_keep_one_scale_in_millimetres():
-    # A truth of 6 x 6 x 6 voxels of 1 x 1 x 3 mm is 6 x 6 mm in the axial view and 6 x 18 mm in the others.
-    truth = np.zeros((24, 30, 20), bool)
-    truth[8:14, 10:16, 7:13] = True
-    picture = pixels(overlay(head(), truth, np.zeros_like(truth), (1, 1, 3)))
-    picture = picture[: int(picture.shape[0] * 0.9)]  # without the legend
-    sizes = []
-    for start, stop in ((0, 20), (20, 40), (40, 66)):  # the head's extents along the columns, in mm
-        part = picture[:, start * picture.shape[1] // 66 : stop * picture.shape[1] // 66]
-        sizes.append(np.ptp(np.argwhere(near(part, TRUTH_ONLY)), axis=0))
-    (axial_rows, axial_columns), (coronal_rows, coronal_columns), (sagittal_rows, sagittal_columns) = sizes
-    assert axial_rows / axial_columns == pytest.approx(1, rel=0.1)
-    assert coronal_rows / coronal_columns == pytest.approx(3, rel=0.1)
-    assert sagittal_rows / sagittal_columns == pytest.approx(3, rel=0.1)
-    assert coronal_columns == pytest.approx(axial_columns, rel=0.04)
-
-
 @pytest.mark.parametrize(
     ("image", "truth", "prediction"),
     [
@@ -92,8 +75,4 @@ def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
     lines = [Line("training", np.arange(count), y, "#0072b2", measured=False), Line("", [1], [float("inf")], "#000000")]
     pixels(chart(lines, title="loss", y_label="loss"))
     pixels(chart([], title="nothing", y_label="", y_range=(0, None)))
-
-
-def test_strips_take_columns_of_any_length():
-    pixels(strips({"WT": [0.9] * 7, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1)))
-    pixels(strips({}, title="Dice", y_label="Dice"))
+    pixels(strips({"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1)))

@@ -10,12 +10,10 @@ import pytest
 from rich.console import Console
 
 from cpu3d.__main__ import main
-from cpu3d.report import status
-from cpu3d.report.run_status import run_status
-from cpu3d.report.status import describe
+from cpu3d.report.status import describe, run_status
 from cpu3d.settings import RunConfig, save_config
 from cpu3d.training.heartbeat import heartbeat_path, write_heartbeat
-from cpu3d.training.run_log import append_event, read_events, recent_events
+from cpu3d.training.run_log import append_event
 from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
@@ -82,9 +80,7 @@ def test_a_run_that_goes_on(run, capsys):
     assert main(["status", "--run", str(run)]) == 0
     capsys.readouterr()
     assert main(["status", "--run", str(run), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["workers"][0]["heartbeat"]["phase"] == "computing"
-    assert {"state", "advice", "is_fine", "details", "step", "steps", "seconds_left", "checkpoint"} <= set(content)
+    assert json.loads(capsys.readouterr().out)["workers"][0]["heartbeat"]["phase"] == "computing"
 
 
 DIFFER = "weights must be the same on all workers, got others on worker 1"
@@ -101,7 +97,6 @@ AGAIN = "next: the same command goes on from step 100"
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"why: OSError: full {AGAIN}"),
         ({"exit_code": 3}, "too large", AGAIN),
         ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "folder with a lower --learning-rate"),
-        ({"exit_code": 4, "reason": "weights must be finite"}, "diverged", "folder with a lower --learning-rate"),
         ({"exit_code": 4, "reason": "answers must be finite"}, "diverged", AGAIN),
         ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"why: memory must keep {AGAIN}"),
         ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"why: worker 1 is lost {AGAIN}"),
@@ -226,26 +221,3 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"schema": 1, "st')
     assert main(["status", "--run", str(tmp_path)]) == 2
     assert "must be JSON" in capsys.readouterr().err
-    assert main(["status", "--run", str(tmp_path), "--every", "0"]) == 2
-    assert "every must be at least 0.1, got 0.0" in capsys.readouterr().err
-
-
-def test_watching_ends_with_the_run(run, monkeypatch, capsys):
-    write_heartbeat(run, beat())
-    sleeps = []
-
-    def sleep(seconds):
-        sleeps.append(seconds)
-        if len(sleeps) == 3:
-            write_heartbeat(run, beat(exit_code=5, reason="memory must keep"))
-
-    monkeypatch.setattr(status.time, "sleep", sleep)
-    assert main(["status", "--run", str(run), "--watch", "--every", "7"]) == 1
-    assert sleeps == [7.0] * 3
-    assert "out of memory" in capsys.readouterr().out
-
-
-def test_recent_events_are_all_events_but_old_steps(run):
-    everything, recent = read_events(run), recent_events(run, 30)
-    assert recent == [event for event in everything if event["event"] != "step" or event["step"] > 90]
-    assert recent_events(run / "nothing") == []

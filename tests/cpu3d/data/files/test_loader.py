@@ -1,6 +1,7 @@
 """What a loader brings into memory ahead and gives back, and for how long it stays."""
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import time
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from cpu3d.data.augment import NO_AUGMENT
-from cpu3d.data.files import pages
-from cpu3d.data.files.loader import Loader, open_reading
+from cpu3d.data.files.arrays import give_back
+from cpu3d.data.files.loader import BOX, Loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import array_path
+from cpu3d.data.region import Region
 from cpu3d.data.sampling import PatchSampling
 from cpu3d.data.store import open_store, write_store
 
@@ -53,6 +55,31 @@ def test_what_comes_is_brought_in_and_what_was_used_is_given_back_unless_it_stay
         assert "".join(reader.given["give_back"]) == expected
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("mmap", "npy"), ("ram", "npy"), ("pread", "npy"), ("mmap", "b2nd")])
+def test_a_large_part_is_the_map_a_small_one_a_copy_and_outside_of_the_brain_nothing_is_read(
+    tmp_path, stored_case, mode, kind
+):
+    image = np.arange(8 * 8 * 8 * 2).reshape(8, 8, 8, 2).astype(np.int16)
+    record = stored_case(tmp_path, image, image[..., 0].astype(np.uint8), kind=kind)
+    record = dataclasses.replace(record, box=Region((1, 1, 1), (6, 6, 6)), channel_std=(2.0, 4.0))
+    reading = SimpleNamespace(reader=Reader(tmp_path, mode), kept=frozenset())
+    for size, start, found in (((12, 12, 12), (1, 1, 1), (6, 6, 6)), ((2, 2, 2), (3, 3, 3), (2, 2, 2))):
+        loader = Loader(reading, [record], PatchSampling(size, "centre"), augment=NO_AUGMENT, samples=range(1))
+        box = dict(zip(BOX, loader(0)))
+        is_map = kind == "npy" and mode != "pread" and size == (12, 12, 12)
+        assert (box["bits"].shape[:3] == (8, 8, 8), not box["bits"].flags.writeable) == (is_map, is_map)
+        taken = tuple(slice(a, a + n) for a, n in zip(box["start"], box["size"]))
+        expected = tuple(slice(a, a + n) for a, n in zip(start, found))
+        np.testing.assert_array_equal(box["bits"][taken], image[expected])
+        np.testing.assert_array_equal(box["label"][taken], image[expected][..., 0].astype(np.uint8))
+        assert box["padding"].sum(1).tolist() == [a - b for a, b in zip(size, found)]
+        np.testing.assert_allclose(box["scale"], (0.5, 0.25))
+    corner = PatchSampling((1, 1, 1), "grid", extent="full", grid=(8, 8, 8), overlap=0)
+    box = dict(zip(BOX, Loader(reading, [record], corner, augment=NO_AUGMENT, samples=range(9))(0)))
+    assert not box["bits"].any()
+    assert box["bits"].shape == (1, 1, 1, 2)
+
+
 def test_what_stays_in_memory_is_the_first_that_the_budget_holds(tmp_path, stored_case, manifest_of):
     image = np.ones((4, 4, 4, 1), np.int16)
     records = [stored_case(tmp_path, image, image[..., 0].astype(np.uint8), stem=stem) for stem in "abcdef"]
@@ -81,7 +108,7 @@ def test_a_reader_brings_in_what_it_is_advised_and_gives_it_back(tmp_path, store
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            pages.give_back(file.fileno())
+            give_back(file.fileno())
         if share_in_memory(path):
             pytest.skip("the pages of this file system cannot be dropped")
     reader = Reader(tmp_path, mode)

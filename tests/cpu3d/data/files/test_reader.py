@@ -1,7 +1,6 @@
 """An array's file: encoded, read in every mode and format, and refused where it is another than was written."""
 
 import dataclasses
-import errno
 import hashlib
 import io
 import mmap
@@ -175,8 +174,7 @@ def test_a_file_of_another_array_is_refused(case, mode):
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
 def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
-    image, label = voxels((40, 40, 40))
-    record = stored_case(tmp_path, image, label, kind="b2nd")
+    record = stored_case(tmp_path, *voxels((40, 40, 40)), kind="b2nd")
     path = array_path(tmp_path, record, "x")
     content = bytearray(path.read_bytes())
     content[flipped] = bytes(byte ^ 1 for byte in content[flipped])
@@ -205,9 +203,7 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_pat
 
 
 def test_a_packed_file_of_another_array_than_its_record_says_is_refused(tmp_path, stored_case):
-    image, label = voxels()
-    record = stored_case(tmp_path, image, label, kind="b2nd")
-    record = dataclasses.replace(record, image_dtype="float16")
+    record = dataclasses.replace(stored_case(tmp_path, *voxels(), kind="b2nd"), image_dtype="float16")
     refuses(tmp_path, record, slice(0, 1), r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)")
 
 
@@ -233,12 +229,11 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
     path, preadv = array_path(folder, record, "x"), os.preadv
 
     def cut_then_read(handle, buffers, offset):
-        if offset > 0:
-            os.truncate(path, 200)
+        os.truncate(path, 200 if offset else record.image_bytes)
         return preadv(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
-    message = f"store file {path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
+    message = f"{path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
     with pytest.raises(InputError, match=re.escape(message)):
         Reader(folder, "pread").array(record, "x")
 
@@ -248,12 +243,8 @@ def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode,
     folder, record, _, _ = case
     reader = Reader(folder, mode)
     assert reader.problems(record) == []
-
-    def fail(*_, **__):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(module, name, fail)
-    with pytest.raises(OSError, match="Input/output error") as raised:
+    monkeypatch.setattr(module, name, lambda *_, **__: os.close(-1))  # of a handle that is not open
+    with pytest.raises(OSError, match="Bad file descriptor") as raised:
         reader.array(record, "x")
     assert raised.value.filename == str(array_path(folder, record, "x"))
 

@@ -263,7 +263,7 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever
 
 
 def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
-    real = conversion.pages.give_back
+    real = conversion.give_back
 
     def failing(handle):
         real(handle)
@@ -271,7 +271,7 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
             file.seek(-1, os.SEEK_END)
             file.write(b"\x07")
 
-    monkeypatch.setattr(conversion.pages, "give_back", failing)
+    monkeypatch.setattr(conversion, "give_back", failing)
     with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
