@@ -3,14 +3,12 @@
     python -m memory_estimator --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     python -m memory_estimator --recipe paper-2020 --host-memory 1.5TiB --plan
     python -m memory_estimator --run runs/first --json
-    python -m memory_estimator --shape 240 240 160 --batch 16 --micro-batch 4 --policy lean
 
 Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
     python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
     python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
-    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10
 
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
@@ -38,16 +36,11 @@ from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.config import POLICIES
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit codes."""
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = (
-    f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} (default: this host's own, "
-    "else its kind's)"
-)
+CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(NAMED)} (default: this host's)"
 
-Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]
-"""JSON content, and the same for reading."""
+Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
 
 @dataclass(frozen=True)
@@ -224,29 +217,19 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
     content, rows = [], []
     for policy in POLICIES:
         found = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
-        content.append({"policy": policy, **{name: one and _figures(one) for name, one in found.items()}})
+        content.append({"policy": policy, **dict.fromkeys(found)})
         for name, one in found.items():
             taken = ("none", "", "")
             if one:
-                largest = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": _extent(one.job)}[name]
-                taken = (str(largest), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
+                its, figures = one.job, ("process_peak_bytes", "upper_bound_bytes", "volume_s")
+                own = {"policy": policy, "batch": its.batch, "micro_batch": its.micro, "filters": its.unet.filters}
+                own.update(shape=list(its.shape), **{figure: getattr(one, figure) for figure in figures})
+                content[-1][name], largest = own, _extent(its) if name == "extent" else str(own[name])
+                taken = (largest, format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
     title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
     return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
-
-
-def _figures(found: Estimate) -> Dict[str, Any]:
-    """Of an estimate what tells it from others, as JSON content."""
-    job = found.job
-    return {
-        "policy": job.policy,
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "filters": job.unet.filters,
-        "shape": list(job.shape),
-        **{name: getattr(found, name) for name in ("process_peak_bytes", "upper_bound_bytes", "volume_s")},
-    }
 
 
 def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[Dict[str, Any]], Table]:
@@ -255,14 +238,8 @@ def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[
     if patch:
         share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
         row = (_extent(patch), format_bytes(peak_bytes), f"{share:.0%} of a volume")
-        content = {
-            "patch": list(patch.shape),
-            "batch": patch.batch,
-            "peak_bytes": peak_bytes,
-            "share_of_volume": share,
-            "holds_volume": share == 1,
-            "assumptions": planner.ASSUMPTIONS,
-        }
+        content = {"patch": list(patch.shape), "batch": patch.batch, "peak_bytes": peak_bytes, "share_of_volume": share}
+        content.update(holds_volume=share == 1, assumptions=planner.ASSUMPTIONS)
     title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
     return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 

@@ -1,7 +1,7 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
-Files are JSON with a schema. Shipped ones lie in `hosts/`: one was measured by `calibrate`, the others state how they
-differ from it, as assumed from published peak figures. `calibrate` writes the host's own, which then comes first.
+Shipped files lie in `hosts/`: one was measured by `calibrate`, the others state how they differ from it, as assumed
+from published peak figures. `calibrate` writes the host's own, which then comes first.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ OWN = Path(__file__).resolve().parents[1] / "calibration.json"
 SHIPPED = Path(__file__).with_name("hosts")
 
 NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
-"""What shipped constants are called on the command line: for planning a host that is not this one. The first whose
-instruction set a host has is its own; the last fits all."""
+"""What shipped constants are called on the command line. The first whose instructions a host has is its own."""
 
 GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
@@ -38,8 +37,7 @@ STAND_INS = {
     "bias_gradient": ("loss", 1.0),
 }
 """Groups that a calibration may not have seen, and what each is then taken for: another group, and how many times as
-dear its traffic is. Assumed; of narrow norms, that oneDNN's plain kernel takes as long a value in float32 as it was
-measured to take in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
+dear its traffic is. Assumed, of narrow norms as measured in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
 
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
@@ -49,23 +47,15 @@ Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 class HostConstants:
     """One host's constants."""
 
-    name: str
-    """Such as "AMD EPYC with AVX512_BF16"."""
-    cpu: str
-    """The model's name in /proc/cpuinfo; "" for a class of hosts."""
-    origin: str
-    """ "measured" or "assumed": the weaker of what `origins` says of speed and baseline."""
-    origins: Dict[str, str]
-    """Field -> "measured: how" or "assumed: why", for every field of figures."""
-    record: str
-    """What the figures rest on, for printing."""
+    name: str  # such as "AMD EPYC with AVX512_BF16"
+    cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
+    origin: str  # "measured" or "assumed": the weaker of what `origins` says of speed and baseline
+    origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
+    record: str  # what the figures rest on, for printing
     date: str
-    threads: int
-    """The costs are those with this many threads."""
-    cache_bytes: int
-    """Last-level cache."""
-    saturating_threads: int
-    """From this many threads on, more do not move memory any faster."""
+    threads: int  # the costs are those with this many threads
+    cache_bytes: int  # last-level cache
+    saturating_threads: int  # from this many threads on, more do not move memory any faster
     baseline_bytes: Dict[str, int]
     """Engine -> resident memory of the process besides its tensors, in front of its first operation."""
     op_bytes: Dict[str, int]
@@ -73,8 +63,7 @@ class HostConstants:
     costs: Costs
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
-    others: Optional["HostConstants"] = None
-    """Asked for the engines and dtypes that these do not know."""
+    others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
         """These constants, or those of `others`, whichever know an engine in a dtype: figures are never mixed, so that
@@ -135,8 +124,7 @@ def part_of(feature: str) -> str:
 
 
 def runtime_ops(program: Program) -> int:
-    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled. A
-    shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled."""
+    """Of a program, the operations that `op_bytes` counts: convolutions, whose kernels are compiled, each once."""
     first = ("", "sample0/plane0")
     return sum(
         "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first
@@ -145,9 +133,8 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. A file may
-    hold what makes it differ from another one beside it, which it names as "like": fields in place of its, and in
-    "faster" by how much work (by dtype) and traffic go faster."""
+    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. It may name
+    another one beside it as "like", and hold what differs, and in "faster" by how much work and traffic go faster."""
     path = Path(path)
     try:
         content = read_json(path)
@@ -177,9 +164,8 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
-    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones. The own
-    ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of another
-    CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged."""
+    """Constants with so many threads: this host's own where `calibrate` has written them, unless for another CPU, with
+    the shipped ones for what was not calibrated; else those. Raises ValueError where the file is damaged."""
     host = host or read_host()
     shipped = shipped_constants(host.isa).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None

@@ -21,8 +21,7 @@ SHIPPED = Path(__file__).with_name("accuracy.json")
 
 STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In one
-run, which was not recorded, the allocator's peak was 4 % and the process's 7 % above the prediction, and below the
-upper bound."""
+run the allocator's peak was 4 % and the process's 7 % above the prediction, and below the upper bound."""
 
 AROUND_SHARE = 0.1
 """Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
@@ -30,8 +29,7 @@ AROUND_SHARE = 0.1
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
 
-NEXT_BATCH = "input pipeline, next batch"
-"""The group of what a store holds ready."""
+NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds ready
 
 RULES: Dict[str, str] = {
     "weights": "exact: float32",
@@ -48,8 +46,7 @@ RULES: Dict[str, str] = {
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""The groups that a `Tensor.group` may name, in the order of the bill, and how each is known. A group may be split
-by level, as in "activations, level 0"."""
+"""What `Tensor.group` may name, in the order of the bill, and how it is known; some are split by level."""
 
 NAMED_SINGLY = ("transients", "scratch")
 """Groups that live during few operations alone: the bill says which tensors they are."""
@@ -67,16 +64,12 @@ class Bound:
 class Accuracy:
     """What held over the measured configurations: the content of accuracy.json."""
 
-    record: str
-    """The file that the errors were computed from."""
-    configurations: int
-    """How many measured steps are in it that no constant was fitted to; 0 where nothing was measured, and the figures
-    below are then no errors."""
+    record: str  # the file that the errors were computed from
+    configurations: int  # measured steps that no constant was fitted to; with 0 the figures below are no errors
     allocator_peak: Bound
     process_peak: Bound
     step_s: Bound
-    margin_share: float
-    """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
+    margin_share: float  # of the process's peak: with `margin_bytes` what the upper bound lies above it
     margin_bytes: int
 
     def upper_bound(self, process_peak_bytes: int) -> int:
@@ -103,11 +96,9 @@ def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
 class Component:
     """One line of the memory bill: what a process holds when the step is at its peak, grouped by cause."""
 
-    name: str
-    """Such as "optimizer slots"."""
+    name: str  # such as "optimizer slots"
     bytes: int
-    source: str
-    """How it is known: "exact", "derived: " and the rule, or "measured: " and where."""
+    source: str  # how it is known: "exact", "derived: " and the rule, or "measured: " and where
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,8 @@ class Estimate:
     upper_bound_bytes: int
     """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
     though the tensors do, it is the memory of a host that they fit."""
-    step_s: float
-    """Of all the micro-batches of a step, and its update."""
-    components: Tuple[Component, ...]
-    """The bill, which adds up to `process_peak_bytes`."""
+    step_s: float  # of all the micro-batches of a step, and its update
+    components: Tuple[Component, ...]  # the bill, which adds up to `process_peak_bytes`
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
@@ -168,10 +157,9 @@ def estimate(
 ) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. Takes milliseconds, whatever the job's size.
 
-    `host_bytes` is the memory that the host has, free or not: TensorFlow's allocator takes it for its limit. None is
-    without end. Raises ValueError where the constants know nothing of the job's engine or dtype.
-    Of a job that a store feeds the upper bound is that of its validations too, of volumes as its steps see them.
-    Checkpoints are written and read variable by variable, which takes no more than the next step's gradients.
+    `host_bytes` is the memory that the host has, free or not, which is the limit of TensorFlow's allocator; None is
+    without end. Of a job that a store feeds the upper bound is that of its validations too. Raises ValueError where the
+    constants know nothing of the job's engine or dtype.
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
@@ -234,10 +222,8 @@ def live_at_peak(line: Timeline) -> List[Component]:
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, int]:
-    """The program of a run that a store feeds, which is validated too, and the bytes of the volume in preparation. The
-    pipeline holds the micro-batch that comes next ready while one is computed. The volume in preparation counts in the
-    upper bound, as it is gone before most peaks: slabs, finished one by one, and the volume that they are put together
-    into. A micro-batch of several is copied together once its volumes are ready: it is there twice for a moment."""
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and the bytes of the
+    volume in preparation, slabs and what they are put together into, of several volumes a copy, for the upper bound."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)

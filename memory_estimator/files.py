@@ -11,8 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args
 
 T = TypeVar("T")
 
-RECORD_SCHEMA = 1
-"""Of benchmark records, as `cpu3d.util.records` writes them."""
+RECORD_SCHEMA = 1  # of benchmark records, as `cpu3d.util.records` writes them
 
 
 class NotRegularError(OSError, ValueError):

@@ -22,27 +22,18 @@ class Host:
     """A host as one process sees it."""
 
     cpu_model: str
-    sockets: int
-    """Sockets that hold at least one CPU of this process."""
-    cores: int
-    """Physical cores that hold at least one CPU of this process; two hyper-threads are one core."""
-    logical_cpus: int
-    """CPUs this process may run on, hyper-threads counted."""
-    numa_nodes: int
-    """NUMA nodes that hold at least one CPU of this process."""
-    memory_bytes: int
-    """Memory of the machine."""
-    available_bytes: int
-    """Of it, what can be had without swapping: MemAvailable."""
-    cgroup_limit_bytes: Optional[int]
-    """The tightest memory limit above this process; None without one."""
+    sockets: int  # sockets that hold at least one CPU of this process
+    cores: int  # physical cores that hold at least one CPU of this process; two hyper-threads are one core
+    logical_cpus: int  # CPUs this process may run on, hyper-threads counted
+    numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
+    memory_bytes: int  # memory of the machine
+    available_bytes: int  # of it, what can be had without swapping: MemAvailable
+    cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without one
     cgroup_used_bytes: int
     """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
     cpu_quota: Optional[float]
-    """CPUs' worth of time a cgroup grants; None without a limit. One of all its CPUs' time or more limits nothing, as
-    Kubernetes gives a pod that has CPUs of its own, so it becomes None too."""
-    isa: Tuple[str, ...]
-    """Those of ISA_FLAGS that the CPU has, in that order."""
+    """CPUs' worth of time a cgroup grants; None without a limit, or for all CPUs' time, as Kubernetes writes it."""
+    isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -72,14 +63,13 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        found = {"cpu": self.cpu_model, "cores": self.usable_cores, "memory_bytes": self.memory_bytes}
-        return {**found, "isa": list(self.isa)}
+        own = {"memory_bytes": self.memory_bytes, "isa": list(self.isa)}
+        return {"cpu": self.cpu_model, "cores": self.usable_cores, **own}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil. Never
-    fails for a file that is missing, as many are in containers: it falls back to the next best source, and in the end
-    to one core per CPU on one socket."""
+    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
+    Never fails for a file that is missing, as many are in containers."""
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
         import psutil
@@ -109,21 +99,17 @@ class Cpu(NamedTuple):
     """A CPU as Linux counts them: a hyper-thread where a core has several."""
 
     number: int
-    core: int
-    """Hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs."""
+    core: int  # hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs
     socket: int
-    node: int
-    """NUMA node."""
+    node: int  # NUMA node
 
 
 class Node(NamedTuple):
     """A NUMA node whose memory this process may use."""
 
     number: int
-    memory_bytes: int
-    """0 for a node that has CPUs and no memory."""
-    free_bytes: int
-    """Unused, and page cache that the kernel can drop."""
+    memory_bytes: int  # 0 for a node that has CPUs and no memory
+    free_bytes: int  # unused, and page cache that the kernel can drop
 
 
 def cpu_places(root: Path) -> List[Cpu]:

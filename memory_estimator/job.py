@@ -20,14 +20,9 @@ OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-AUTO = "auto"
-"""Of an option that is to be worked out."""
-
-SOURCES = ("recipe", "run")
-"""Options that a whole job can be taken from."""
-
-RUN_SCHEMA = 1
-"""Version of the run folder's layout that is understood; `cpu3d.settings` writes it."""
+AUTO = "auto"  # of an option that is to be worked out
+SOURCES = ("recipe", "run")  # options that a whole job can be taken from
+RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
 
 
 @dataclass(frozen=True)
@@ -36,26 +31,18 @@ class Job:
 
     unet: UNetConfig = field(default_factory=UNetConfig)
     """The network, its compute dtype and its memory policy included."""
-    shape: Tuple[int, int, int] = (128, 128, 128)
-    """Voxels X, Y, Z that the network sees."""
-    batch: int = 1
-    """Volumes a step, for one update."""
-    micro_batch: int = 0
-    """Volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says."""
+    shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
+    batch: int = 1  # volumes a step, for one update
+    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
     optimizer: str = "adam"
-    engine: str = "itex"
-    """ "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN."""
-    threads: int = 1
-    """Threads inside one operation: some scratch is taken once a thread."""
-    averaged: bool = False
-    """Whether an exponential moving average of the weights is kept."""
+    engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
+    threads: int = 1  # threads inside one operation: some scratch is taken once a thread
+    averaged: bool = False  # whether an exponential moving average of the weights is kept
     from_store: bool = False
-    """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too. False is
-    `bench memory`, which gives the same batch again and again."""
+    """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too."""
     resampled: bool = False
     """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
-    cases: int = 0
-    """Training cases, which make an epoch; 0 is unknown."""
+    cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
         self.unet.check_shape(self.shape)
@@ -126,9 +113,8 @@ def check_micro_batch(batch: int, micro_batch: int) -> None:
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
-    if norm != "batch" or micro == batch:
-        return ""
-    return f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
+    said = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
+    return said if norm == "batch" and micro != batch else ""
 
 
 def divisors(number: int) -> Tuple[int, ...]:
@@ -148,8 +134,7 @@ def installed_engine() -> str:
 
 
 BRAIN_BOX = (144, 192, 144)
-"""The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
-136 voxels; the box of a store of one's own is in the first lines of `train`."""
+"""Holds every brain of the demo's phantoms, padded to a multiple of 16; real brains fill about 135 x 174 x 136."""
 
 USUAL_PATCH = (128, 128, 128)
 """nnU-Net's patch for BraTS (Isensee et al. 2021), where none is given and no card sets a limit."""
@@ -159,22 +144,19 @@ USUAL_PATCH = (128, 128, 128)
 class Recipe:
     """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` says what it takes."""
 
-    summary: str
-    """A line for the end of a help page."""
-    job: Job
-    """On the grid of a typical store: `train` takes a store's own, or the patch that the card trains, and the dtype
-    from the host unless one is asked for."""
+    summary: str  # A line for the end of a help page
+    job: Job  # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Others of the trainer's settings, which no memory hangs on, by name."""
 
 
+_CICEK = UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch")
 _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs": 25}
 
 # "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves, with
 # `--calibration avx512_bf16 --threads 2`; validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
-    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). Dice WT 0.92, TC 0.94, ET 0.78 on
-    # two untouched phantoms, which says nothing of real tumours.
+    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5); its Dice is of phantoms alone.
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
@@ -191,11 +173,7 @@ RECIPES: Dict[str, Recipe] = {
     # 23 GiB under balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
-        Job(
-            UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
-            *((240, 240, 144), 16, 1),
-            cases=484,
-        ),
+        Job(_CICEK, (240, 240, 144), 16, 1, cases=484),
         _PAPER,
     ),
     # Predicted 3.4 GiB, 2.4 s a volume in bfloat16, 15 minutes an epoch, 26 h in all. For context: nnU-Net, on patches,
@@ -229,12 +207,6 @@ class Architecture:
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
 
-MICRO_BATCH_HELP = (
-    "volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with batch "
-    "norm the whole batch, whose statistics are of what is computed together)"
-)
-
-
 @dataclass(frozen=True)
 class JobOptions(Architecture):
     """What makes a `Job`: where it comes from, the network, and how it is trained."""
@@ -247,7 +219,9 @@ class JobOptions(Architecture):
     run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     batch: int = option(1, "volumes a step", "B")
-    micro_batch: int = option(0, MICRO_BATCH_HELP, "M")
+    micro_batch: int = option(
+        0, "volumes computed at a time, a divisor of the batch (default: 1, or with batch norm the whole batch)", "M"
+    )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("adam", choices=OPTIMIZERS)
     policy: str = option(
@@ -308,10 +282,9 @@ def policy_is_open(args: argparse.Namespace) -> bool:
 
 
 def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
-    """What training the run in `folder` asks of a host. `engine` replaces the run's own; `auto_engine` stands in where
-    the run left it open. The number of cases, or of patches, is what follows from the run's store, where this is still
-    there, else unknown. Raises ValueError for a folder without config.json, a damaged one, or one of another
-    version."""
+    """What training the run in `folder` asks of a host; `cases` follow from its store where this is there.
+    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. Raises ValueError for a folder
+    without config.json, a damaged one, or one of another version."""
     path, run = _read_run(folder)
     engine = run.engine if engine == AUTO else engine
     try:

@@ -20,14 +20,10 @@ from models.layer_plan import Shape3
 Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8
-"""Convolutions are computed in vectors of 16 channels, or of 8: numbers between cost as much as the next multiple, and
-where a vector of 16 bfloat16 channels is not filled, the norm is slower still. Prices say so, so all are tried."""
+"""Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
 
-LARGEST = 2**20
-"""No search goes on past this number: the memory would then be without end."""
-
-CONTEXT_BYTES = 2**30
-"""Of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels."""
+LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
+CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 
 WORKSPACE_BYTES = 4 * 2**30
 """The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
@@ -45,8 +41,7 @@ ASSUMPTIONS = (
 class Option:
     """A job changed, with what it takes then."""
 
-    change: str
-    """As options of the command line, such as "--batch 2"."""
+    change: str  # as options of the command line, such as "--batch 2"
     estimate: Estimate
 
     def __str__(self) -> str:
@@ -61,12 +56,9 @@ class Option:
 class Choice:
     """A policy picked, and why."""
 
-    estimate: Estimate
-    """Of the job under it."""
-    fits: bool
-    """Whether it does; where none does, it is the one that takes least."""
-    passed_over: Tuple[Estimate, ...]
-    """The faster ones, which do not fit."""
+    estimate: Estimate  # of the job under it
+    fits: bool  # whether it does; where none does, it is the one that takes least
+    passed_over: Tuple[Estimate, ...]  # the faster ones, which do not fit
 
     @property
     def policy(self) -> str:
@@ -113,10 +105,9 @@ def extent(job: Job, number: int) -> Job:
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none.
 
-    Costs grow with the number but for the allocator's rounding, which takes chunks whole: there the answer fits, and a
-    number a little larger may fit again.
-    Costs here grow like a power of the number, so the next guess lies on the power law through the two ends known, and
-    halfway after a guess that did not halve what is left: no search takes over 3 log2(answer) guesses and a few.
+    Costs grow like a power of the number, but for the allocator's rounding: a number a little larger may fit again. The
+    next guess lies on the power law through the two ends known, and halfway after a guess that did not halve what is
+    left: no search takes over 3 log2(answer) guesses and a few.
     """
     low, high, below, above = 1, last + 1, cost(1), 0
     if below > budget:
@@ -152,9 +143,8 @@ def nearest(
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
 
     `grids` are the only grids that may be chosen, each with its option, the smallest first; None is any of the job's
-    proportions. With `same_training` only what a run that has begun may change is, which costs time alone: the policy,
-    and the micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes
-    no less than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
+    proportions. With `same_training` only what costs a run that has begun time alone: the policy, and the micro-batch
+    but for batch norm, whose statistics follow it. A smaller batch takes no less than a smaller micro-batch.
     """
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
@@ -174,13 +164,8 @@ def nearest(
         if not found:
             return None
         one = found.job
-        values = {
-            "policy": one.policy,
-            "micro-batch": one.micro,
-            "dtype": one.unet.dtype,
-            "shape": " ".join(map(str, one.shape)),
-            "filters": one.unet.filters,
-        }
+        values = {"policy": one.policy, "micro-batch": one.micro, "dtype": one.unet.dtype, "filters": one.unet.filters}
+        values["shape"] = " ".join(map(str, one.shape))
         return Option(names.get(one.shape) if kind == "shape" and names else f"--{kind} {values[kind]}", found)
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
@@ -205,8 +190,7 @@ def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
 
 
 def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits. `name` is
-    what the error calls the memory."""
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest takes of memory `name`."""
     found = largest_patch(job, memory_bytes)
     if found:
         return found.shape
@@ -220,8 +204,7 @@ def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
 
 
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
-    """The smallest patch of a `volume` that a network learns from: BOTTOM voxels along each axis at the deepest level,
-    or as many as the volume has."""
+    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or as many as there are."""
     return tuple(min(BOTTOM * divisor, side) for side in volume)
 
 

@@ -42,19 +42,13 @@ class Option:
     at_most: Optional[float] = None
     above: Optional[float] = None
     below: Optional[float] = None
-    group: str = ""
-    """Heading that --help lists it under."""
-    one_of: str = ""
-    """Options with the same word here exclude each other."""
+    group: str = ""  # heading that --help lists it under
+    one_of: str = ""  # options with the same word here exclude each other
     positional: bool = False
-    rest: bool = False
-    """Positional, and takes all words that follow, options of others too."""
-    repeat: bool = False
-    """Given again for each element of a tuple."""
-    empty: bool = False
-    """May stand without a value: an empty tuple."""
-    name: str = ""
-    """Of the option, without dashes, where it is not the field's."""
+    rest: bool = False  # positional, and takes all words that follow, options of others too
+    repeat: bool = False  # given again for each element of a tuple
+    empty: bool = False  # may stand without a value: an empty tuple
+    name: str = ""  # of the option, without dashes, where it is not the field's
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002

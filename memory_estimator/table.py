@@ -1,9 +1,7 @@
 """One table for the terminal, Markdown and HTML, from the same rows, and the look that all charts share.
 
 table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One step")
-console.print(table)
-lines = table.markdown()
-page.write(table.html())
+console.print(table), table.markdown(), table.html()
 """
 
 import html
@@ -15,8 +13,7 @@ if TYPE_CHECKING:
     import rich.console
     import rich.table
 
-WIDTH = 120
-"""Columns where the output is no terminal, as in a log."""
+WIDTH = 120  # columns where the output is no terminal, as in a log
 
 
 class Bold(str):
@@ -41,12 +38,10 @@ class Bad(Bold):
 class Table:
     """Rows of text under a header. The first `names` columns are words, aligned left; the others numbers."""
 
-    columns: Sequence[str]
-    """Header cells; all "" for no header."""
+    columns: Sequence[str]  # header cells; all "" for no header
     rows: Sequence[Sequence[str]]
     title: str = ""
-    caption: str = ""
-    """What holds for all rows, below the table."""
+    caption: str = ""  # what holds for all rows, below the table
     names: int = 1
 
     def rich(self) -> "rich.table.Table":

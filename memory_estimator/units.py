@@ -9,8 +9,7 @@ UNITS = {
 }
 """What a unit of memory counts in bytes."""
 
-GIB = UNITS["GiB"]
-"""For dividing by, where a figure has a unit of its own, as on an axis."""
+GIB = UNITS["GiB"]  # for dividing by, where a figure has a unit of its own, as on an axis
 
 
 def parse_bytes(text: str) -> int:
@@ -52,8 +51,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError unless it is positive with a unit.
-    "25Gb/s" is refused: half of its readers take it for bytes."""
+    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
     if not match or not float(match[1]):
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")

@@ -2,8 +2,7 @@
 
     python -m memory_estimator.validation records/memory.jsonl > memory_estimator/accuracy.json
 
-works out anew how far predictions are off, and the upper bound's margin. To be run after `bench validate`, and whenever
-a rule or a constant of the estimator has changed.
+works out anew how far predictions are off, and the upper bound's margin: after `bench validate`, and after changes.
 """
 
 import functools
@@ -21,8 +20,7 @@ from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job
 from models.config import UNetConfig
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
-"""The record that comes with the project; it may not be there."""
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"  # which may not be there
 
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
@@ -59,17 +57,12 @@ class Measured:
     job: Job
     step_s: float = math.nan
     process_peak_bytes: int = 0
-    allocator_peak_bytes: Optional[int] = None
-    """None where the allocator keeps no count."""
-    failure: str = ""
-    """What went wrong instead; nothing was measured then."""
-    host: str = ""
-    """The CPU's name."""
-    isa: Tuple[str, ...] = ()
-    """Its instruction sets, which choose the constants to predict with."""
+    allocator_peak_bytes: Optional[int] = None  # None where the allocator keeps no count
+    failure: str = ""  # what went wrong instead; nothing was measured then
+    host: str = ""  # the CPU's name
+    isa: Tuple[str, ...] = ()  # its instruction sets, which choose the constants to predict with
     date: str = ""
-    step_spread: float = 0.0
-    """(longest - shortest) / median of the timed steps; 0 where a single one was timed."""
+    step_spread: float = 0.0  # (longest - shortest) / median of the timed steps; 0 where a single one was timed
 
     @property
     def disturbed(self) -> bool:
@@ -87,12 +80,10 @@ class Row:
     """A measured step beside what was predicted of it. Errors are signed shares of what was measured."""
 
     measured: Measured
-    process_peak_bytes: int
-    """Predicted."""
+    process_peak_bytes: int  # predicted
     allocator_error: Optional[float]
     process_error: float
-    slack: float
-    """How far the upper bound lies above the measured peak; negative is a broken promise."""
+    slack: float  # how far the upper bound lies above the measured peak; negative is a broken promise
     step_error: float
 
     @property
@@ -185,18 +176,11 @@ def job_from(record: Mapping[str, Any]) -> Job:
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
     rows = []
-    for one in measured:
-        if not one.failure:
-            found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
-            row = Row(
-                one,
-                found.process_peak_bytes,
-                allocator_error=None if allocator is None else found.allocator_peak_bytes / allocator - 1,
-                process_error=found.process_peak_bytes / process - 1,
-                slack=found.upper_bound_bytes / process - 1,
-                step_error=found.step_s / one.step_s - 1,
-            )
-            rows.append(row)
+    for one in (one for one in measured if not one.failure):
+        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        peak_error = None if allocator is None else found.allocator_peak_bytes / allocator - 1
+        errors = (found.process_peak_bytes / process - 1, found.upper_bound_bytes / process - 1)
+        rows.append(Row(one, found.process_peak_bytes, peak_error, *errors, found.step_s / one.step_s - 1))
     return rows
 
 

@@ -1,12 +1,9 @@
 """The graph that TensorFlow really runs for a traced step, with the shape of every tensor, and the order it runs in.
 
-What runs is not what was traced: Grappler folds and reorders, ITEX's and oneDNN's passes fuse and replace kernels. All
-of that happens when a function is instantiated, before its first operation. So the step is called with a
-cancellation that has already happened and with its runtime asked to hand out the graphs it makes; nothing is computed.
-
-The order, on one inter-op thread, decides how long tensors live: of two gradients that become ready together, the one
-that waits holds its inputs. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPool, which is a stack for a
-thread's own tasks.
+What runs is not what was traced: Grappler, ITEX's and oneDNN's passes reorder, fuse and replace kernels when a function
+is instantiated, before its first operation. So the step is called with a cancellation that has already happened and its
+runtime is asked for the graphs it makes; nothing is computed. The order, on one inter-op thread, decides how long
+tensors live. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPool, a stack for a thread's own tasks.
 """
 
 import heapq
@@ -38,8 +35,7 @@ class Output:
     shape: Tuple[int, ...]
     dtype: str
     bytes: int
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """As of `memory_estimator.step.program.Tensor`."""
+    touched: Tuple[Tuple[int, int], ...] = ()  # as of `memory_estimator.step.program.Tensor`
 
 
 @dataclass(frozen=True)
@@ -47,15 +43,11 @@ class Node:
     """One operation of the graph."""
 
     name: str
-    op: str
-    """TensorFlow's type of the operation, such as "_ITEXConv3D"."""
-    inputs: Tuple[Tuple[str, int], ...]
-    """(node, index of its output) of each."""
-    after: Tuple[str, ...]
-    """Nodes it must wait for without reading them: control dependencies."""
+    op: str  # TensorFlow's type of the operation, such as "_ITEXConv3D"
+    inputs: Tuple[Tuple[str, int], ...]  # (node, index of its output) of each
+    after: Tuple[str, ...]  # nodes it must wait for without reading them: control dependencies
     outputs: Tuple[Output, ...]
-    attributes: Any
-    """TensorFlow's own mapping of them."""
+    attributes: Any  # TensorFlow's own mapping of them
 
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
@@ -83,15 +75,10 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     nodes = []
     for definition in definitions:
         inputs = [source.partition(":") for source in definition.input if not source.startswith("^")]
-        node = Node(
-            name=definition.name,
-            op=definition.op,
-            inputs=tuple((name, int(index or 0)) for name, _, index in inputs),
-            after=tuple(source[1:] for source in definition.input if source.startswith("^")),
-            outputs=tuple(_output(definition, tensor) for tensor in tensors[definition.name]),
-            attributes=definition.attr,
-        )
-        nodes.append(node)
+        inputs = tuple((name, int(index or 0)) for name, _, index in inputs)
+        after = tuple(source[1:] for source in definition.input if source.startswith("^"))
+        outputs = tuple(_output(definition, tensor) for tensor in tensors[definition.name])
+        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr))
     return nodes, trace
 
 
@@ -101,10 +88,9 @@ def plain(op: str) -> str:
 
 
 def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
-    """`nodes` of a graph in the order they run. The order in which the graph's inputs become ready comes from a set of
-    addresses: it differs from process to process. Each `chance` is one such order; 0 is the order of the graph. What a
-    finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one at once
-    when nothing else is waiting in line, and else from the top of a stack when the line is empty."""
+    """`nodes` of a graph in the order they run. That in which its inputs become ready comes from a set of addresses:
+    each `chance` is one, 0 that of the graph. Of what a finished operation makes ready the inexpensive runs first
+    in, first out; an expensive one at once when nothing waits in line, else from the top of a stack."""
     # A node's readers become ready in the order in which TensorFlow built them: producers first, and of the nodes that
     # could come next the one listed first.
     place = {node.name: index for index, node in enumerate(nodes)}
@@ -223,8 +209,7 @@ def _output(definition: Any, tensor: Any) -> Output:
 
 
 def _readiness(nodes: Sequence[Node]) -> Tuple[List[Node], Callable[[Node], Iterator[Node]]]:
-    """The nodes that wait for none, and what gives those that a finished node makes ready. First come the readers of
-    its outputs, then those that only wait for it."""
+    """The nodes that wait for none, and what gives those that a finished node makes ready, its readers first."""
     pending = {node.name: len(node.inputs) + len(node.after) for node in nodes}
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
     reads = [(source, node) for node in nodes for source, _ in node.inputs]

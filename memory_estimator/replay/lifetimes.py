@@ -12,8 +12,7 @@ from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
 
-Source = Tuple[str, int]
-"""(node, index of its output)."""
+Source = Tuple[str, int]  # (node, index of its output)
 
 
 def program_of(order: Sequence[Node], variables: Sequence[Tensor], made: Sequence[StepOp], threads: int) -> Program:
@@ -56,8 +55,7 @@ class _Memory:
         return tuple(dict.fromkeys(t.name for t in (self._tensor[source] for source in sources) if t))
 
     def place(self, node: Node, outputs: Sequence[Output], group: str) -> Tuple[Tensor, ...]:
-        """New memory for the outputs of `node`. One known by no rule is small, such as the bias gradient that a fused
-        kernel computes alongside, and has none."""
+        """New memory for the outputs of `node`, but for those that no rule knows, such as a fused bias gradient."""
         for index in range(len(outputs), self._outputs_read[node.name]):
             self.own((node.name, index), Output((), "", 0), None)
         placed = [Tensor(f"{node.name}:{i}", one.bytes, group, one.touched) for i, one in enumerate(outputs)]

@@ -25,10 +25,8 @@ class Replay:
 
     program: Program
     timeline: Timeline
-    allocator_peak_bytes: int
-    """From the third step on: `get_memory_info("CPU:0")["peak"]`."""
-    resident_bytes: int
-    """What the allocator's part of the process's memory grows to."""
+    allocator_peak_bytes: int  # from the third step on: `get_memory_info("CPU:0")["peak"]`
+    resident_bytes: int  # what the allocator's part of the process's memory grows to
     hidden_bytes: int
     """Scratch that oneDNN takes outside the allocator, at its most: with stock TensorFlow alone."""
     range_bytes: Tuple[int, int]
@@ -110,14 +108,9 @@ def estimate_step(
         replays.append((use(program), program))
     replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
-    return Replay(
-        program=program,
-        timeline=timeline(program),
-        allocator_peak_bytes=used.peak_bytes,
-        resident_bytes=used.resident_bytes + used.small_bytes,
-        hidden_bytes=max(op.hidden_bytes for op in program.ops),
-        range_bytes=(replays[0][0].peak_bytes, replays[-1][0].peak_bytes),
-    )
+    hidden = max(op.hidden_bytes for op in program.ops)
+    resident, ends = used.resident_bytes + used.small_bytes, (replays[0][0].peak_bytes, replays[-1][0].peak_bytes)
+    return Replay(program, timeline(program), used.peak_bytes, resident, hidden, ends)
 
 
 def running_engine() -> str:

@@ -1,17 +1,10 @@
 """Data-parallel training on several hosts: how long a step and a whole training take, from one worker's measured step.
 
-Synchronous: every worker computes the gradients of its share of the batch, the gradients are summed over all, each
-worker updates its own weights. A step lasts as long as
-
-    the slowest worker's share   volumes x seconds a volume, slower where workers share a host, and what the slowest
-                                 of n takes more than the mean (`largest_of`)
-    in parts                     gradients are added up and the weights updated after, not both at once as by one worker
-    packing                      all gradients into one float32 vector, and out of the sum
-    the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector (`exchange_s`)
-    data                         a wait that is always there; data are taken to be read in time
-
-one after the other: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one
-host what workers lose to each other; without its record it is assumed.
+Every worker computes the gradients of its share of the batch, the gradients are summed over all, each worker updates
+its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
+into one float32 vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for
+data: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one host what
+workers lose to each other; without its record it is assumed.
 """
 
 import dataclasses
@@ -36,8 +29,7 @@ DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
 
 EXCHANGED_COPIES = 4
-"""Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
-both. Counted, not measured."""
+"""Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +38,16 @@ class ExchangeCosts:
 
     endpoint_s_per_byte: float
     """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
-    call_s: float
-    """Seconds that a sum takes whatever its length and the number of workers."""
-    message_s: float
-    """Seconds of a message without content between two processes of one host: an upper bound, as what the graph itself
-    takes for a sum is in it."""
-    packing_s_per_byte: float
-    """Of putting all gradients into one vector, and of taking them out of the sum."""
+    call_s: float  # seconds that a sum takes whatever its length and the number of workers
+    message_s: float  # of a message without content between two processes of one host; an upper bound
+    packing_s_per_byte: float  # of putting all gradients into one vector, and of taking them out of the sum
     in_parts_s_per_byte: float
     """That a step takes longer because gradients are added up first and the weights updated after."""
     spread: float
     """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
     contention: float
     """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
-    origin: str
-    """Where these are from, for printing."""
+    origin: str  # where these are from, for printing
 
 
 ASSUMED = ExchangeCosts(
@@ -99,56 +86,42 @@ class Point:
 
     hosts: int
     workers: int
-    batch: int
-    """Volumes a step, of all workers."""
-    compute_s: float
-    """Of the mean worker."""
-    slowest_s: float
-    """What the slowest takes more: a share of all that it computes in a step."""
+    batch: int  # volumes a step, of all workers
+    compute_s: float  # of the mean worker
+    slowest_s: float  # what the slowest takes more: a share of all that it computes in a step
     in_parts_s: float
     packing_s: float
     exchange_s: float
     data_s: float
-    step_s: float
-    """All parts one after the other."""
+    step_s: float  # all parts one after the other
     cases_per_s: float
-    network_share: float
-    """Of a step, exchanging."""
+    network_share: float  # of a step, exchanging
     efficiency: float
     """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
     epoch_s: Optional[float]
     """Whole batches only, as `train` counts them, and the validation; None without cases, or of fewer than a batch."""
-    total_s: Optional[float]
-    """All epochs; None where an epoch's time is unknown."""
+    total_s: Optional[float]  # all epochs; None where an epoch's time is unknown
 
 
 @dataclass(frozen=True)
 class Scaling:
     """One job on any number of hosts, all alike. Either the batch is fixed, or each worker's share of it is."""
 
-    volume_s: float
-    """Seconds of one worker's training step for each of its volumes, the update included."""
-    gradient_bytes: int
-    """Of all gradients, in float32."""
+    volume_s: float  # seconds of one worker's training step for each of its volumes, the update included
+    gradient_bytes: int  # of all gradients, in float32
     costs: ExchangeCosts
-    forward_s: float = 0.0
-    """Seconds to predict a volume, for validation."""
+    forward_s: float = 0.0  # seconds to predict a volume, for validation
     in_parts: bool = False
     """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
     workers_per_host: int = 1
-    network_bytes_per_s: float = 25e9 / 8
-    """Of a host's link, each way, as it is sold."""
-    latency_s: float = 50e-6
-    """Of a message between two hosts; what a message costs inside one comes on top."""
-    cases: int = 0
-    """Of an epoch; 0 is unknown."""
+    network_bytes_per_s: float = 25e9 / 8  # of a host's link, each way, as it is sold
+    latency_s: float = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
+    cases: int = 0  # of an epoch; 0 is unknown
     epochs: int = 1
-    validation_cases: int = 0
-    """Predicted after every epoch, dealt to all workers."""
+    validation_cases: int = 0  # predicted after every epoch, dealt to all workers
     batch: int = 0
     """Volumes a step of all workers together, which is strong scaling; 0: the batch grows, which is weak scaling."""
-    batch_per_worker: int = 1
-    """Where it grows."""
+    batch_per_worker: int = 1  # where it grows
 
     def point(self, hosts: int) -> Point:
         """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""
@@ -172,17 +145,9 @@ class Scaling:
         batch, epoch_s = share * workers, None
         if self.cases >= batch:
             epoch_s = self.cases // batch * step_s + -(-self.validation_cases // workers) * self.forward_s * slower
+        parts = (compute_s, slowest_s, in_parts_s, packing_s, exchanging_s, data_s)
         return Point(
-            hosts=hosts,
-            workers=workers,
-            batch=batch,
-            compute_s=compute_s,
-            slowest_s=slowest_s,
-            in_parts_s=in_parts_s,
-            packing_s=packing_s,
-            exchange_s=exchanging_s,
-            data_s=data_s,
-            step_s=step_s,
+            *(hosts, workers, batch, *parts, step_s),
             cases_per_s=batch / step_s,
             network_share=exchanging_s / step_s,
             efficiency=share * self.volume_s * (1 + DATA_WAIT_SHARE) / step_s,
@@ -202,8 +167,7 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for a file that is
-    missing or has none, and for a line that is damaged or of another schema."""
+    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for none or damage."""
 
     def checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
         costs_of(record)

@@ -21,17 +21,10 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP = "several hosts, data parallel"
-HOSTS_HELP = (
-    f"time on so many hosts (without a number: {' '.join(map(str, HOSTS))}); --batch is then of one worker, --threads "
-    "its cores, --host-memory of one host"
-)
+HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
 
-SECTIONS = {
-    "work": ("volume_s", "gradient_bytes", "forward_s", "in_parts"),
-    "hosts": ("workers_per_host", "network_bytes_per_s", "latency_s"),
-    "training": ("cases", "epochs", "validation_cases"),
-}
-"""Of `Scaling`, in JSON: one worker's work, what the workers run on, and how much there is to do."""
+BASIS = ("volume_s", "gradient_bytes", "forward_s", "in_parts", "workers_per_host", "network_bytes_per_s", "latency_s")
+"""Of `Scaling`: one worker's work, and what the workers run on."""
 
 NOT_COUNTED = "start-up, checkpoints, restarts, other traffic, slow storage; whether a larger batch learns as much"
 
@@ -67,8 +60,7 @@ class ScalingOptions:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that need --hosts, or that exclude it, and where a described host has no cores. This
-    host's would say nothing: seconds, and scratch memory, go by a worker's threads."""
+    """Raise ValueError for options that need --hosts, or exclude it, and where a described host has no cores."""
     found = given(ScalingOptions, args)
     if "hosts" not in found:
         if found:
@@ -84,8 +76,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], List[Table]]:
-    """The answer as JSON content and as tables, from the estimate of `one` worker. Raises ValueError for a rate or a
-    record that cannot be read."""
+    """The answer for `one` worker as JSON content and tables. Raises ValueError for an unreadable rate or record."""
     job = one.job
     path = options.record or (PUBLISHED if PUBLISHED.is_file() else None)
     records = read_scaling(path) if path else ()
@@ -109,21 +100,16 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         batch_per_worker=job.batch,
     )
     fixed = dataclasses.replace(growing, batch=options.global_batch or job.batch * options.most_workers)
-    errors, basis = predicted_errors(records), vars(growing)
+    errors, basis = predicted_errors(records), {name: getattr(growing, name) for name in BASIS}
     worst = f"{max(errors, key=abs):+.1%} of a step, workers on one host" if errors else "not measured"
     worst += "; of its own record, which flatters" if len(records) == 1 else ""
-    rests = [(name, basis[name]) for name in SECTIONS["work"] + SECTIONS["hosts"]] + list(vars(growing.costs).items())
-    rests = [(name.replace("_", " "), value if isinstance(value, str) else f"{value:.3g}") for name, value in rests]
-    rests.append(("worst error", worst))
-    content: Dict[str, Any] = {
-        "job": job.to_json(),
-        "gradient_bytes": growing.gradient_bytes,
-        "costs": dataclasses.asdict(growing.costs),
-        "notes": [f"{what}: {much}" for what, much in rests],
-        "errors": {"shares": errors, "in_sample": len(records) == 1},
-    }
-    for section, names in SECTIONS.items():
-        content[section] = {name: basis[name] for name in names}
+    rests = [
+        (name.replace("_", " "), f"{value:.3g}")
+        for name, value in {**basis, **vars(growing.costs)}.items()
+        if name != "origin"
+    ]
+    rests += [("costs of the exchange", growing.costs.origin), ("worst error", worst)]
+    content: Dict[str, Any] = {"job": job.to_json(), **basis, "costs": vars(growing.costs), "errors": errors}
     workers = f"{count_of(growing.workers_per_host, 'worker')} a host, {format_bytes(growing.gradient_bytes)} exchanged"
     same = f"The batch stays {fixed.batch}: the same training; {workers}"
     grows = f"The batch grows, {growing.batch_per_worker} a worker: fewer, larger steps; {workers}"

@@ -1,10 +1,9 @@
 """TensorFlow's best-fit allocator on paper: what it counts and what becomes resident for a sequence of requests.
 
-With oneDNN on, TensorFlow's CPU allocator hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
+With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
 (tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It grows by regions of 2 MiB, 4 MiB
 and so on, gives nothing back to the system, and hands out a free chunk whole unless it is at least twice as large as
-asked for or has 128 MiB to spare. So what it counts exceeds what was asked for, by an amount that depends on the order
-of all requests since the process began; this module plays them through.
+asked for or has 128 MiB to spare: what it counts depends on the order of all requests since the process began.
 """
 
 import bisect
@@ -19,24 +18,18 @@ from models.layer_plan import layer_plan
 
 MIB = 2**20
 
-SMALL_BYTES = 256 * 1024
-"""Requests below this go to malloc and are not counted (mkl_cpu_allocator.h)."""
-
-SPARE_BYTES = 128 * MIB
-"""A chunk with this much to spare is always split."""
+SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
+SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
 
 HANDLE_BYTES = 8
 """A region's table has an entry of this size for every GRANULE_BYTES of it: 3 % of all regions, with malloc."""
 
-BINS = 21
-"""Bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones."""
+BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
 REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
-"""Of all the layers' outputs together; half as much again as the policies need at least, so that what is left at the
-region's end is larger than any gap."""
+"""Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
 
-COPIES_OF_WEIGHTS = 4
-"""Weights, the optimizer's two slots, gradients: float32 each."""
+COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each
 
 
 @dataclass(frozen=True)
@@ -45,12 +38,9 @@ class Use:
 
     peak_bytes: int
     """Most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`."""
-    resident_bytes: int
-    """Memory that a tensor has lain in once, and that the process therefore keeps."""
-    small_bytes: int
-    """Resident tensors too small for it: they lie with malloc."""
-    reserved_bytes: int
-    """All regions together: address space, of which `resident_bytes` are touched."""
+    resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
+    small_bytes: int  # resident tensors too small for it: they lie with malloc
+    reserved_bytes: int  # all regions together: address space, of which `resident_bytes` are touched
     validated_bytes: int = 0
     """`resident_bytes` once a validation and a step have followed: no less, as nothing is given back to the system."""
 
@@ -60,8 +50,7 @@ class NoRegionError(MemoryError):
 
 
 def use(program: Program) -> Use:
-    """Play a program from the process's start through three steps, of which the third is like all that follow, and
-    through what comes between two of them, with the next one."""
+    """Play three steps, of which the third is like all that follow, what comes between two of them, and a step more."""
     allocator = Allocator()
     third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
     calls = requests(program, 3, after=True)
@@ -75,9 +64,8 @@ def use(program: Program) -> Use:
 
 
 def fits_regions(program: Program, limit_bytes: int) -> bool:
-    """Whether three steps get through with regions of at most `limit_bytes` together. With oneDNN on, the limit is the
-    machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is left, and a tensor never lies in two
-    regions. So a job may fail whose tensors would fit one beside the other."""
+    """Whether three steps get through with regions of at most `limit_bytes` together, as is the machine's memory: the
+    last region is cut down to what is left, and a tensor never lies in two (mkl_cpu_allocator.h)."""
     try:
         Allocator(limit_bytes).play(requests(program, 3, after=True))
     except NoRegionError:
@@ -88,13 +76,10 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
 def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
     """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
 
-    Maps that are nearly all of one size lie scattered in regions that double: in the gaps of small ones, and at the end
-    of the last. From one region that is larger than the step needs, the gaps are filled first. Nothing but the pages
-    that tensors lie in becomes resident, and the region's table. "speed" gains nothing: its scratch needs gaps of its
-    own (docs/log.md).
-
-    A power of two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has, where it
-    has less than that. Raises ValueError for a shape that the network cannot take.
+    Maps that are nearly all of one size lie scattered in regions that double; in one region larger than the step needs,
+    gaps are filled first. Nothing but the pages that tensors lie in becomes resident, and the region's table. "speed"
+    gains nothing: its scratch needs gaps of its own (docs/log.md). A power of two, which is what the allocator makes of
+    any size; the largest that a host of `host_bytes` has. Raises ValueError for a shape that the network cannot take.
     """
     if unet.policy not in REGION_SHARES:
         return 0
@@ -148,8 +133,7 @@ class Allocator:
                 self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's. Raises
-        NoRegionError where the limit leaves no region large enough."""
+        """Allocate; `touched` is where bytes will be written, () everywhere. Raises NoRegionError beyond the limit."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -182,8 +166,7 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks. A
-        chunk's spare end stays untouched. The tables are filled when a region is made."""
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))

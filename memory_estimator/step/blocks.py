@@ -1,7 +1,5 @@
-"""The blocks of models/lean.py, whose backward passes make again what they did not keep.
-
-A block takes the place of its layers in the plan, and its rules are made of theirs. What it makes once more has the
-layer's name and a suffix.
+"""The blocks of models/lean.py, whose backward passes make again what they did not keep: in place of their layers in
+the plan, with rules made of theirs. What is made once more has the layer's name and a suffix.
 """
 
 import itertools
@@ -22,8 +20,7 @@ class Block:
     """One of the network's blocks: an encoder's, or a decoder's with the up-sampling in front of it."""
 
     name: str
-    inputs: Tuple[LayerOp, ...]
-    """The entry, or skip and below."""
+    inputs: Tuple[LayerOp, ...]  # the entry, or skip and below
     up: Tuple[LayerOp, ...]
     """From below to the block's grid: an up-convolution, or a convolution and nearest neighbours."""
     conv1: LayerOp
@@ -31,8 +28,7 @@ class Block:
     conv2: LayerOp
     norm2: LayerOp
     shortcut: Optional[LayerOp]
-    act: Optional[LayerOp]
-    """After the residual sum."""
+    act: Optional[LayerOp]  # after the residual sum
     keeps_hidden: bool
     kind: str = "block"
 
@@ -45,16 +41,11 @@ class Block:
         """The first convolution or the shortcut as one for each of `entries`: their sum is it."""
         if not self.up:
             return [op]
-        return [
-            replace(
-                op,
-                name=f"{op.name}/{entry.name}",
-                inputs=(entry.name,),
-                in_channels=entry.shape[3],
-                trainable=op.trainable // op.in_channels * entry.shape[3],
-            )
-            for entry in self.entries
-        ]
+        found, trainable = [], op.trainable // op.in_channels
+        for entry in self.entries:
+            own = {"in_channels": entry.shape[3], "trainable": trainable * entry.shape[3]}
+            found.append(replace(op, name=f"{op.name}/{entry.name}", inputs=(entry.name,), **own))
+        return found
 
 
 def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
@@ -70,20 +61,10 @@ def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
         named = {op.name.partition("_")[2]: op for op in members}
         up = tuple(named[part] for part in ("up_conv", "up") if part in named)
         first = (named["concat"].inputs[0], up[0].inputs[0]) if up else named["conv1"].inputs
-        found.append(
-            Block(
-                name=name,
-                inputs=tuple(writer.layers[source] for source in first),
-                up=up,
-                conv1=named["conv1"],
-                norm1=named["act1"],
-                conv2=named["conv2"],
-                norm2=named["norm2" if "norm2" in named else "act2"],
-                shortcut=named.get("shortcut"),
-                act=named["act2"] if "norm2" in named else None,
-                keeps_hidden=keeps_hidden(writer.job.unet, bool(up)),
-            )
-        )
+        inputs, maps = tuple(writer.layers[source] for source in first), (named["conv1"], named["act1"], named["conv2"])
+        # A residual block's second norm is alone, and its ReLU comes after the sum.
+        ends = (named["norm2"], named["shortcut"], named["act2"]) if "norm2" in named else (named["act2"], None, None)
+        found.append(Block(name, inputs, up, *maps, *ends, keeps_hidden(writer.job.unet, bool(up))))
     return found
 
 

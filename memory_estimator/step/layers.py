@@ -50,8 +50,7 @@ def forward(writer: Writer, op: LayerOp) -> None:
 
 
 def backward(writer: Writer, op: LayerOp) -> None:
-    """A layer's backward pass: takes the gradient that has arrived at its output, and hands gradients to its inputs.
-    The filter gradient comes first and the input gradient waits for it (models/ordered.py)."""
+    """A layer's backward pass: takes the gradient that has arrived at its output, hands gradients to its inputs."""
     kind, source, upstream = op.kind, op.inputs[0], writer.arrived(op)
     if kind in ("conv", "head", "shortcut"):
         entry = op.inputs[-1]
@@ -127,8 +126,7 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
 
 
 def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -> str:
-    """Of the convolution's input, a map like the output of `below`; returns its name. To oneDNN the input gradient of
-    an up-convolution is a forward convolution."""
+    """Of the convolution's input, a map like that of `below`; returns its name. Of an up-convolution a forward one."""
     kind = "up_conv" if op.kind == "up_conv" else "conv"
     kernel = writer.kernel_bytes(op) if writer.itex else 0
     return writer.make(
@@ -228,8 +226,7 @@ def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
 
 def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> None:
     """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
-    Exact up to MOST_PLANES voxels a side of the fine grid. Beyond that the pieces add up to the same bytes but are
-    fewer and larger: live bytes stay exact, what the allocator counts moves by some per cent."""
+    Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the allocator counts moves a little."""
     fine, grows = writer.map_bytes(op), eighths[0] == 1
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
         planes = op.shape[axis] // (2 if grows else 1)
@@ -262,8 +259,7 @@ def cast_target(writer: Writer, head: LayerOp) -> None:
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
-    """From a head's output to its gradient: at once, or, where memory is saved, slab by slab. By slabs: sums first,
-    then the gradient, for which all maps are made again; its pieces are joined."""
+    """From a head's output to its gradient: at once, or slab by slab, sums first, as memory is saved."""
     name, elements = f"{head.name}/loss", writer.job.micro * head.elements
     if writer.job.policy == "speed":
         writer.receive(head.name, _loss_part(writer, head, name, f"{head.name}/target", sums=True, gradient=True))

@@ -11,19 +11,16 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Se
 
 from memory_estimator.step.scratch import Buffers
 
-GRANULE_BYTES = 256
-"""TensorFlow's allocator rounds every request up to this."""
+GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A buffer of the allocator."""
 
-    name: str
-    """Unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"."""
+    name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"
     bytes: int
-    group: str
-    """The line of the bill it counts under, such as "activations, level 0"."""
+    group: str  # the line of the bill it counts under, such as "activations, level 0"
     touched: Tuple[Tuple[int, int], ...] = ()
     """Where bytes are written, as (first, past the last) offsets; () is everywhere. No other page becomes resident."""
 
@@ -34,23 +31,19 @@ class StepOp:
 
     name: str
     """Unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"."""
-    kind: str
-    """What limits its speed: "conv", "norm", "pointwise" ... (`timing.group_of`)."""
+    kind: str  # what limits its speed: "conv", "norm", "pointwise" ... (`timing.group_of`)
     reads: Tuple[str, ...] = ()
     """Names of tensors that must live until it is done. A tensor goes with the last operation that reads it."""
     writes: Tuple[Tensor, ...] = ()
-    scratch: Tuple[Tensor, ...] = ()
-    """Live during this operation alone, taken after its outputs."""
+    scratch: Tuple[Tensor, ...] = ()  # live during this operation alone, taken after its outputs
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory."""
     keeps: Tuple[Tensor, ...] = ()
     """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
     hidden_bytes: int = 0
     """Scratch outside the allocator: in the process's memory, not in the allocator's count."""
-    flops: int = 0
-    """Multiply-adds counted as 2."""
-    traffic_bytes: int = 0
-    """Bytes read and written, each tensor once: the least any implementation moves."""
+    flops: int = 0  # multiply-adds counted as 2
+    traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
     in_channels: int = 0
     out_channels: int = 0
 
@@ -61,11 +54,9 @@ class Program:
 
     resident: Tuple[Tensor, ...]
     """What lives before, during and after the step: weights, slots, the input batch."""
-    ops: Tuple[StepOp, ...]
-    """The step."""
+    ops: Tuple[StepOp, ...]  # the step
     before: Tuple[StepOp, ...] = ()
-    """What ran once to make the resident tensors; a resident tensor that none of these writes is simply there. The
-    order matters to the allocator alone, whose regions it shapes."""
+    """What ran once to make the resident tensors, in an order that shapes the allocator's regions."""
     region_bytes: int = 0
     """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""
     after: Tuple[StepOp, ...] = ()
@@ -78,10 +69,8 @@ class Timeline:
 
     live_bytes: Tuple[int, ...]
     """While each operation runs, at its most: outputs and scratch taken, nothing given back yet."""
-    peak_op: str
-    """The operation that runs when most is live; the first of equals."""
-    peak_tensors: Tuple[Tensor, ...]
-    """Everything live then, the largest first."""
+    peak_op: str  # the operation that runs when most is live; the first of equals
+    peak_tensors: Tuple[Tensor, ...]  # everything live then, the largest first
 
     @property
     def peak_bytes(self) -> int:
@@ -93,12 +82,9 @@ class Request(NamedTuple):
     """One call to the allocator, which takes the memory of a tensor, or gives it back under the same name."""
 
     name: str
-    bytes: int
-    """Positive takes, negative gives back; not rounded."""
-    op: str = ""
-    """The operation that makes the call; "" for a resident tensor that no operation made."""
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """As of `Tensor`."""
+    bytes: int  # positive takes, negative gives back; not rounded
+    op: str = ""  # the operation that makes the call; "" for a resident tensor that no operation made
+    touched: Tuple[Tuple[int, int], ...] = ()  # as of `Tensor`
 
 
 def rounded(size_bytes: int) -> int:
@@ -139,8 +125,7 @@ def timeline(program: Program) -> Timeline:
 
 
 def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
-    """The allocator's calls in order: the region, what ran before, then the first `steps` steps. With `after`, what
-    follows them and one step more, which meets what that has kept."""
+    """The allocator's calls: the region, what ran before, `steps` steps; with `after`, that and a step more."""
     if program.region_bytes:
         yield Request("region", program.region_bytes, touched=((0, 0),))
         yield Request("region", -program.region_bytes)
@@ -185,10 +170,9 @@ def kernel_made(kernel: Tensor) -> List[StepOp]:
 
 
 def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
-    """How (memory, dtype) of each input came to be: all drawn in order, in four bytes a value, then cast in order.
-    Floating point is noise scaled and shifted; in float32 that is the input already. All else is numbers compared with
-    one of them. What was drawn to be cast goes when everything has been. These are the inputs of
-    `cpu3d.bench.step.made_up`; what `train` reads from a store comes another way, with less in between."""
+    """How (memory, dtype) of each input came to be in `cpu3d.bench.step.made_up`: all drawn in order, in four bytes a
+    value, then cast in order. Floating point is noise scaled and shifted, in float32 the input already; all else is
+    numbers compared with one of them. What was drawn to be cast goes when everything has been."""
     drawn, cast, wide = [], [], []
     for tensor, dtype in inputs:
         bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1

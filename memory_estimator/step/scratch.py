@@ -18,23 +18,17 @@ class Buffers:
     with it the kernel once more in the layout that oneDNN prefers: its forward kernels keep that copy, the others take
     it anew each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
 
-    scratch: Tuple[int, ...] = ()
-    """Of the allocator, for the duration of the operation."""
+    scratch: Tuple[int, ...] = ()  # of the allocator, for the duration of the operation
     touched: Tuple[Tuple[int, int], ...] = ()
     """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
-    keeps: int = 0
-    """Of the allocator, from its first run on."""
-    hidden: int = 0
-    """Outside the allocator, for the duration of the operation."""
+    keeps: int = 0  # of the allocator, from its first run on
+    hidden: int = 0  # outside the allocator, for the duration of the operation
 
 
 NONE = Buffers()
 
-ALIGNMENT_BYTES = 8 * 1024
-"""Barriers, guards and alignment: what the log shows beyond the buffers themselves."""
-
-VECTOR = 16
-"""Channels are worked on in blocks of as many float32 values as a register holds."""
+ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
+VECTOR = 16  # channels are worked on in blocks of as many float32 values as a register holds
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,7 @@ class FilterGradient:
     batch: int
     source: Tuple[int, int, int]
     """Voxels of the map that the filter slides over; the up-convolution's is its output."""
-    target: Tuple[int, int, int]
-    """Voxels of the other map."""
+    target: Tuple[int, int, int]  # voxels of the other map
     in_channels: int
     out_channels: int
     kernel: int
@@ -127,8 +120,7 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
 
 
 def depth_groups(job: FilterGradient, threads: int) -> int:
-    """How many groups of threads share the depth, each with transposed maps and weights of its own. oneDNN's own
-    search: the split of threads over depth, output and input channels that moves the least memory."""
+    """Groups of threads that share the depth, by oneDNN's own search for the split that moves the least memory."""
     slabs = job.batch * job.target[0]
     if job.kernel == 1:
         return min(threads, slabs)  # a kernel of its own, which splits the voxels alone

@@ -2,8 +2,7 @@
 
 A convolution takes its multiply-adds at a rate that depends on how many vectors of 16 channels it writes and reads at a
 time, and its kernel's bytes once more; everything else takes its traffic, which is slower where the maps do not fit the
-cache. `features` says what is counted of an operation, `HostConstants.costs` what a unit of each costs. On top comes a
-constant for every operation, for what TensorFlow does between them.
+cache. On top comes a constant for every operation, for what TensorFlow does between them.
 """
 
 import math
@@ -29,9 +28,8 @@ BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
-    """What each operation of a step of `job` takes, from the third step on, on `job.threads` threads, in their order.
-    Its overhead is included, waiting for data is not. Raises ValueError where `constants` know nothing of the job's
-    engine or dtype."""
+    """What each operation of a step of `job` takes from the third step on, on `job.threads` threads, with its overhead.
+    Raises ValueError where `constants` know nothing of the job's engine or dtype."""
     constants = constants.for_threads(job.threads)
     speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
     sizes = tensor_bytes(program)
@@ -64,15 +62,11 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
     """What is counted of an operation. Names that begin with "work" are multiply-adds, the others are bytes.
 
     work          at full vectors: what is written is rounded up to whole vectors of channels
-    work/out      the same over the number of vectors written, and over its square: a kernel that writes few vectors
-    work/out^2    loads its inputs anew for each
-    work/in       over the number of vectors read
-    work, narrowing  the same where more channels are read than written
-    work, narrow  the same where either is less than a vector
-    kernel        bytes of the kernel, which is read or written once and bound to no grid
-    moved         bytes read and written, of a convolution
-    traffic       bytes read and written, of other operations too large for the cache
-    cached        bytes read and written, of the others
+    work/out      over the vectors written, and over their square: a kernel that writes few loads its inputs anew
+    work/in       over the vectors read
+    work, narrowing, narrow   where more channels are read than written; where either is less than a vector
+    kernel        read or written once and bound to no grid
+    moved         read and written, of a convolution; of others "traffic" if too large for the cache, else "cached"
     rows          bytes a channel, where every voxel costs something however few its channels
     """
     if op.kind not in CONVOLUTIONS:

@@ -1,11 +1,8 @@
 """The training step of `cpu3d.training.learner`, written down from the layer plan with the lifetimes of its tensors.
 
-Whatever the network, the step is the same five parts: targets cast, forward, loss, backward in reverse, update.
-`models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind
-(layers.py). Where memory is saved, blocks take the place of their layers. Of a batch that is computed in micro-batches
-the program is one of them, and the update that follows the last.
-
-A validation is the forward part alone, without policy, and its scores.
+Targets cast, forward, loss, backward in reverse (in the order that `models/ordered.py` fixes), update. Where memory is
+saved, blocks take the place of their layers. Of a batch in micro-batches the program is one of them, and the update. A
+validation is the forward part alone, without policy, and its scores.
 """
 
 from dataclasses import replace
@@ -17,8 +14,7 @@ from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.writer import SLABS, Writer
 
 SCORE_MAPS = 5
-"""float32 maps of a slab of the regions that `cpu3d.training.validation` scores at a time: logits, target, three of the
-loss's; hard Dice's masks and their float32 copies are no more."""
+"""float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""
 
 
 def training_step(job: Job) -> Program:

@@ -15,14 +15,10 @@ SLOTS = {"adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
 
 MOST_SAMPLES = 8
-"""Instance norm takes a batch apart, one operation a sample. Beyond this many samples they are counted as that many
-larger ones: it changes next to nothing and keeps the program short."""
+"""Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
-SLABS = 8
-"""`cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in."""
-
-CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")
-"""Kinds of layers that have a kernel."""
+SLABS = 8  # `cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in
+CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
 
 class Writer:
@@ -51,10 +47,9 @@ class Writer:
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
         self._make_weights()
-        unet, voxels = job.unet, job.voxels
-        image = self.tensor("image", self.compute_bytes * voxels * unet.channels, "input")
-        target = self.tensor("target", voxels * unet.outputs, "input")
-        self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
+        image = self.tensor("image", self.compute_bytes * job.voxels * job.unet.channels, "input")
+        target = self.tensor("target", job.voxels * job.unet.outputs, "input")
+        self._before += inputs_made([(image, job.unet.dtype), (target, "uint8")])
         self.resident += [image, target]
 
     def program(self) -> Program:
@@ -89,8 +84,7 @@ class Writer:
         flops: int = 0,
         layer: Optional[LayerOp] = None,
     ) -> None:
-        """Add an operation; its traffic is what it reads and writes, each once. `layer` is the one whose channels it
-        works on, where its speed hangs on them."""
+        """Add an operation; `layer` is the one whose channels it works on, where its speed hangs on them."""
         self._ops.append(
             StepOp(
                 name,
@@ -126,8 +120,7 @@ class Writer:
         return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
 
     def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
-        """Of maps that nobody else reads: of two in the memory of the second, which has just been written. ITEX adds
-        three in new memory."""
+        """Of maps that nobody else reads: of two in the memory of the second; ITEX adds three in new memory."""
         if len(maps) == 1:
             return maps[0]
         over = maps[-1] if len(maps) == 2 or not self.itex else None

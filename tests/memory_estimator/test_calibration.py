@@ -32,39 +32,17 @@ def host(**changes):
 
 
 @pytest.fixture
-def mine():
-    """As `calibrate` measures on some host with one engine and one dtype, twice as fast as what is shipped."""
-    shipped = load_constants(EPYC)
+def own(tmp_path):
+    """A file as `calibrate` measures on some host with one engine and one dtype."""
+    shipped, path = load_constants(EPYC), tmp_path / "calibration.json"
     costs = {"stock": {"float32": {**shipped.speeds("stock", "float32"), "norm": {"cached": 1e-12, "traffic": 2e-12}}}}
-    return dataclasses.replace(
-        shipped, name="mine", cpu="Some CPU", costs=costs, baseline_bytes={"stock": 7}, op_bytes={"stock": 3}
-    )
-
-
-@pytest.fixture
-def own(mine, tmp_path):
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(to_json(mine)))
+    changes = {"name": "mine", "cpu": "Some CPU", "baseline_bytes": {"stock": 7}, "op_bytes": {"stock": 3}}
+    path.write_text(json.dumps(to_json(dataclasses.replace(shipped, costs=costs, **changes))))
     return path
 
 
-@pytest.mark.parametrize(
-    ("isa", "origin", "name"),
-    [
-        (("avx512f", "avx512_bf16", "amx_bf16"), "assumed", "AMX"),
-        (("avx512f", "avx512_bf16"), "measured", "EPYC"),
-        (("avx512f",), "assumed", "without bfloat16"),
-        ((), "assumed", "without bfloat16"),
-    ],
-)
-def test_shipped_constants_go_by_the_instruction_set(isa, origin, name):
-    found = shipped_constants(isa)
-    assert found.origin == origin
-    assert name in found.name
-
-
-@pytest.mark.parametrize("file", NAMED.values())
-def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(file):
+@pytest.mark.parametrize(("kind", "file"), NAMED.items())
+def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(kind, file):
     found = load_constants(SHIPPED / file)
     for engine, dtype in itertools.product(ENGINES, DTYPES):
         assert set(GROUPS) <= set(found.speeds(engine, dtype))
@@ -72,6 +50,9 @@ def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure
         assert found.origins[field].startswith(("measured: ", "assumed: "))
     assert found.record
     assert found.date
+    assert found == shipped_constants(
+        {"amx": ("avx512_bf16", "amx_bf16"), "avx512_bf16": ("avx512_bf16",)}.get(kind, ())
+    )
 
 
 def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
@@ -129,11 +110,8 @@ def with_costs(group, costs):
     """One group's costs replaced; None takes the group away."""
 
     def damage(content):
-        groups = content["costs"]["stock"]["float32"]
-        groups[group] = costs
-        return json.dumps(
-            {**content, "costs": {"stock": {"float32": {k: v for k, v in groups.items() if v is not None}}}}
-        )
+        groups = {**content["costs"]["stock"]["float32"], group: costs}
+        return changed(costs={"stock": {"float32": {k: v for k, v in groups.items() if v is not None}}})(content)
 
     return damage
 
@@ -142,7 +120,6 @@ def with_costs(group, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
-        (lambda content: "[]", "must be complete JSON of schema 1"),
         (changed(schema=2), "must be complete JSON of schema 1, got schema 2"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (changed(costs={}), "got no costs"),
@@ -151,9 +128,7 @@ def with_costs(group, costs):
         (with_costs("pool", None), "stock float32: no pool"),
         (with_costs("join", {}), "stock float32: no join cached, stock float32: no join traffic"),
         (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
-        (changed(baseline_bytes={"stock": "7"}), "baseline_bytes.stock must be int, got 7"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
-        (changed(name=3), "calibration.name must be str, got 3"),
         (changed(threads=0), "got threads 0"),
         (changed(cache_bytes="32M"), "calibration.cache_bytes must be int, got 32M"),
     ],

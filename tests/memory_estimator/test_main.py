@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,15 +41,12 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     assert "does not fit: needs up to" in capsys.readouterr().out
 
 
-def test_the_plan_is_a_table_and_json(capsys):
-    asked = SMALL.replace("64GiB", "4GiB")
-    assert main([*asked.split(), "--plan"]) == 0
-    assert "The largest that fits 4.00 GiB" in capsys.readouterr().out
-    content = answer(f"{asked} --plan", capsys)
+def test_the_plan_has_the_largest_of_each_kind_for_every_policy(capsys):
+    content = answer(f"{SMALL.replace('64GiB', '2GiB')} --plan", capsys)
     assert [one["policy"] for one in content["plan"]] == list(POLICIES)
     for one in content["plan"]:
-        assert one["batch"]["batch"] == one["batch"]["micro_batch"] > 8
-        assert one["batch"]["upper_bound_bytes"] <= 4 * 2**30
+        assert one["batch"]["batch"] == one["batch"]["micro_batch"] > 1
+        assert one["batch"]["upper_bound_bytes"] <= 2 * 2**30
         assert one["filters"]["filters"] % 8 == 0
         assert all(side % 8 == 0 for side in one["extent"]["shape"])
         assert {one[row]["policy"] for row in ("batch", "filters", "extent")} == {one["policy"]}
@@ -90,7 +88,6 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     content = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB", capsys)
     job = content["job"]
     assert (job["shape"], job["batch"], job["micro_batch"], job["unet"]["filters"]) == ([240, 240, 144], 16, 1, 32)
-    assert (job["unet"]["dtype"], job["unet"]["channels"], job["unet"]["norm"]) == ("float32", 1, "batch")
     assert content["epoch_s"] > content["step_s"]
     at_once = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB --micro-batch 16", capsys)
     assert at_once["job"]["micro_batch"] == 16
@@ -101,12 +98,7 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     ("arguments", "message"),
     [
         ("--shape 240 240 155", "pad to (240, 240, 160) or crop to (240, 240, 144)"),
-        ("--shape 0 64 64", "input_shape must be three positive numbers"),
         ("--shape 64 64 64 --batch 0", "batch must be at least 1, got 0"),
-        ("--shape 64 64 64 --filters -8", "filters must be at least 1, got -8"),
-        ("--shape 64 64 64 --depth 9", "depth must be between 2 and 8, got 9"),
-        ("--shape 64 64 64 --threads 0", "threads must be at least 1, got 0"),
-        ("--shape 64 64 64 --cases -1", "cases must be at least 0, got -1"),
         ("--shape 64 64 64 --cases 3 --batch 16", "batch must be at most the 3 training cases, got 16"),
         ("--shape 64 64 64 --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3; give one of"),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
@@ -150,7 +142,7 @@ def test_an_answer_takes_little_time_150_mib_and_no_tensorflow_at_any_size(argum
 
 
 def test_a_reader_that_goes_away_is_no_traceback():
-    command = f"{sys.executable} -m memory_estimator {SMALL} --plan | true"
+    command = f"{sys.executable} -m memory_estimator {SMALL} | true"
     done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
@@ -165,19 +157,13 @@ def test_a_full_disk_ends_with_1_and_one_line(option):
     assert done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+def test_a_package_that_is_missing_is_named_and_an_interruption_is_no_traceback(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(SMALL.split()) == 1
     assert "package rich must be installed, got none; run `pip install rich`" in capsys.readouterr().err
     assert main([*SMALL.split(), "--json"]) == 0
-
-
-def test_an_interruption_is_no_traceback(monkeypatch, capsys):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("memory_estimator.__main__.estimate", interrupted)
-    assert main(SMALL.split()) == 130
+    monkeypatch.setattr("memory_estimator.__main__.json.dumps", lambda content: os.kill(os.getpid(), signal.SIGINT))
+    assert main([*SMALL.split(), "--json"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"

@@ -52,19 +52,6 @@ def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, 
     assert len(tried) <= 3 * math.log2(limit + 2) + 8
 
 
-@given(st.integers(1, 10**12))
-def test_what_a_plan_finds_fits_and_the_next_does_not(budget):
-    found = plan(JOB, price, budget)
-    for one, chain, number in (
-        (found["batch"], lambda n: dataclasses.replace(JOB, batch=n, micro_batch=n), lambda job: job.batch),
-        (found["filters"], lambda n: JOB.with_unet(filters=8 * n), lambda job: job.unet.filters // 8),
-    ):
-        if one is None:
-            assert cost(chain(1)) > budget
-        else:
-            assert cost(one.job) <= budget < cost(chain(number(one.job) + 1))
-
-
 def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     found = plan(JOB, price, 5 * ONE_VOLUME + 1000)
     assert (found["batch"].job.batch, found["batch"].job.parts) == (5, 1)

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -20,23 +22,19 @@ from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NORMS, POLICIES, UPS, UNetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 2**20
 ENGINE = running_engine()
 
 layers = tf.keras.layers
 
 
-def node(name, op, *inputs, after=(), size=MIB, dtype="float32"):
-    """A node with one output of `size` bytes; an input is a name."""
-    output = Output((size // 4,), dtype, size)
-    return Node(name, op, tuple((source, 0) for source in inputs), after, (output,), {})
+def node(name, op, *inputs, shape=(2**18,), attributes=None):
+    """A node with one float32 output; an input is a name."""
+    output = Output(shape, "float32", 4 * math.prod(shape))
+    return Node(name, op, tuple((source, 0) for source in inputs), (), (output,), attributes or {})
 
 
-def argument(name, index=0):
-    class Index:
-        i = index
-
-    return Node(name, "_Arg", (), (), (Output((MIB // 4,), "float32", MIB),), {"index": Index})
+def argument(name, **shape):
+    return node(name, "_Arg", attributes={"index": SimpleNamespace(i=0)}, **shape)
 
 
 def test_of_operations_that_become_ready_together_the_last_runs_first_and_inexpensive_ones_before_expensive():
@@ -47,12 +45,9 @@ def test_of_operations_that_become_ready_together_the_last_runs_first_and_inexpe
 
 
 def test_samples_of_a_batch_are_views_and_channels_are_copies():
-    whole = Output((2, 1024), "float32", 8192)
-    x = Node("x", "_Arg", (), (), (whole,), argument("x").attributes)
-    row = Node("row", "Slice", (("x", 0),), (), (Output((1, 1024), "float32", 4096),), {})
-    half = Node("half", "Slice", (("x", 0),), (), (Output((2, 512), "float32", 4096),), {})
-    assert timeline(program_of([x, row], (), (), 1)).peak_bytes == 8192
-    assert timeline(program_of([x, half], (), (), 1)).peak_bytes == 8192 + 4096
+    x = argument("x", shape=(2, 1024))
+    peak = lambda shape: timeline(program_of([x, node("part", "Slice", "x", shape=shape)], (), (), 1)).peak_bytes
+    assert (peak((1, 1024)), peak((2, 512))) == (8192, 8192 + 4096)
 
 
 def both(unet, micro, parts=1, side=32):

@@ -88,16 +88,6 @@ def test_the_up_convolution_takes_its_input_once_a_thread(threads, side, recorde
         assert found == pytest.approx(bytes_, abs=threads * SLACK_BYTES)
 
 
-def test_one_threads_buffers_by_hand():
-    # Both maps once, 16 channels of 2 bytes: rows of 8 and 2 of padding in the source, of 8 in the target; weights.
-    job = convolution(8, 16, 16)
-    maps = 8 * 8 * (8 + 2) * 16 * 2 + 8 * 8 * 8 * 16 * 2
-    assert filter_gradient_bytes(job, "bfloat16", 1) == maps + 27 * 16 * 16 * 4 + 8 * KIB
-
-
-MIB = 2**20
-
-
 @pytest.mark.parametrize(
     ("side", "filters", "measured_mib"),
     # Peak of the process above its resting size: TensorFlow 2.15.1, two threads, the widest convolution of a network.

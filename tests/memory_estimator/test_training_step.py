@@ -1,5 +1,7 @@
 """The step on paper: a small network's by hand, the rules of engines and policies, and measured peaks."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,10 +9,29 @@ from hypothesis import strategies as st
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import use
 from memory_estimator.step.program import requests, timeline
-from memory_estimator.step.scratch import is_narrow, mask_bytes
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
-from tests.memory_estimator.steps import names, op, step, written
+
+SMALL = UNetConfig(channels=1, outputs=1, filters=8, depth=2, policy="speed")
+
+
+def step(shape=(16, 16, 16), batch=1, micro_batch=None, **unet):
+    """Of a small network, of a batch that is computed at once unless it is told otherwise."""
+    network = dataclasses.replace(SMALL, **unet)
+    return training_step(Job(network, shape, batch, micro_batch=micro_batch or batch, threads=2))
+
+
+def op(program, name):
+    return next(each for each in program.ops if each.name == name)
+
+
+def names(program, *kinds):
+    return [each.name for each in program.ops if each.kind in kinds]
+
+
+def written(program, name):
+    made = [tensor for each in (*program.before, *program.ops) for tensor in (*each.writes, *each.keeps)]
+    return next(tensor for tensor in [*made, *program.resident] if tensor.name == name)
 
 
 def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
@@ -38,62 +59,19 @@ def test_a_steps_program_is_one_micro_batchs_and_the_update_from_the_sums():
     assert "head/filter_gradient" in op(alone, "head/update").reads
 
 
-@pytest.mark.parametrize(("dtype", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_bytes):
-    program = step(batch=3, dtype=dtype, norm="batch")
-    voxels = 3 * 16**3
-    assert written(program, "image").bytes == voxels * value_bytes
-    assert written(program, "target").bytes == voxels
-    assert written(program, "decoder0_concat").bytes == voxels * 16 * value_bytes
-    assert written(program, "encoder1_pool/winners").bytes == voxels // 8 * 8
-    assert written(program, "encoder0_conv2/kernel").bytes == 27 * 8 * 8 * 4
-    assert written(program, "encoder0_conv2/filter_gradient").bytes == 27 * 8 * 8 * value_bytes
-    # The loss is float32 either way.
-    assert written(program, "head/loss/products").bytes == voxels * 4
-
-
-@pytest.mark.parametrize(
-    ("channels", "dtype", "engine", "bytes_"),
-    [
-        (16, "bfloat16", "itex", 100),
-        (8, "bfloat16", "itex", 800),
-        (8, "float32", "itex", 100),
-        (16, "float32", "stock", 400),
-        (24, "bfloat16", "stock", 3200),
-        (12, "float32", "stock", 3200),
-    ],
-)
-def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that(channels, dtype, engine, bytes_):
-    assert mask_bytes(800, channels, dtype, engine) == bytes_
-    assert is_narrow(channels, dtype) == (bytes_ in (800, 3200))
-
-
+BOTH = (False, True)
+UNETS = {"channels": (1, 4), "outputs": (1, 3), "filters": (4, 8, 16, 24), "depth": (2, 3), "network": NETWORKS}
+UNETS.update(norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES)
+MORE = {"optimizer": ("adam", "sgd"), "engine": ("itex", "stock"), "threads": (1, 2, 8), "averaged": BOTH}
 JOBS = st.builds(
-    lambda unet, shape, batch, at_once, **more: Job(
+    lambda unet, shape, batch, at_once, more: Job(
         UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
     ),
-    unet=st.fixed_dictionaries(
-        {
-            "channels": st.sampled_from((1, 4)),
-            "outputs": st.sampled_from((1, 3)),
-            "filters": st.sampled_from((4, 8, 16, 24)),
-            "depth": st.sampled_from((2, 3)),
-            "network": st.sampled_from(NETWORKS),
-            "norm": st.sampled_from(NORMS),
-            "up": st.sampled_from(UPS),
-            "residual": st.booleans(),
-            "deep_supervision": st.booleans(),
-            "dtype": st.sampled_from(DTYPES),
-            "policy": st.sampled_from(POLICIES),
-        }
-    ),
+    unet=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in UNETS.items()}),
     shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
     batch=st.integers(1, 4),
     at_once=st.booleans(),
-    optimizer=st.sampled_from(("adam", "sgd")),
-    engine=st.sampled_from(("itex", "stock")),
-    threads=st.sampled_from((1, 2, 8)),
-    averaged=st.booleans(),
+    more=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MORE.items()}),
 )
 
 
@@ -136,36 +114,3 @@ MEASURED = [
 def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured, within):
     job = Job(UNetConfig(**{"policy": "speed", **unet}), shape, batch, micro_batch=batch, engine=engine, threads=2)
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=within)
-
-
-def gradients(program, block):
-    """What the backward pass does in a block, filter gradients by planes taken together."""
-    done = [each.name for each in program.ops if each.kind not in ("join", "update")]
-    done = done[done.index("head/input_gradient") :]
-    found = [name for name in done if name.startswith(block) and name != "encoder0_act2/gradient"]
-    return list(dict.fromkeys(name.partition("/sample")[0] for name in found))
-
-
-def test_a_balanced_blocks_backward_pass_makes_the_norm_and_the_up_sampled_map_again():
-    assert gradients(step(policy="balanced"), "decoder0") == [
-        "decoder0_act2/gradient_below",
-        "decoder0_act1/once_more",
-        *("decoder0_conv2/filter_gradient", "decoder0_conv2/input_gradient"),
-        "decoder0_act1/gradient_below",
-        "decoder0_up/once_more",
-        *("decoder0_conv1/decoder0_up/filter_gradient", "decoder0_conv1/decoder0_up/input_gradient"),
-        *("decoder0_up/filter_gradient", "decoder0_up/input_gradient"),
-        *("decoder0_conv1/encoder0_act2/filter_gradient", "decoder0_conv1/encoder0_act2/input_gradient"),
-    ]
-
-
-def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to_no_scratch():
-    speed, lean = (step((32, 32, 32), filters=16, dtype="bfloat16", policy=policy) for policy in ("speed", "lean"))
-    whole = op(speed, "decoder0_conv2/filter_gradient")
-    planes = [op(lean, f"decoder0_conv2/filter_gradient/sample0/plane{plane}") for plane in range(3)]
-    assert sum(plane.flops for plane in planes) == whole.flops
-    assert [plane.writes[0].bytes for plane in planes] == [whole.writes[0].bytes // 3] * 3
-    assert planes[0].scratch[0].bytes < whole.scratch[0].bytes / 8
-    # The head's kernel has one plane; the up-convolution's gradient goes over the whole volume.
-    assert len([name for name in names(lean, "conv_filter_gradient") if name.startswith("head/")]) == 1
-    assert op(lean, "decoder0_up/filter_gradient").scratch == op(speed, "decoder0_up/filter_gradient").scratch
