@@ -16,7 +16,7 @@ COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
     "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
     "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
-    "store": ("cpu3d.data.stores.command", "look into a store, check it, change its format, add cases"),
+    "store": ("cpu3d.data.stores.upkeep", "look into a store, check it, add cases"),
     "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
     "launch": ("cpu3d.distributed.launch", "train with several workers: one a socket, or on several hosts"),
     "status": ("cpu3d.report.status", "tell how a run is doing: phase, progress, memory, and what to do next"),

@@ -269,8 +269,7 @@ COMPARE = f"compare --store store --out comparison --seeds 0 1 --epochs 1 {NET}"
 LAUNCH = "launch --dry-run {} train --store store --run {} --batch-per-worker 1"
 STORE = (
     *("store verify {top} --workers 1",) * 3,
-    *("store info {top}", "store info {top} --case BRATS_002"),
-    *("store convert {top} new --workers 1 --crop", "store append {top} --dataset data --workers 1"),
+    *("store info {top}", "store append {top} --dataset data --workers 1"),
     "evaluate --run run --store {top} --out out",
 )
 PREPARE = "prepare --workers 1 --dataset data --store"
@@ -292,7 +291,7 @@ TARGETS = {
     "packed store": Target(
         ("packed/*.json*", "packed/cases/*"),
         8,
-        (*STORE, f"{PREPARE} packed --verify --format b2nd", "store convert store packed --format b2nd --workers 1"),
+        (*STORE, f"{PREPARE} packed --verify --format b2nd"),
         (reseal, reseal),
     ),
     "store begun": Target(("begun/*", "begun/cases/*"), 8, (f"{PREPARE} begun --verify",)),
@@ -368,7 +367,7 @@ def make_all():
         for name, volume in zip(("t2f", "t1n", "t1c", "t2w", "seg"), (*np.moveaxis(image, -1, 0), label)):
             write_volume(case / f"{case.name}-{name}.nii.gz", volume, geometry)
     assert call(f"{PREPARE} store --split 0.6 0.2 0.2") == 0
-    assert call("store convert store packed --format b2nd --workers 1") == 0
+    assert call(f"{PREPARE} packed --split 0.6 0.2 0.2 --format b2nd") == 0
     shutil.copytree("store", "begun", ignore=shutil.ignore_patterns("manifest.json", "*.jsonl"))
     assert call(TRAIN.replace("--steps 3", "--steps 2")) == 0
     assert call("evaluate --run run") == 0

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Any, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
-from memory_estimator.files import typed
 
 SCHEMA = 2
 """Version of the store's layout and of its records. A store of another version is refused, never guessed at."""
@@ -34,10 +33,9 @@ Row = Tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The grid a case came in: what it takes to write a prediction that lies on top of its source."""
+    """The grid a case came in, along its own axes: what it takes to write a prediction on top of its source."""
 
     shape: Shape3
-    """Voxels along the source's own axes."""
     affine: Tuple[Row, Row, Row, Row]
     """Source voxel to world in mm (RAS+), float64."""
     axes: Annotated[str, Meta(min_length=3, max_length=3)]
@@ -45,16 +43,15 @@ class Geometry:
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """What qform and sform are made of, as in the NIfTI header: pixdim[0:4], quatern_b to _d, qoffset_x to _z and
-    srow_x to _z. Empty where both say what `affine` says, and in records that were made before there was this field."""
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they say what
+    `affine` says, and in records from before there was this field."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that a case was made from."""
+    """A file that a case was made from; `path` is relative to the data set's folder."""
 
     path: str
-    """Relative to the data set's folder."""
     size_bytes: Count
     sha256: str
     mtime_ns: Optional[int] = None
@@ -75,14 +72,13 @@ class CaseRecord:
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
     max_abs_error: Annotated[float, Meta(ge=0)]
-    """Largest rounding error of the stored image, in standard deviations; 0 when lossless."""
+    """Of rounding, in standard deviations; 0 when lossless."""
     channel_mean: Tuple[float, ...]
     """Per channel, over its non-zero voxels, of the stored values."""
     channel_std: Tuple[Positive, ...]
     channel_min: Tuple[float, ...]
     channel_max: Tuple[float, ...]
     channel_voxels: Tuple[Count, ...]
-    """Non-zero voxels per channel."""
     zeroed_voxels: Count
     """NaN or infinite voxels that were set to 0, all channels together."""
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
@@ -99,11 +95,9 @@ class CaseRecord:
     """The part of the grid that the arrays hold. Outside it, image and label are 0."""
     image_bytes: Count
     image_sha256: str
-    """Of the image's file, as `image_bytes`."""
     image_voxels_sha256: str
     """Of the whole grid's voxels with dtype and shape: the same in every format, cropped or not."""
     label_bytes: Count
-    """0 for a case without a label."""
     label_sha256: str
     label_voxels_sha256: str
 
@@ -148,7 +142,7 @@ class Manifest:
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
     cases: Sequence[CaseRecord]
-    """Sorted by case id. Read from a store they are parsed one at a time, when they are asked for."""
+    """Sorted by case id; those of a store are parsed when they are asked for."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)
     """How patients are known -> of how many cases; those that came before it was kept are in none."""
@@ -171,8 +165,8 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),
-        largest_shape=largest(case.shape for case in cases),
-        largest_box=largest(case.box.size for case in cases),
+        largest_shape=tuple(map(max, *(case.shape for case in cases), (0, 0, 0))),
+        largest_box=tuple(map(max, *(case.box.size for case in cases), (0, 0, 0))),
         unlabelled=tuple(case.case_id for case in cases if not case.has_label),
         cases=cases,
         **fields,
@@ -184,11 +178,6 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
     follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
     kept = {one.name: getattr(manifest, one.name) for one in dataclasses.fields(Manifest) if one.name not in follows}
     return make_manifest(**{**kept, **changes})
-
-
-def largest(sizes: Iterable[Shape3]) -> Shape3:
-    """Axis by axis, of at least one."""
-    return tuple(max(axis) for axis in zip(*sizes))
 
 
 def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> str:
@@ -248,11 +237,6 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     if isinstance(record, CaseRecord):
         return msgspec.to_builtins(record)
     return {name: value for name, value in vars(record).items() if name != "cases"}
-
-
-def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) -> Manifest:
-    """The manifest that `content` is, over `cases`. Raises ValueError where it is none."""
-    return dataclasses.replace(typed({**content, "cases": []}, Manifest, "manifest"), cases=cases)
 
 
 def case_from_json(content: bytes) -> CaseRecord:

@@ -30,7 +30,6 @@ from cpu3d.data.records import (
     Manifest,
     RecordHead,
     case_from_json,
-    manifest_from_json,
     split_hash,
     split_problems,
     to_json,
@@ -38,7 +37,7 @@ from cpu3d.data.records import (
 from cpu3d.data.region import paste, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.files import NotRegularError, open_regular, read_json
+from memory_estimator.files import NotRegularError, open_regular, read_json, typed
 
 T = TypeVar("T")
 
@@ -174,7 +173,7 @@ class Store:
         manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
-            raise InputError(f"split of store {self.folder} must have the hash {manifest.split_hash}; {ADVICE}")
+            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}; {ADVICE}")
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)
@@ -264,7 +263,8 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
         twice = dict.fromkeys(case_id for case_id, following in zip(ids, ids[1:]) if case_id == following)
         refuse(f"case {case_id} of store {folder} must be in one split, got two; restore it" for case_id in twice)
-        records = content["records"]
-        return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
+        cases = CaseIndex(folder / content["records"]["file"], ids, content["records"]["bytes"])
+        manifest = typed({**fields, "cases": []}, Manifest, "manifest")
+        return Store(folder, dataclasses.replace(manifest, cases=cases))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None

@@ -177,11 +177,8 @@ def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.nd
         raise InputError(f"{path} must hold {len(names)} channel(s), got {array.shape[3]}; {advice}")
     volumes, problems = [], []
     for index, name in enumerate(names):
-        volume, rule, advice = (
-            array[..., index],
-            f"channel {name} of {path} must",
-            "fetch it again or leave the case out",
-        )
+        volume, rule = array[..., index], f"channel {name} of {path} must"
+        advice = "fetch it again or leave the case out"
         bad, inside = volume.size - int(np.count_nonzero(np.isfinite(volume))), volume[volume != 0]
         if bad:
             advice = "mend it, leave it out, or make them background with --zero-nan"

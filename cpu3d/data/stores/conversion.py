@@ -12,16 +12,16 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256, give_back
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files.reader import Reader, parts_of
 from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
-from cpu3d.data.stores.case import LoadedCase, load_case, source_name
+from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems, labels_in_use
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
@@ -62,40 +62,23 @@ class Settings:
 USUAL = Settings()
 
 
-class Job(NamedTuple):
-    """A case to store, with all that a process needs to know for it."""
-
-    case_id: str
-    load: Callable[[], LoadedCase]
-    """Raises InputError with all that is wrong with the case. Picklable."""
-    store: Path
-    settings: Settings
-
-
-def jobs_of(
-    cases: Sequence[CaseFiles], dataset: Dataset, store: Path, settings: Settings, finished: Container[str]
-) -> List[Job]:
-    """Those of the cases that are not finished."""
-    how = {"channels": dataset.channels, "labels": dataset.labels, "dataset_folder": dataset.folder}
-    how.update((name, getattr(settings, name)) for name in ("scores", "zero_nan", "label_map"))
-    waiting = [files for files in cases if files.case_id not in finished]
-    return [Job(files.case_id, functools.partial(load_case, files, **how), store, settings) for files in waiting]
-
-
-def convert(job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
+def convert(
+    dataset: Dataset, store_dir: Path, settings: Settings, files: CaseFiles
+) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
-    rule = f"case {job.case_id} must"
+    rule = f"case {files.case_id} must"
+    how = {name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")}
     try:
-        case = job.load()
+        case = load_case(files, channels=dataset.channels, labels=dataset.labels, dataset_folder=dataset.folder, **how)
     except InputError as error:
         return error.problems
     except MemoryError:
         return (f"{rule} fit into memory, got too little; run again with fewer --workers",)
     except Exception as error:  # whatever is wrong with one case, the others are still converted
         return (f"{rule} be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
-    how = {"format_": job.settings.format, "cropped": job.settings.crop}
-    record = write_arrays(job.store, case.record, case.image, case.label, **how)
-    write_json(record_path(job.store, job.case_id), to_json(record))
+    how = {"format_": settings.format, "cropped": settings.crop}
+    record = write_arrays(store_dir, case.record, case.image, case.label, **how)
+    write_json(record_path(store_dir, record.case_id), to_json(record))
     return record
 
 
@@ -130,23 +113,30 @@ def write_arrays(
 
 
 def convert_all(
-    jobs: Sequence[Job], workers: int, finished: Mapping[str, CaseRecord], store_dir: Path, what: str
+    cases: Sequence[CaseFiles],
+    dataset: Dataset,
+    store_dir: Path,
+    settings: Settings,
+    workers: int,
+    finished: Mapping[str, CaseRecord],
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """Records of all good cases by job's `case_id`, `finished` ones too, and the problems of the bad ones.
+    """Records of all good cases by case id, those of `finished` ones too, and the problems of the bad ones.
 
     Raises OSError, as on a full disk, and KeyboardInterrupt with how many cases are kept; the same command continues.
     """
     records, problems = dict(finished), {}
-    results = run_jobs(convert, jobs, workers)
+    bare = dataclasses.replace(dataset, cases=(), problems={}, patient_rules={})
+    waiting = [files for files in cases if files.case_id not in finished]
+    results = run_jobs(functools.partial(convert, bare, store_dir, settings), waiting, workers)
     try:
-        with contextlib.closing(results), bar(what, total=len(jobs) + len(finished)) as advance:
+        with contextlib.closing(results), bar("prepare", total=len(cases)) as advance:
             advance(len(finished))
-            for job, outcome in results:
+            for files, outcome in results:
                 if isinstance(outcome, CaseRecord):
-                    records[job.case_id] = outcome
+                    records[files.case_id] = outcome
                 else:
-                    killed = f"case {job.case_id} must fit into memory, but its process was killed; free some"
-                    problems[job.case_id] = [killed] if outcome is KILLED else list(outcome)
+                    killed = f"case {files.case_id} must fit into memory, but its process was killed; free some"
+                    problems[files.case_id] = [killed] if outcome is KILLED else list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
         kept = f"{count(records, 'finished case')} kept in {store_dir}; run the same command again to continue"
@@ -158,10 +148,10 @@ def convert_all(
     return records, problems
 
 
-def refuse_bad_cases(folder: Path, problems: Problems, kept: str) -> None:
+def refuse_bad_cases(problems: Problems, kept: str) -> None:
     """Raise InputError with all the problems of a data set's cases, where there are any, and what was kept."""
     advice = "mend the bad and run again, or leave them out with --skip-bad"
-    rule = f"data set {folder} must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
+    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
     refuse([*(reason for case_id in sorted(problems) for reason in problems[case_id]), rule] if problems else ())
 
 
@@ -205,27 +195,19 @@ def finished_cases(
     They are of the recorded patient, their arrays have the recorded lengths, their sources the recorded sizes and
     dates; another date is settled by hash. `verify` compares the hashes of all of them.
     """
-    finished = {}
+    finished, reader = {}, Reader(store_dir, "pread")
     for files in cases:
-        record = stored_record(store_dir, files.case_id, verify=verify)
-        if record and record.patient_id == files.patient_id and same_sources(files, record, dataset_folder, verify):
+        try:
+            record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
+        except (FileNotFoundError, ValueError):
+            continue
+        same = record.patient_id == files.patient_id and same_sources(files, record, dataset_folder, verify)
+        hashes = {"x": record.image_sha256, "y": record.label_sha256}
+        for part in parts_of(record) if verify and same and not reader.problems(record) else ():
+            same &= file_sha256(array_path(store_dir, record, part)) == hashes[part]
+        if same and not reader.problems(record):
             finished[files.case_id] = record
     return finished
-
-
-def stored_record(store_dir: Path, name: str, *, verify: bool = False) -> Optional[CaseRecord]:
-    """The record written after the arrays called `name`; None where it is damaged or they are, by length or hash."""
-    try:
-        record = case_from_json(read_regular(record_path(store_dir, name)))
-    except (FileNotFoundError, ValueError):
-        return None
-    made = {
-        array_path(store_dir, record, "x"): record.image_sha256,
-        array_path(store_dir, record, "y"): record.label_sha256,
-    }
-    damaged = Reader(store_dir, "pread").problems(record)
-    damaged = damaged or (verify and any(sha256 and file_sha256(path) != sha256 for path, sha256 in made.items()))
-    return None if damaged else record
 
 
 def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:

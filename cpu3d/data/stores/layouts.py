@@ -225,12 +225,11 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
             rule = f"one 4D file or one for each of {', '.join(channels)}"
             raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
         else:
-            refuse(
-                f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
-                f" in the order of {', '.join(channels)}"
-                for path, name, modality in zip(paths, channels, own)
-                if _modality(path) in {*own} - {None, modality}
-            )
+            rule = f"must be the file of its channel by its place among {', '.join(channels)}"
+            others = [
+                (path, _modality(path)) for path, one in zip(paths, own) if _modality(path) in {*own} - {None, one}
+            ]
+            refuse(f"{path} {rule}, got a name of {other}; give files in that order" for path, other in others)
     if folder or (named and apart):
         wanted = [known or name for known, name in zip(own, channels)]
         files, wrong = _one_each(_volumes(first) if folder else paths, wanted, first if folder else first.parent)
@@ -256,9 +255,7 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
     if several or (len(channels) == 1 and named):
         found = ", ".join(path.name for path in paths)
-        raise InputError(
-            f"3D files must be of one case, or all named after modalities, got {found}; predict them apart"
-        )
+        raise InputError(f"3D files must be of one case, or all named after modalities, got {found}; predict each")
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
@@ -283,11 +280,8 @@ def _read_folders(folder: Path):
     found = _case_folders(folder)
     layouts = sorted({layout for _, layout in found if layout})
     if len(layouts) != 1:
-        raise InputError(
-            f"data set {folder} must hold a dataset.json (Decathlon) or case folders of one layout, with"
-            f" <id>_flair.nii.gz (BraTS 2017-2021) or <id>-t2f.nii.gz (BraTS 2023 on), found"
-            f" {' and '.join(layouts) or 'neither'}; give the folder that holds the cases of one"
-        )
+        rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
+        raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; give the folder of one")
     layout = FOLDER_LAYOUTS[layouts[0]]
     _refuse_other_codes(folder, [_name(case) for case, _ in found])
     cases, problems = [], {}
@@ -344,7 +338,7 @@ class _DatasetJson(msgspec.Struct):
     training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
     modality: Dict[int, str] = {}
     channel_names: Dict[int, str] = {}
-    name: str = ""
+    name: Optional[str] = None
 
 
 def _read_decathlon(folder: Path):
@@ -385,11 +379,8 @@ def _read_decathlon(folder: Path):
 
 def _volumes(folder: Path) -> List[Path]:
     """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.name.endswith((".nii", ".nii.gz")) and not path.name.startswith(".") and path.is_file()
-    )
+    named = (path for path in sorted(folder.iterdir()) if path.name.endswith((".nii", ".nii.gz")))
+    return [path for path in named if not path.name.startswith(".") and path.is_file()]
 
 
 def _name(folder: Path) -> str:

@@ -23,7 +23,6 @@ from cpu3d.data.stores.conversion import (
     convert_all,
     finished_cases,
     identity,
-    jobs_of,
     left_out,
     refuse_bad_cases,
     same_sources,
@@ -85,22 +84,14 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    prepare(
-        options.dataset,
-        options.store,
-        fractions=options.split,
-        seed=options.seed,
-        workers=options.workers,
-        skip_bad=options.skip_bad,
-        verify=options.verify,
-        settings=Settings(
-            **FORMAT_CHOICES[options.format],
-            crop=options.crop,
-            zero_nan=options.zero_nan,
-            label_map=parse_label_map(options.label_map),
-        ),
-        patients=options.patients,
+    given = dict(vars(options))
+    settings = Settings(
+        **FORMAT_CHOICES[given.pop("format")],
+        **{name: given.pop(name) for name in ("crop", "zero_nan")},
+        label_map=parse_label_map(given.pop("label_map")),
     )
+    folders = given.pop("dataset"), given.pop("store")
+    prepare(*folders, fractions=given.pop("split"), settings=settings, **given)
     return 0
 
 
@@ -146,11 +137,10 @@ def prepare(
         if old is not None and len(finished) == len(old.cases):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
             return old
-        jobs = jobs_of(cases, dataset, store_dir, settings, finished)
-        records, problems = convert_all(jobs, workers, finished, store_dir, "prepare")
+        records, problems = convert_all(cases, dataset, store_dir, settings, workers, finished)
         problems = {**problems, **(dataset.problems if old is None else {})}
         if not skip_bad or old is not None:
-            refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")
+            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         if old is None:
             patients_of = {case_id: record.patient_id for case_id, record in records.items()}
             codes = {code for record in records.values() for code in record.label_voxels}
@@ -215,8 +205,8 @@ def _refuse_other_content(
     """A finished store is fixed: raise, naming every difference, where this run would make another one of it."""
     found, known_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
     patients = {record.case_id: record.patient_id for record in old.cases}
-    new = sorted(set(found) - {*patients, *left_out(store_dir)})
-    differences += [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+    for case_id in sorted(set(found) - {*patients, *left_out(store_dir)}):
+        differences.append(f"case {case_id} is new in {dataset.folder}")
     for record in old.cases:
         files = found.get(record.case_id)
         if files is None:
@@ -225,11 +215,9 @@ def _refuse_other_content(
         known_as[files.patient_id].add(record.patient_id)
         if not same_sources(files, record, dataset.folder, verify):
             differences.append(f"the source of case {record.case_id} has changed")
-    differences += [
-        f"patient {patient} counts as several, {', '.join(sorted(those))}, which splits may part"
-        for patient, those in known_as.items()
-        if len(those) > 1
-    ]
+    for patient, those in known_as.items():
+        if len(those) > 1:
+            differences.append(f"patient {patient} counts as several, {', '.join(sorted(those))}")
     if seed != old.split_seed or _split(patients, fractions, seed, {}) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     rule = f"store {store_dir} is finished and must keep its content"

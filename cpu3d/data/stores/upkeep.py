@@ -1,30 +1,99 @@
-"""What changes a finished store: new cases (`append`), another format (`change_format`), more entries of each case.
+"""Look into a store, check it, add cases to it.
 
-None of the old cases moves, and what was exact stays exact.
+Examples: python -m cpu3d store info store
+          python -m cpu3d store verify store
+          python -m cpu3d store append store --dataset new_cases
+
+None of the old cases moves. `append` can be interrupted: the same command continues.
 """
 
 import dataclasses
-import functools
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from types import SimpleNamespace
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.records import CaseRecord, Manifest, remake
-from cpu3d.data.region import bounding_box
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
-from cpu3d.data.store import Store, on_grid, open_store, write_store
+from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import conversion
-from cpu3d.data.stores.case import LoadedCase, facts_of, float16_image
-from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, claimed, convert_all, settings_of
+from cpu3d.data.stores.conversion import settings_of
 from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
-from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
+from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
+from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
+from memory_estimator.schema import option
+
+
+@dataclass(frozen=True)
+class Info:
+    """What it holds, and how it would be read here."""
+
+    store: Path = option(help="folder made by `prepare`", positional=True)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare every file and every voxel with the records."""
+
+    store: Path = option(help="folder made by `prepare`", positional=True)
+    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Add a data set's new cases, made as the store's own were."""
+
+    store: Path = option(help="finished store", positional=True)
+    dataset: Path = option(help="folder as for `prepare`")
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
+    patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
+    workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
+
+
+def info(options: Info) -> int:
+    summarise(options.store)
+    return 0
+
+
+def whole(options: Verify) -> int:
+    store = open_store(options.store)
+    refuse(verify(store.folder, workers=options.workers))
+    print(f"Store {store.folder} is whole: {count(store.manifest.cases, 'case')}")
+    return 0
+
+
+def add_cases(options: Append) -> int:
+    before, settings = open_store(options.store).manifest, dict(vars(options))
+    folder = settings.pop("store")
+    done = append(folder, settings.pop("dataset"), **settings)
+    print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+    if done.bad:
+        print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+    if done.new:
+        print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
+        print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store")
+    return 0
+
+
+ACTIONS = {"info": (Info, info), "verify": (Verify, whole), "append": (Append, add_cases)}
+
+
+def actions() -> Dict[str, str]:
+    """Action -> its line of help."""
+    return {name: options.__doc__ for name, (options, _) in ACTIONS.items()}
+
+
+def action(name: str) -> SimpleNamespace:
+    """An action as a command."""
+    options, run = ACTIONS[name]
+    return SimpleNamespace(OPTIONS=(options,), run=run, __doc__=options.__doc__)
 
 
 class Appended(NamedTuple):
@@ -72,8 +141,7 @@ def append(
         new = [files for files in dataset.cases if files.case_id not in there]
         refuse([*_clashes(store, known, new), *(_patient_clashes(store, patients) if new else ())])
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
-        jobs = conversion.jobs_of(new, dataset, store_dir, settings, finished)
-        records, problems = convert_all(jobs, workers, finished, store_dir, "append")
+        records, problems = conversion.convert_all(new, dataset, store_dir, settings, workers, finished)
         problems.update((case_id, reasons) for case_id, reasons in dataset.problems.items() if case_id not in there)
         for case_id, record in sorted(records.items()):
             other = ", ".join(f"{one} {dataset.labels[one]}" for one in record.label_voxels if one not in old.labels)
@@ -82,7 +150,7 @@ def append(
                 problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
         if not skip_bad:
-            conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
+            conversion.refuse_bad_cases(problems, "nothing was appended")
         manifest = old
         if records:
             own = {case.case_id: _patient_of(case, old.layout) for case in old.cases}
@@ -100,54 +168,6 @@ def append(
         still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
         conversion.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-def change_format(
-    store_dir: Union[str, Path],
-    new_dir: Union[str, Path],
-    *,
-    format: Optional[str] = None,  # noqa: A002
-    crop: Optional[bool] = None,
-    workers: Optional[int] = None,
-) -> Manifest:
-    """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
-
-    `format` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. The split
-    stays, and so does its hash, unless int16 images become float16. The same call continues one that was cut. Raises
-    InputError for a way back from float16, for damaged cases (the good ones are kept), and where `new_dir` holds
-    anything else. OSError and KeyboardInterrupt as `prepare`.
-    """
-    workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    before, old = settings_of(store.folder), store.manifest
-    if before.scores and format == "npy":
-        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
-        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
-    changes = {**FORMAT_CHOICES.get(format, {}), **({} if crop is None else {"crop": crop})}
-    settings = dataclasses.replace(before, **changes)
-    settings = dataclasses.replace(settings, scores=settings.scores or before.scores)
-    store.check_split()
-    with claimed(new_dir, "new store", "source.json", conversion.identity(old, settings)):
-        if (new_dir / "manifest.json").exists() and open_store(new_dir).manifest.split != old.split:
-            raise InputError(f"new store {new_dir} must be of store {store.folder}, got other cases; choose another")
-        done, jobs = {}, []
-        for stem, record in {record.stem: record for record in old.cases}.items():
-            new = conversion.stored_record(new_dir, stem)
-            made_of = new and (new.sources, new.label_voxels_sha256) == (record.sources, record.label_voxels_sha256)
-            rounded = new and new.image_dtype != record.image_dtype  # so that its voxels are its own
-            if made_of and (rounded or new.image_voxels_sha256 == record.image_voxels_sha256):
-                done[stem] = new
-                continue
-            load = functools.partial(_stored_case, store.folder, record, old.channels, settings.scores)
-            jobs.append(Job(stem, load, new_dir, settings))
-        done, problems = convert_all(jobs, workers, done, new_dir, "convert")
-        kept = f"{count(done, 'converted case')} kept in {new_dir}: mend the old store and run the same command again"
-        refuse([*(reason for reasons in problems.values() for reason in reasons), kept] if problems else ())
-        of_arrays = {stem: {name: getattr(record, name) for name in OF_ARRAYS} for stem, record in done.items()}
-        cases = [dataclasses.replace(entry, **of_arrays[entry.stem]) for entry in old.cases]
-        manifest = remake(old, cases=cases, versions=versions())
-        conversion.write_quarantine(new_dir, conversion.left_out(store.folder))
-        write_store(new_dir, manifest)
-    return manifest
 
 
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
@@ -204,22 +224,3 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
             rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {own}"
             problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
     return problems
-
-
-def _stored_case(store_dir: Path, record: CaseRecord, channels: Sequence[str], scores: bool) -> LoadedCase:
-    """A case as a store has it, as float16 `scores` where they are wanted. Raises InputError for damaged arrays."""
-    reader, rule = Reader(store_dir, "pread"), f"case {record.case_id} of store {store_dir} must"
-    try:
-        image = on_grid(reader.array(record, "x"), record)
-        label = on_grid(reader.array(record, "y"), record) if record.has_label else None
-    except OSError as error:
-        raise InputError(f"{rule} be readable, got {error}; {ADVICE}") from None
-    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
-    found = bounding_box(mask), voxels_sha256(image), voxels_sha256(label) if label is not None else ""
-    if found != (record.box, record.image_voxels_sha256, record.label_voxels_sha256):
-        raise InputError(f"voxels of {rule} be as recorded, got others; {ADVICE}")
-    if scores and record.image_dtype == "int16":
-        names = [f"channel {name} of {record.case_id}" for name in channels]
-        image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
-        record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
-    return LoadedCase(image, label, record)

@@ -2,7 +2,6 @@
 
 import functools
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, List, Optional, Tuple, Union
 
@@ -21,10 +20,7 @@ from cpu3d.util.records import by, count
 from memory_estimator.files import read_regular
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
-"""Fields of a record that say something of the entry."""
-
-OF_ARRAYS = tuple(field.name for field in fields(CaseRecord) if field.name not in OF_ENTRY)
-"""Those that say something of its arrays, which entries may share."""
+"""Fields of a record that say something of the entry, and not of its arrays, which entries may share."""
 
 CLOSE = 1e-9
 """Relative difference of a mean or deviation that another NumPy may make, by adding up in another order."""
@@ -115,7 +111,7 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
 def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List[str]:
     """What contradicts itself in one record, beside the first one with the same arrays, without reading them."""
     manifest = store.manifest
-    other = ", ".join(name for name in OF_ARRAYS if getattr(record, name) != getattr(first, name))
+    other = ", ".join(name for name in vars(first) if vars(record)[name] != vars(first)[name] and name not in OF_ENTRY)
     rules = (
         (record.channels == len(manifest.channels), f"have the store's channels, got {record.channels}"),
         ({*record.label_voxels} <= {*manifest.labels}, f"have the store's label codes, got {[*record.label_voxels]}"),

@@ -13,25 +13,30 @@ ORGANS = {"liver": (1,), "spleen": (2,)}
 NAMES = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
 
 
-def painted(regions, *answers):
-    """The code painted for one voxel with these probabilities."""
-    return int(label_from_regions(np.array(answers, np.float32).reshape(1, 1, 1, -1), regions)[0, 0, 0])
-
-
 @pytest.mark.parametrize(
-    ("regions", "oedema", "core", "enhancing"), [(DECATHLON, 1, 2, 3), (BRATS_2021, 2, 1, 4)], ids=["msd", "2021"]
+    ("regions", "answers", "code"),
+    [
+        (DECATHLON, (0.4, 0.3, 0.2), 0),
+        (DECATHLON, (0.9, 0.3, 0.2), 1),
+        (DECATHLON, (0.9, 0.9, 0.2), 2),
+        (DECATHLON, (0.9, 0.9, 0.9), 3),
+        (BRATS_2021, (0.9, 0.3, 0.2), 2),
+        (BRATS_2021, (0.9, 0.9, 0.2), 1),
+        (BRATS_2021, (0.9, 0.9, 0.9), 4),
+        (DECATHLON, (0.1, 0.1, 0.9), 3),  # the most specific region is believed when the larger ones deny it
+        (DECATHLON, (0.5, 0.0, 0.0), 1),
+        (DECATHLON, (np.nan, np.nan, np.nan), 0),
+        (ORGANS, (0.6, 0.8), 2),  # regions of equal size compete
+        (ORGANS, (0.7, 0.7), 1),
+        (ORGANS, (0.2, 0.6), 2),
+        ({"WT": (1, 2, 3)}, (0.9,), 1),
+        ({"both": (1, 2), "one": (1,), "two": (2,)}, (0.9, 0.1, 0.1), 0),  # what smaller ones make up paints nothing
+        ({"both": (1, 2), "one": (1,), "two": (2,)}, (0.9, 0.1, 0.8), 2),
+    ],
 )
-def test_nested_regions_are_painted_in_the_data_sets_own_codes(regions, oedema, core, enhancing):
-    assert painted(regions, 0.4, 0.3, 0.2) == 0
-    assert painted(regions, 0.9, 0.3, 0.2) == oedema
-    assert painted(regions, 0.9, 0.9, 0.2) == core
-    assert painted(regions, 0.9, 0.9, 0.9) == enhancing
-
-
-def test_the_most_specific_region_is_believed_one_half_is_inside_and_nan_is_outside():
-    assert painted(DECATHLON, 0.1, 0.1, 0.9) == 3
-    assert painted(DECATHLON, 0.5, 0.0, 0.0) == 1
-    assert painted(DECATHLON, np.nan, np.nan, np.nan) == 0
+def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
+    answers = np.array(answers, np.float32).reshape(1, 1, 1, -1)
+    assert label_from_regions(answers, regions)[0, 0, 0] == code
 
 
 @pytest.mark.parametrize("regions", [{"WT": (1,)}, {"WT": (1,), "ET": (256,)}])
@@ -40,24 +45,10 @@ def test_answers_that_do_not_match_the_regions_or_uint8_are_refused(regions):
         label_from_regions(np.zeros((1, 1, 1, 2)), regions)
 
 
-def test_regions_of_equal_size_compete_by_probability_and_the_first_wins_a_tie():
-    assert painted(ORGANS, 0.6, 0.8) == 2
-    assert painted(ORGANS, 0.8, 0.6) == 1
-    assert painted(ORGANS, 0.7, 0.7) == 1
-    assert painted(ORGANS, 0.2, 0.6) == 2
-
-
-def test_a_network_that_only_knows_the_whole_tumour_writes_its_first_code_and_says_what_it_means():
-    regions = {"WT": (1, 2, 3)}
-    assert painted(regions, 0.9) == 1
-    assert code_meanings(regions, NAMES) == {0: "background", 1: "WT (edema, non-enhancing tumor, enhancing tumour)"}
-
-
-def test_a_region_that_smaller_ones_make_up_paints_nothing():
-    regions = {"both": (1, 2), "one": (1,), "two": (2,)}
-    assert own_codes(regions) == {"both": (), "one": (1,), "two": (2,)}
-    assert painted(regions, 0.9, 0.1, 0.1) == 0
-    assert painted(regions, 0.9, 0.1, 0.8) == 2
+def test_what_a_code_means_where_a_network_tells_several_apart_or_not():
+    assert own_codes({"both": (1, 2), "one": (1,), "two": (2,)}) == {"both": (), "one": (1,), "two": (2,)}
+    told = "WT (edema, non-enhancing tumor, enhancing tumour)"
+    assert code_meanings({"WT": (1, 2, 3)}, NAMES) == {0: "background", 1: told}
 
 
 @given(st.sampled_from([DECATHLON, BRATS_2021, ORGANS]), st.integers(0, 2**32 - 1))

@@ -59,30 +59,16 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert record.sources[0].size_bytes == (tmp_path / "c/c_0.nii.gz").stat().st_size
 
 
-def test_axes_that_are_permuted_come_back_in_order_with_their_spacing(files):
-    affine = np.zeros((4, 4))
-    affine[2, 0], affine[0, 1], affine[1, 2], affine[3, 3] = -3, 1, 2, 1  # first axis down, second right, third front
-    volume = np.arange(1, 25, dtype=np.int16).reshape(2, 3, 4)
-    case = load_case(files(volume, affines=[affine]), channels=("a",))
-    found = case.record.geometry.axes, case.record.shape, case.record.spacing_mm
-    assert found == ("IRA", (3, 4, 2), (1.0, 2.0, 3.0))
-    assert np.array_equal(case.image[..., 0], volume[::-1].transpose(1, 2, 0))
-
-
 @pytest.mark.parametrize("value", [40000.0, 1.5])
 def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files, tiny_image, value):
-    exact, other = tiny_image(0), tiny_image(1).astype(np.float64)
+    other = tiny_image(1).astype(np.float64)
     other[1, 1, 1] = value
-    case = load_case(files(exact, other), channels=("a", "b"))
+    case = load_case(files(tiny_image(0), other), channels=("a", "b"))
+    inside = other != 0
+    scores = (other[inside] - other[inside].mean()) / other[inside].std()
     assert case.image.dtype == np.float16
-    assert 0 < case.record.max_abs_error < 2e-3
-    for index, source in enumerate((exact, other)):
-        inside = source != 0
-        scores = (source[inside] - source[inside].mean()) / source[inside].std()
-        stored = case.image[..., index]
-        assert np.abs(stored[inside].astype(np.float64) - scores).max() <= case.record.max_abs_error
-        assert not stored[~inside].any()
-    assert case.record.channel_mean == pytest.approx((0, 0), abs=1e-3)
+    assert np.abs(case.image[..., 1][inside] - scores).max() <= case.record.max_abs_error < 2e-3
+    assert not case.image[..., 1][~inside].any()
     assert case.record.channel_std == pytest.approx((1, 1), abs=1e-3)
 
 
@@ -91,8 +77,6 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     volume[0, :, 0], volume[1, 0, 0] = (3, 5), 4
     case = load_case(files(volume), channels=("a",), scores=True)
     assert np.array_equal(case.image[..., 0] != 0, volume != 0)
-    assert case.record.channel_voxels == (3,)
-    assert case.record.max_abs_error < 5e-4
 
 
 def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tiny_label):

@@ -34,28 +34,37 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
-def test_brats_2017_folders_are_recognised_below_hgg_and_lgg(tmp_path, brats_case):
-    brats_case(tmp_path / "HGG" / "Brats17_A_1", "brats2017", ".nii")
-    brats_case(tmp_path / "LGG" / "Brats17_B_1", "brats2017")
+@pytest.mark.parametrize(
+    ("layout", "cases", "regions", "suffixes"),
+    [
+        (
+            "brats2017",
+            {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"},
+            {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)},
+            ["_flair", "_t1", "_t1ce", "_t2", "_seg"],
+        ),
+        (
+            "brats2023",
+            {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"},
+            {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)},
+            ["-t2f", "-t1n", "-t1c", "-t2w", "-seg"],
+        ),
+    ],
+)
+def test_brats_folders_are_recognised_and_time_points_share_their_patient(
+    tmp_path, brats_case, layout, cases, regions, suffixes
+):
+    for name, end in zip(cases, (".nii", ".nii.gz", ".nii.gz")):
+        brats_case(tmp_path / name, layout, end)
     (tmp_path / "notes/other").mkdir(parents=True)
     dataset = read_dataset(tmp_path)
-    assert (dataset.layout, dataset.channels) == ("brats2017", CANONICAL)
-    assert regions_of(dataset.labels) == {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
-    assert [case.case_id for case in dataset.cases] == ["Brats17_A_1", "Brats17_B_1"]
-    found = [name.split("_")[-1].split(".")[0] for name in names(dataset.cases[0].images)]
-    assert found == ["flair", "t1", "t1ce", "t2"]
-
-
-def test_brats_2023_folders_are_recognised_and_time_points_share_their_patient(tmp_path, brats_case):
-    for case_id in ("BraTS-GLI-00001-000", "BraTS-GLI-00001-001", "BraTS-GLI-00002-000"):
-        brats_case(tmp_path / case_id)
-    dataset = read_dataset(tmp_path)
-    assert dataset.layout == "brats2023"
-    assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
-    assert [case.patient_id for case in dataset.cases] == ["BraTS-GLI-00001", "BraTS-GLI-00001", "BraTS-GLI-00002"]
-    assert [name[-10:-7] for name in names(dataset.cases[0].images)] == ["t2f", "t1n", "t1c", "t2w"]
-    assert dataset.cases[0].label.name == "BraTS-GLI-00001-000-seg.nii.gz"
-    assert read_dataset(tmp_path / "BraTS-GLI-00002-000").cases[0] == dataset.cases[2]
+    assert (dataset.layout, dataset.channels, regions_of(dataset.labels)) == (layout, CANONICAL, regions)
+    assert {case.case_id: case.patient_id for case in dataset.cases} == {
+        name.split("/")[-1]: patient for name, patient in cases.items()
+    }
+    last = dataset.cases[2]
+    assert names(last.paths) == [f"{last.case_id}{suffix}.nii.gz" for suffix in suffixes]
+    assert read_dataset(last.label.parent).cases[0] == last
 
 
 def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas(tmp_path, brats_case):
@@ -187,7 +196,9 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
     plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "abcd"]
     with pytest.raises(InputError, match="got 2 files"):
         case_files(plain[:2], CANONICAL)
-    with pytest.raises(InputError, match="must be the file of channel FLAIR by its place, got a name of T1w"):
+    with pytest.raises(
+        InputError, match="must be the file of its channel by its place among FLAIR, T1w, got a name of T1w"
+    ):
         case_files([files["t1n"], plain[0]], ("FLAIR", "T1w"))
     for given, channels in ((plain, ("CT", "PET")), ([files["t1n"], plain[0]], ("FLAIR",))):
         with pytest.raises(InputError, match="3D files must be of one case"):

@@ -7,8 +7,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import CHANNELS, phantom_case, write_phantom
-from cpu3d.data.stores.phantom_case import CLEARANCE, blind_patch
+from cpu3d.data.stores.phantom import CHANNELS, CLEARANCE, blind_patch, phantom_case, write_phantom
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
@@ -83,14 +82,12 @@ def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
     assert not list(out.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_too_little_memory_and_ctrl_c_are_told_apart(tmp_path, monkeypatch, error):
+def test_too_little_memory_is_bad_input(tmp_path, monkeypatch):
     def fails(*_):
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(phantom_module, "phantom_case", fails)
-    expected = (InputError, "--shape must fit") if error is MemoryError else (KeyboardInterrupt, "same command again")
-    with pytest.raises(expected[0], match=expected[1]):
+    with pytest.raises(InputError, match="--shape must fit"):
         write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
 
 
@@ -127,7 +124,6 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
     assert "called enhancing tumour where the lesion is the only one, else non-enhancing tumor" in description
     blind = blind_patch("count", SMALL)
     assert f"a patch of up to {blind} voxels from front to back has nothing in it that tells which" in description
-    assert f"patches of up to {blind} voxels from front to back cannot tell enhancing tumour" in capsys.readouterr().out
     assert main([*line, "--context", "none"]) == 2
     assert "context of phantom folder" in capsys.readouterr().err
     settings = tmp_path / "p/phantom.json"

@@ -29,11 +29,6 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("settings", [{"crop": True}, {"scores": True}, {"format": "b2nd", "crop": True}])
-def test_a_good_store_of_every_format_has_no_problems(store_in, settings):
-    assert verify(store_in(**settings), workers=1) == ()
-
-
 @pytest.mark.parametrize(("format_", "part"), [("npy", "x"), ("b2nd", "y")])
 def test_damaged_files_are_all_told_with_what_to_do(store_in, format_, part):
     store = store_in(format=format_)
