@@ -15,12 +15,12 @@ from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 
-def result(dtype, size=600, ops=50, seconds=1e-3, others=0.0):
+def result(dtype, size=600, ops=50, seconds=1e-3):
     found = [
         {"group": "conv", "features": {"work": 1e9}, "seconds": seconds},
         {"group": "norm", "features": {"traffic": 1e8}, "seconds": 2e-3},
     ]
-    networks = [{"rows": found, "ops": 10, "step_s": seconds + 3e-3, "others": others}]
+    networks = [{"rows": found, "ops": 10, "step_s": seconds + 3e-3}]
     about = {
         "dtype": dtype,
         "engine": "itex",
@@ -31,24 +31,21 @@ def result(dtype, size=600, ops=50, seconds=1e-3, others=0.0):
     return {**about, "networks": networks, "runtime": {"bytes": size, "ops": ops}}
 
 
-def test_each_dtype_is_fitted_by_itself():
-    results = [result("bfloat16", 700, 100), result("float32", 600, 50, seconds=4e-3)]
-    found = calibrate.put_together(results, read_host(), "a host")
+def test_each_dtype_is_fitted_by_itself_and_what_was_not_timed_is_the_shipped_constants():
+    found = calibrate.put_together(
+        [result("bfloat16", 700, 100), result("float32", seconds=4e-3)], read_host(), 0.0, "a host"
+    )
     assert found.speeds("itex", "bfloat16")["conv"]["work"] == pytest.approx(1e-12)
     assert found.speeds("itex", "float32")["conv"]["work"] == pytest.approx(4e-12)
     assert (found.baseline_bytes, found.op_bytes) == ({"itex": 500}, {"itex": 2})
     assert (found.name, found.threads, found.cpu) == ("a host", 3, read_host().cpu_model)
-    assert found.origins["costs"].startswith("measured")
-    assert "disturbed" not in found.origins["costs"]
-
-
-def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named_and_disturbance_too():
-    found = calibrate.put_together([result("bfloat16", others=0.5)], read_host())
     shipped = shipped_constants(read_host().isa).for_threads(3)
     assert found.costs["itex"]["bfloat16"]["join"] == shipped.costs["itex"]["bfloat16"]["join"]
     assert "join (itex, bfloat16)" in found.origins["costs"]
     assert "norm (itex" not in found.origins["costs"]
-    assert "disturbed by other processes on 0.5 CPUs" in found.origins["costs"]
+    assert "disturbed" not in found.origins["costs"]
+    busy = calibrate.put_together([result("bfloat16")], read_host(), 0.5)
+    assert "disturbed by other processes on 0.5 CPUs" in busy.origins["costs"]
 
 
 def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers; the kinds."""
 
+import functools
 import importlib
 import os
 import sys
@@ -21,17 +22,13 @@ def scripted(**answers):
     """Ways that answer as listed, an exception by raising it; and the list of (name, round) as they were called."""
     called = []
 
-    def way(name):
-        def measure(number):
-            called.append((name, number))
-            answer = answers[name][number]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+    def measure(name, number):
+        called.append((name, number))
+        if isinstance(answers[name][number], Exception):
+            raise answers[name][number]
+        return answers[name][number]
 
-        return measure
-
-    return {name: way(name) for name in answers}, called
+    return {name: functools.partial(measure, name) for name in answers}, called
 
 
 def died(returncode=-9):

@@ -1,6 +1,5 @@
-"""`bench validate` continues where it was cut, keeps its failures, and its page follows the code."""
+"""`bench validate` continues where it was cut and keeps its failures."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,12 +8,9 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.tables import page
 from cpu3d.bench.validate import configurations
 from memory_estimator.host import read_host
-from memory_estimator.job import Job
-from memory_estimator.validation import Measured, compare, read_measured
-from models.config import UNetConfig
+from memory_estimator.validation import read_measured
 
 GIB = 2**30
 PREDICTED = SimpleNamespace(
@@ -84,22 +80,3 @@ def test_a_record_of_another_host_or_a_damaged_one_is_refused(validate, capsys):
         assert validate("--first", "2") == 2
         assert message in capsys.readouterr().err
     assert len(validate.asked) == 1
-
-
-def test_the_page_shows_every_row_its_misses_and_what_failed():
-    unet = UNetConfig(policy="speed")
-    base = Measured(Job(unet), 1.0, 3 * GIB, 2 * GIB, host="some CPU", date="2026-11-20")
-    missed = dataclasses.replace(base, process_peak_bytes=4 * GIB + 1, job=Job(unet, batch=2), step_spread=0.123)
-    small = dataclasses.replace(base, allocator_peak_bytes=None, job=Job(unet, (64, 64, 64)))
-    failed = Measured(Job(unet, batch=3), failure="exited with -9", host="some CPU", date="2026-11-21")
-    measured = [base, missed, small, failed]
-    lines = page(measured, compare(measured, lambda one: PREDICTED))
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    rows = {row[0]: row[1:] for row in cells}
-    base_row = ["2.000", "+0.0%", "3.000", "+0.0%", "+33.3%", "1.00", "+50.0%", "misses time"]
-    assert rows[base.job.describe()] == base_row
-    notes = "misses process, misses upper bound, misses time, disturbed"
-    assert rows[missed.job.describe()] == [*base_row[:2], "4.000", "-25.0%", "-0.0%", *base_row[5:7], notes]
-    assert rows[small.job.describe()][:2] == ["-", "-"]
-    assert rows[failed.job.describe()][-1] == "not measured: exited with -9"
-    assert rows["process peak, worst error"] == ["5.0%", "25.0%", "**not met**"]
