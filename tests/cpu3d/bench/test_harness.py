@@ -1,7 +1,6 @@
 """The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers; the kinds."""
 
 import functools
-import importlib
 import os
 import sys
 import time
@@ -99,10 +98,8 @@ def test_a_peer_tells_its_step_its_name_and_its_peak():
             run_peer(command)
 
 
-def test_every_kind_has_help_and_a_description(capsys):
-    expected = {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
-    assert set(kinds()) == expected
-    for kind in expected:
-        with pytest.raises(SystemExit, match="0"):
-            main(["bench", kind, "--help"])
-        assert importlib.import_module(f"cpu3d.bench.{kind}").__doc__.splitlines()[0] in capsys.readouterr().out
+def test_kinds_are_found_by_their_files(capsys):
+    assert set(kinds()) == {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "tables", "--help"])
+    assert "Make the page of results" in capsys.readouterr().out

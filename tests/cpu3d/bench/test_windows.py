@@ -83,7 +83,6 @@ def test_a_real_network_in_one_pass_and_by_windows(phantom_store, tmp_path, caps
     assert blended["tiles"] > seams["tiles"] > 1
     assert [row["tiles"] for row in large] == [1, 1]
     assert one["dice"] != seams["dice"]
-    assert all(0 <= row["dice"]["WT"] <= 1 and row["process_peak_bytes"] > 0 for row in result["rows"])
     assert read_records(record, "windows")[-1]["rows"] == result["rows"]
 
 
