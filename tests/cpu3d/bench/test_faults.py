@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import faults
-from cpu3d.bench.faults import Ended, attempt, faults_table, left_of_run, newest_event, run_differences
+from cpu3d.bench.faults import Ended, attempt, left_of_run, newest_event, run_differences
 from cpu3d.training.checkpoint import checkpoints, write_best, write_next
 from cpu3d.training.run_log import append_event, read_events
 from cpu3d.util.records import read_records
@@ -125,16 +125,9 @@ def test_a_campaign_kills_as_often_as_asked_and_tells_what_is_wrong(tmp_path, mo
     assert kills == [5 * [("step", 2)], 2 * [("step", 2)]]
     assert found["missed"] == 0
     assert (tmp_path / "w" / "train-1").is_dir() == bool(code)  # what is wrong is kept
-    assert ("wrong: train-1: steps must be the 4 of the reference" in capsys.readouterr().out) == bool(code)
-
-
-def test_the_table_has_a_row_a_phase_and_counts_what_went_wrong():
-    kills = [{"hit": "step", "redone": 3}, {"hit": "step", "redone": 8}, {"hit": "preparing", "cases": 2}]
-    lived = [{"kills": kills[:2], "problems": ["train-1: lost"]}, {"kills": kills[2:], "problems": []}]
-    host = {"cores": 2, "cpu": "made up"}
-    table = faults_table({"workers": 2, "steps": 9, "seed": 0, "host": host, "lives": lived, "missed": 3})
-    assert [list(row) for row in table.rows] == [["preparing", "1", "-", "-"], ["step", "2", "5.5", "8"]]
-    assert "1 of 2" in table.caption
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "step 7 2 2" in printed
+    assert ("wrong: train-1: steps must be the 4 of the reference" in printed) == bool(code)
 
 
 @pytest.mark.slow

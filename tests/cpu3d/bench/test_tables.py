@@ -17,9 +17,12 @@ from memory_estimator.validation import read_measured
 
 RECORDS = Path(__file__).parents[3] / "records"
 GIB = 2**30
-PREDICTED = SimpleNamespace(
-    allocator_peak_bytes=2 * GIB, process_peak_bytes=3 * GIB, upper_bound_bytes=4 * GIB, step_s=1.5
-)
+PREDICTED = {
+    "allocator_peak_bytes": 2 * GIB,
+    "process_peak_bytes": 3 * GIB,
+    "upper_bound_bytes": 4 * GIB,
+    "step_s": 1.5,
+}
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def validate(monkeypatch, tmp_path):
 
     run.asked, run.record = [], tmp_path / "new" / "memory.jsonl"
     monkeypatch.setattr(bench, "in_fresh_process", measure)
-    monkeypatch.setattr(bench, "estimate", lambda job, constants: PREDICTED)
+    monkeypatch.setattr(bench, "estimate", lambda job, constants: SimpleNamespace(**PREDICTED))
     monkeypatch.setattr(bench, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
     monkeypatch.setattr(bench, "installed", lambda engine: True)
     return run
@@ -65,7 +68,7 @@ def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validat
     assert {request["engine"] for request in validate.asked} == {"stock"}
     assert validate("--engine", "itex") == 2
     assert "engine must be installed, got itex" in capsys.readouterr().err
-    huge = SimpleNamespace(**{**vars(PREDICTED), "upper_bound_bytes": 2**60})
+    huge = SimpleNamespace(**{**PREDICTED, "upper_bound_bytes": 2**60})
     monkeypatch.setattr(bench, "estimate", lambda job, constants: huge)
     assert validate("--first", "5") == 0
     assert len(validate.asked) == 4
