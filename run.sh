@@ -31,7 +31,7 @@ Example:
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
 TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
 the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU. `setup --horovod`
-builds Horovod beside the first (requirements-horovod.txt; cmake, make, g++), for `launch --engine horovod`.
+builds Horovod beside the first (requirements-horovod.txt; cmake, make, g++), for `horovodrun`.
 PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
 HELP
 }

@@ -10,40 +10,29 @@ Planning for a host that is not this one: its memory, its kind of CPU and its co
 
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
     python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
-    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10 --against 90 4
+    python -m memory_estimator --shape 144 192 144 --step-s 2.1 --hosts --cases 48884 --epochs 10
 
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
-from memory_estimator.calibration import NAMED, HostConstants, find_constants, named_constants
+from memory_estimator.calibration import NAMED, find_constants, named_constants
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
-from memory_estimator.files import write_whole
 from memory_estimator.host import read_host
-from memory_estimator.job import (
-    ENGINES,
-    Job,
-    JobOptions,
-    installed_engine,
-    job_from,
-    notes_on_run,
-    policy_is_open,
-    source_job,
-    statistics_note,
-)
-from memory_estimator.scaling import report as scaling_report
-from memory_estimator.scaling.model import price_of_one
+from memory_estimator.job import Job, JobOptions, job_from, notes_on_run, policy_is_open, source_job, statistics_note
+from memory_estimator.scaling.model import of_one
+from memory_estimator.scaling.report import GROUP, ScalingOptions, check_options, several_hosts
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
@@ -52,37 +41,44 @@ from models.config import POLICIES
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
 
+CALIBRATION_HELP = (
+    f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} (default: this host's own, "
+    "else its kind's)"
+)
+
+Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]
+"""JSON content, and the same for reading."""
+
 
 @dataclass(frozen=True)
 class Options(JobOptions):
     """What is asked of a job, besides `ScalingOptions`."""
 
-    cases: int = option(0, help="training cases of an epoch (default: unknown)", metavar="N")
+    cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
-        False,
-        help="count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)",
+        False, "count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)"
     )
-    host_memory: str = option(
-        "", help="memory to fit into, such as 1.5TiB (default: free on this host)", metavar="SIZE"
-    )
-    calibration: str = option(
-        "",
-        help=f"host constants that `calibrate` has written, or a kind of CPU: {', '.join(NAMED)} "
-        "(default: this host's own, else its kind's)",
-        metavar="FILE",
-    )
-    plan: bool = option(False, help="what fits that memory, and what would save what")
-    gpu_memory: str = option("", help="the largest patch that a GPU of this size trains", metavar="SIZE")
-    json: bool = option(False, help="print one JSON object")
+    host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
+    calibration: str = option("", CALIBRATION_HELP, "FILE")
+    plan: bool = option(False, "what fits that memory")
+    gpu_memory: str = option("", "the largest patch that a GPU of this size trains", "SIZE")
+    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate; returns one of the exit codes."""
     args = make_parser().parse_args(argv)
     try:
-        code = _answer(args)
+        # All is worked out before anything is printed: bad input then leaves half a table nowhere.
+        content, parts = _answer(args)
+        if hasattr(args, "json"):
+            print(json.dumps(content))
+        else:
+            console = new_console()
+            for part in parts:
+                console.print(part)
         sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
-        return code
+        return FITS if content["fits"] else DOES_NOT_FIT
     except ValueError as error:
         return _failed(str(error), BAD_INPUT)
     except ModuleNotFoundError as error:
@@ -98,13 +94,10 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memory_estimator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m memory_estimator", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options)
-    add_options(parser, scaling_report.ScalingOptions, group=scaling_report.GROUP)
+    add_options(parser, ScalingOptions, group=GROUP)
     return parser
 
 
@@ -123,18 +116,14 @@ def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
     )
 
 
-# --- Private helpers ---
-
-
 def _failed(why: str, code: int) -> int:
     print(f"error: {why}", file=sys.stderr)
     return code
 
 
-def _answer(args: argparse.Namespace) -> int:
-    """Work everything out before anything is printed: bad input then leaves half a table nowhere."""
-    options, scaling = from_args(Options, args), from_args(scaling_report.ScalingOptions, args)
-    scaling_report.check_options(args)
+def _answer(args: argparse.Namespace) -> Answer:
+    options, scaling = from_args(Options, args), from_args(ScalingOptions, args)
+    check_options(args)
     host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
     given_bytes = parse_bytes(options.host_memory) if options.host_memory else None
     gpu_bytes = parse_bytes(options.gpu_memory) if options.gpu_memory else None
@@ -145,136 +134,119 @@ def _answer(args: argparse.Namespace) -> int:
     constants = named_constants(named) if named else find_constants(job.threads, host())
     accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    is_open = policy_is_open(args)
     if scaling.hosts is not None:
-        share = given_bytes and given_bytes // scaling.workers_per_host
-        return _answer_for_hosts(args, scaling, job, price, constants, share)
+        return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)
     memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
-    choice = planner.fastest_that_fits(job, price, memory_bytes) if policy_is_open(args) else None
-    asked = choice.estimate if choice else price(job)
-    job = asked.job
+    choice = planner.fastest_that_fits(job, price, memory_bytes) if is_open else None
+    found = choice.estimate if choice else price(job)
+    job, fits = found.job, found.upper_bound_bytes <= memory_bytes
+    smaller = [] if fits else planner.nearest(job, price, memory_bytes)
+    nothing = [] if fits or smaller else ["nothing smaller fits either; use another host"]
+    reason = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given"
     content: Dict[str, Any] = {
-        **asked.to_json(),
+        **found.to_json(),
         "host_memory_bytes": memory_bytes,
-        "fits": asked.upper_bound_bytes <= memory_bytes,
-        "advice": planner.advice(asked, price, memory_bytes),
-        "policy": {
-            "name": job.policy,
-            "picked": bool(choice),
-            "reason": choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given",
-        },
+        "fits": fits,
+        "advice": [f"fits with {option}" for option in smaller] + nothing,
+        "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
         "notes": notes_on_run(options.run) if options.run else [],
     }
-    content["constants"]["caveats"] = asked.constants.for_threads(job.threads).caveats(None if named else host())
-    tables = []
+    content["constants"]["caveats"] = found.constants.for_threads(job.threads).caveats(None if named else host())
+    parts = [job.describe(), *_tables(found, content["constants"]["caveats"])]
+    if choice:
+        parts.insert(1, f"policy {job.policy} picked: {reason}")
+    notes = (
+        STORE_NOTE if job.from_store else "",
+        *content["notes"],
+        statistics_note(job.unet.norm, job.batch, job.micro),
+    )
+    parts += [f"note: {note}" for note in notes if note]
+    parts.append("\n  ".join((verdict(found, memory_bytes, whose), *content["advice"])))
     if options.plan:
-        plans = {policy: planner.plan(planner.with_policy(job, policy), price, memory_bytes) for policy in POLICIES}
-        content["plan"] = [
-            {"policy": policy, **{name: one and planner.figures(one) for name, one in found.items()}}
-            for policy, found in plans.items()
-        ]
-        # Another engine is worth a line where it can be had: stock TensorFlow always, ITEX where it is, or nothing is.
-        savings = planner.savings(job, price, ENGINES if installed_engine() == "itex" else ("stock",))
-        content["savings"] = [one.to_json() for one in savings]
-        tables += [_plan_table(plans, memory_bytes), _savings_table(savings, asked)]
+        content["plan"], table = _plan(job, price, memory_bytes)
+        parts.append(table)
     if gpu_bytes:
-        patch = planner.largest_patch(job, gpu_bytes)
-        content["gpu"], table = _patch(patch, job, gpu_bytes)
-        tables.append(table)
-    if options.json:
-        print(json.dumps(content))
-    else:
-        _print(asked, content, tables, verdict(asked, memory_bytes, whose))
-    return FITS if content["fits"] else DOES_NOT_FIT
+        content["gpu"], table = _patch(planner.largest_patch(job, gpu_bytes), job, gpu_bytes)
+        parts.append(table)
+    return content, parts
 
 
-def _answer_for_hosts(
-    args: argparse.Namespace,
-    options: scaling_report.ScalingOptions,
-    job: Job,
-    price: planner.Price,
-    constants: HostConstants,
-    worker_memory_bytes: Optional[int],
-) -> int:
-    """Time on several hosts. Memory is looked at where that of a host was given: this one's says nothing of it."""
-    price_of_worker = price_of_one(price, options.most_workers)
-    if worker_memory_bytes and policy_is_open(args):
-        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, worker_memory_bytes).policy)
-    request = scaling_report.request_from(options, price(job), constants.of(job.engine, job.unet.dtype))
-    worker = price_of_worker(job)
-    fits = not worker_memory_bytes or worker.upper_bound_bytes <= worker_memory_bytes
-    if options.picture:
-        _write_picture(options.picture, scaling_report.draw_scaling(request))
-    if hasattr(args, "json"):
-        content = {**scaling_report.to_json(request), "upper_bound_bytes": worker.upper_bound_bytes, "fits": fits}
-        print(json.dumps(content))
-    else:
-        scaling_report.print_scaling(request)
-        if worker_memory_bytes:
-            print(f"a worker {verdict(worker, worker_memory_bytes, 'its share of a host')}")
-    return FITS if fits else DOES_NOT_FIT
+def _several_hosts(
+    options: ScalingOptions, job: Job, price: planner.Price, memory_bytes: Optional[int], is_open: bool
+) -> Answer:
+    """Time on several hosts. Memory, a worker's, is looked at where it was given: this host's says nothing of it."""
+    workers = options.most_workers
+
+    def price_of_worker(one: Job) -> Estimate:
+        every = dataclasses.replace(one, batch=one.batch * workers, micro_batch=one.micro, cases=0)
+        return of_one(price(every), workers) if workers > 1 else price(one)
+
+    if memory_bytes and is_open:
+        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy)
+    content, tables = several_hosts(options, price(job))
+    worker, parts = price_of_worker(job), [job.describe(), *tables]
+    if memory_bytes:
+        parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
+    needed = worker.upper_bound_bytes
+    return {**content, "upper_bound_bytes": needed, "fits": not memory_bytes or needed <= memory_bytes}, parts
 
 
-def _print(asked: Estimate, content: Dict[str, Any], more: Sequence[Table], verdict: str) -> None:
-    """The bill, the predictions with their errors, the largest tensors, the verdict, and `more` tables."""
-    console, job, bound, of = new_console(), asked.job, asked.accuracy, asked.constants
-    console.print(job.describe())
-    if content["policy"]["picked"]:
-        console.print(f"policy {job.policy} picked: {content['policy']['reason']}")
-    bill = [(line.name, format_bytes(line.bytes), line.source) for line in asked.components]
-    largest = [(tensor.name, format_bytes(tensor.bytes), tensor.group) for tensor in asked.largest]
+def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
+    """The bill, the predictions with their errors, and what speed and baseline rest on."""
+    job, bound, constants = found.job, found.accuracy, found.constants
+    bill = [(line.name, format_bytes(line.bytes), line.source) for line in found.components]
     time, epoch = bound.error("step_s"), ("epoch", "-", "add --cases N")
-    if asked.epoch_s is not None:
-        epoch = ("epoch", format_seconds(asked.epoch_s), f"{time}; {job.cases} cases, validation not counted")
+    if found.epoch_s is not None:
+        epoch = ("epoch", format_seconds(found.epoch_s), f"{time}; {job.cases} cases, validation not counted")
     margin = f"{bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
-    margin += f"; exceeded by {bound.exceeded} of {bound.configurations}" if bound.is_measured else ""
     predicted = (
-        ("allocator peak", format_bytes(asked.allocator_peak_bytes), bound.error("allocator_peak")),
-        ("process peak", format_bytes(asked.process_peak_bytes), bound.error("process_peak")),
-        ("upper bound", format_bytes(asked.upper_bound_bytes), margin),
-        ("step", format_seconds(asked.step_s), time),
-        ("volume", format_seconds(asked.volume_s), time),
+        ("allocator peak", format_bytes(found.allocator_peak_bytes), bound.error("allocator_peak")),
+        ("process peak", format_bytes(found.process_peak_bytes), bound.error("process_peak")),
+        ("upper bound", format_bytes(found.upper_bound_bytes), margin),
+        ("step", format_seconds(found.step_s), time),
+        ("volume", format_seconds(found.volume_s), time),
         epoch,
     )
     error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
-    for table in (
-        Table(("", "bytes", "how it is known"), bill, f"Held at the peak, while {asked.peak_op} runs", names=3),
+    origin = "; ".join((f"{constants.origin}, {constants.name}", *caveats))
+    return [
+        Table(
+            ("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3
+        ),
         Table(("", "", error), predicted, "Predicted", names=3),
-        Table(("", "bytes", "counted under"), largest, "The largest tensors at the peak", names=3),
-    ):
-        console.print(table.rich())
-    caveats = content["constants"]["caveats"]
-    console.print(f"speed and baseline: {'; '.join((f'{of.origin}, {of.name}', *caveats))} ({of.record})")
-    statistics = statistics_note(job.unet.norm, job.batch, job.micro)
-    for note in filter(None, (STORE_NOTE if job.from_store else "", *content["notes"], statistics)):
-        console.print(f"note: {note}")
-    console.print("\n  ".join((verdict, *content["advice"])))
-    for table in more:
-        console.print(table.rich())
+        f"speed and baseline: {origin} ({constants.record})",
+    ]
 
 
-def _plan_table(plans: Dict[str, Dict[str, Optional[Estimate]]], memory_bytes: int) -> Table:
-    rows = []
-    for policy, found in plans.items():
-        for name, value in (
-            ("batch", lambda job: str(job.batch)),
-            ("filters", lambda job: str(job.unet.filters)),
-            ("extent", lambda job: " x ".join(map(str, job.shape))),
-        ):
-            one = found[name]
-            taken = one and (value(one.job), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
-            rows.append((policy, "batch at once" if name == "batch" else name, *(taken or ("none", "", ""))))
+def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[str, Any]], Table]:
+    """The largest batch, filters and extent that fit under each policy."""
+    content, rows = [], []
+    for policy in POLICIES:
+        found = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
+        content.append({"policy": policy, **{name: one and _figures(one) for name, one in found.items()}})
+        for name, one in found.items():
+            taken = ("none", "", "")
+            if one:
+                largest = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": _extent(one.job)}[name]
+                taken = (str(largest), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
+            rows.append((policy, "batch at once" if name == "batch" else name, *taken))
     title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
-    return Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
+    return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
 
 
-def _savings_table(savings: Sequence[planner.Option], asked: Estimate) -> Table:
-    rows = []
-    for name, one in ((f"as asked for, policy {asked.job.policy}", asked), *((s.change, s.estimate) for s in savings)):
-        saved = asked.process_peak_bytes - one.process_peak_bytes
-        peak, time = format_bytes(one.process_peak_bytes), format_seconds(one.volume_s)
-        rows.append((name, peak, format_bytes(saved) if saved else "", time))
-    return Table(("", "process peak", "saved", "a volume"), rows, "What would save what, each for itself")
+def _figures(found: Estimate) -> Dict[str, Any]:
+    """Of an estimate what tells it from others, as JSON content."""
+    job = found.job
+    return {
+        "policy": job.policy,
+        "batch": job.batch,
+        "micro_batch": job.micro,
+        "filters": job.unet.filters,
+        "shape": list(job.shape),
+        **{name: getattr(found, name) for name in ("process_peak_bytes", "upper_bound_bytes", "volume_s")},
+    }
 
 
 def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[Dict[str, Any]], Table]:
@@ -282,7 +254,7 @@ def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[
     content, row = None, ("none", "", "")
     if patch:
         share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
-        row = (" x ".join(map(str, patch.shape)), format_bytes(peak_bytes), f"{share:.0%} of a volume")
+        row = (_extent(patch), format_bytes(peak_bytes), f"{share:.0%} of a volume")
         content = {
             "patch": list(patch.shape),
             "batch": patch.batch,
@@ -295,11 +267,8 @@ def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[
     return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
 
 
-def _write_picture(path: Path, content: bytes) -> None:
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise ValueError(f"picture {path} must be a file to write, got {error.strerror}; choose another") from None
+def _extent(job: Job) -> str:
+    return " x ".join(map(str, job.shape))
 
 
 if __name__ == "__main__":

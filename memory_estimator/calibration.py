@@ -7,7 +7,7 @@ differ from it, as assumed from published peak figures. `calibrate` writes the h
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
@@ -81,12 +81,10 @@ class HostConstants:
         name, origin and record are those of what is used. Raises ValueError where neither does."""
         if dtype in self.costs.get(engine, {}):
             return self
-        if self.others is None:
-            known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
-            raise ValueError(
-                f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`"
-            )
-        return self.others.of(engine, dtype)
+        if self.others:
+            return self.others.of(engine, dtype)
+        known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
+        raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
     def caveats(self, host: Optional[Host] = None) -> List[str]:
         """Why the figures may be less than measured for `host`, a phrase each; None is a host that is not this one."""
@@ -94,10 +92,8 @@ class HostConstants:
         if host and host.cpu_model != self.cpu:
             if self.origin == "measured":
                 found.append(f"measured on {self.cpu}, for {host.cpu_model} assumed")
-            if not host.isa:
-                found.append("this CPU's instructions are unknown, AVX512 assumed")
-            elif "avx512f" not in host.isa:
-                found.append("AVX512 assumed, which this CPU has not: it takes longer")
+            if "avx512f" not in host.isa:
+                found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
         if self.measured_threads:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found
@@ -108,20 +104,15 @@ class HostConstants:
 
     def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
         """Group -> feature -> seconds a unit, stand-ins among them. Raises ValueError where they are not known."""
-        groups = self.of(engine, dtype).costs[engine][dtype]
-        assumed = {
-            group: {feature: times * cost for feature, cost in groups.get(other, {}).items()}
-            for group, (other, times) in STAND_INS.items()
-            if not groups.get(group)
-        }
-        return {**groups, **assumed}
+        groups = dict(self.of(engine, dtype).costs[engine][dtype])
+        for group, (other, times) in STAND_INS.items():
+            if not groups.get(group):
+                groups[group] = {feature: times * cost for feature, cost in groups.get(other, {}).items()}
+        return groups
 
     def for_threads(self, threads: int) -> "HostConstants":
-        """These constants with another number of threads.
-
-        Work divides evenly, which a socket full of cores comes close to; traffic does up to `saturating_threads`; what
-        TensorFlow does between operations takes as long.
-        """
+        """These constants with another number of threads. Work divides evenly, which a socket full of cores comes close
+        to; traffic does up to `saturating_threads`; what TensorFlow does between operations takes as long."""
         if threads == self.threads:
             return self
         moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
@@ -144,11 +135,8 @@ def part_of(feature: str) -> str:
 
 
 def runtime_ops(program: Program) -> int:
-    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled.
-
-    Measured: a residual block's shortcut, or a norm taken sample by sample, adds next to nothing. The planes and
-    samples of one filter gradient share what is compiled.
-    """
+    """How many operations of a program count towards `op_bytes`: its convolutions, whose kernels are compiled. A
+    shortcut or a norm adds next to nothing; planes and samples of one filter gradient share what is compiled."""
     first = ("", "sample0/plane0")
     return sum(
         "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first
@@ -157,20 +145,30 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
+    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. A file may
+    hold what makes it differ from another one beside it, which it names as "like": fields in place of its, and in
+    "faster" by how much work (by dtype) and traffic go faster."""
     path = Path(path)
-    content = _read(path)
     try:
+        content = read_json(path)
         if "like" in content:
-            content = _derived(_read(path.with_name(str(content["like"]))), content)
-        found = {name: content[name] for name in _FIELDS if name in content}
-        constants = typed(found, HostConstants, "calibration")
-        _check(constants)
-    except (ValueError, TypeError, AttributeError) as error:
+            base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
+            slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
+            content = {**base, "costs": _scaled(base["costs"], slower), **content}
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"schema {content.get('schema')}")
+        constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
+        wrong = ", ".join(_wrong(constants))
+        if wrong:
+            raise ValueError(wrong)
+        return constants
+    except FileNotFoundError:
+        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"calibration {path} must be complete, got {error}; run `calibrate` again, or delete it"
+            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {error}; run `calibrate` again, or "
+            "delete it"
         ) from None
-    return constants
 
 
 def named_constants(name: str) -> HostConstants:
@@ -179,87 +177,57 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
-    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones.
-
-    The own ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of
-    another CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged.
-    """
+    """Constants with so many threads: this host's own where `calibrate` has written them, else shipped ones. The own
+    ones pass questions on what was not calibrated, such as the other engine, on to the shipped ones. A file of another
+    CPU is passed over: the folder may have moved. Raises ValueError where the file is damaged."""
     host = host or read_host()
     shipped = shipped_constants(host.isa).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None
-    if mine is None or mine.cpu != host.cpu_model:
-        return shipped
-    return dataclasses.replace(mine, others=shipped)
+    return dataclasses.replace(mine, others=shipped) if mine and mine.cpu == host.cpu_model else shipped
 
 
 def shipped_constants(isa: Sequence[str]) -> HostConstants:
     """The shipped constants for hosts of these instruction sets (`Host.isa`)."""
-    kind = "amx" if "amx_bf16" in isa else "avx512_bf16" if "avx512_bf16" in isa else "avx512"
-    return load_constants(SHIPPED / NAMED[kind])
+    return named_constants("amx" if "amx_bf16" in isa else "avx512_bf16" if "avx512_bf16" in isa else "avx512")
 
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
     """What a calibration file holds."""
-    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in _FIELDS}}
+    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in FIELDS}}
 
 
-# --- Private helpers ---
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.default is dataclasses.MISSING)
+FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.default is dataclasses.MISSING)
 """What a file holds; the other fields say what became of it since."""
 
 
-def _read(path: Path) -> Dict[str, Any]:
-    try:
-        content = read_json(path)
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"schema {content.get('schema')}")
-        return content
-    except FileNotFoundError:
-        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"calibration {path} must be JSON of schema {SCHEMA}, got {error}; run `calibrate` again"
-        ) from None
-
-
-def _check(constants: HostConstants) -> None:
-    """Raise ValueError for figures that cannot be."""
-    engines = constants.costs.items()
-    figures = [(name, getattr(constants, name), 1) for name in ("threads", "cache_bytes", "saturating_threads")]
-    for name in ("baseline_bytes", "op_bytes"):
-        sizes = getattr(constants, name)
-        missing = [engine for engine in constants.costs if engine not in sizes]
-        if missing:
-            raise ValueError(f"{name} of {', '.join(missing)} missing")
-        figures += [(f"{name} of {engine}", size, 0) for engine, size in sizes.items()]
-    wrong = [f"{name} {value}" for name, value, least in figures if value < least]
-    if wrong or not any(by_dtype for _, by_dtype in engines):
-        raise ValueError(", ".join(wrong) or "no costs")
-    # Features that every program looks up; others of a group may be left out and then cost nothing.
-    needed = {**dict.fromkeys(GROUPS, ()), "join": ("traffic", "cached"), "every_op": ("seconds",)}
-    for engine, dtype, groups in ((engine, *pair) for engine, by_dtype in engines for pair in by_dtype.items()):
-        costs = {f"{of} {feature}": cost for of, group in groups.items() for feature, cost in group.items()}
-        wrong = [f"{name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1]
-        wrong += [f"no {of}" for of in needed if of not in groups]
-        wrong += [f"no {of} {name}" for of, names in needed.items() for name in names if f"{of} {name}" not in costs]
-        if wrong:
-            raise ValueError(f"{engine} {dtype}: {', '.join(wrong)}")
-
-
-def _derived(base: Mapping[str, Any], content: Mapping[str, Any]) -> Dict[str, Any]:
-    """`base` with what `content` replaces; its `faster` says by how much work (by dtype) and traffic go faster."""
-    faster: Mapping[str, float] = content.get("faster", {})
-    slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
-    return {**base, "costs": _scaled(base["costs"], slower), **content}
+def _wrong(constants: HostConstants) -> Iterator[str]:
+    """The figures that cannot be, and those that are missing."""
+    for name in ("threads", "cache_bytes", "saturating_threads"):
+        if getattr(constants, name) < 1:
+            yield f"{name} {getattr(constants, name)}"
+    if not any(constants.costs.values()):
+        yield "no costs"
+    for engine, by_dtype in constants.costs.items():
+        for name in ("baseline_bytes", "op_bytes"):
+            if getattr(constants, name).get(engine, -1) < 0:
+                yield f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}"
+        for dtype, groups in by_dtype.items():
+            costs = {f"{group} {name}": cost for group, found in groups.items() for name, cost in found.items()}
+            # Every program looks these up; other features of a group may be left out and then cost nothing.
+            needed = {*costs, "join traffic", "join cached", "every_op seconds"}
+            missing = [group for group in GROUPS if group not in groups] + sorted(needed - set(costs))
+            yield from (f"{engine} {dtype}: no {name}" for name in missing)
+            yield from (f"{engine} {dtype}: {name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1)
 
 
 def _scaled(costs: Costs, slower: Callable[[str, str], float]) -> Costs:
     """Costs times `slower(dtype, part_of(feature))`."""
 
-    def scaled(found: Any, dtype: str, depth: int) -> Any:
-        if depth == 3:
-            return {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in found.items()}
-        return {key: scaled(value, key if depth == 1 else dtype, depth + 1) for key, value in found.items()}
-
-    return scaled(costs, "", 0)
+    found: Costs = {}
+    for engine, by_dtype in costs.items():
+        for dtype, groups in by_dtype.items():
+            found.setdefault(engine, {})[dtype] = {
+                group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in each.items()}
+                for group, each in groups.items()
+            }
+    return found

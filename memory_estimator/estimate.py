@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
@@ -16,8 +16,6 @@ from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_by
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
-
-ACCURACY_SCHEMA = 1
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
@@ -57,9 +55,6 @@ NAMED_SINGLY = ("transients", "scratch")
 """Groups that live during few operations alone: the bill says which tensors they are."""
 
 
-# --- How far predictions have been off ---
-
-
 @dataclass(frozen=True)
 class Bound:
     """Errors as shares of what was measured, without their signs."""
@@ -67,13 +62,10 @@ class Bound:
     median: float
     worst: float
 
-    def __str__(self) -> str:
-        return f"± {self.median:.1%}, worst {self.worst:.1%}"
-
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What held over the measured configurations."""
+    """What held over the measured configurations: the content of accuracy.json."""
 
     record: str
     """The file that the errors were computed from."""
@@ -86,14 +78,6 @@ class Accuracy:
     margin_share: float
     """Of the process's peak: with `margin_bytes` what the upper bound lies above it."""
     margin_bytes: int
-    exceeded: Optional[int] = None
-    """How many of the configurations took more than their upper bound; None where that was not counted."""
-    mean_slack: Optional[float] = None
-    """How far the upper bounds lay above the measured peaks on average, as a share of these."""
-
-    @property
-    def is_measured(self) -> bool:
-        return self.configurations > 0
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """What has to be free for a predicted peak: the peak and the margin."""
@@ -101,31 +85,18 @@ class Accuracy:
 
     def error(self, name: str) -> str:
         """A figure's error for printing, such as "± 0.4%, worst 2.1%"; `name` is that of a field."""
-        return str(getattr(self, name)) if self.is_measured else "error not measured"
-
-    def to_json(self) -> Dict[str, Any]:
-        """The content of accuracy.json."""
-        content = dataclasses.asdict(self)
-        margin = {"share": content.pop("margin_share"), "bytes": content.pop("margin_bytes")}
-        return {"schema": ACCURACY_SCHEMA, **content, "margin": margin}
+        bound = getattr(self, name)
+        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if self.configurations else "error not measured"
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
-    """Read the shipped digest of the validation record. Raises ValueError for a damaged file or another schema."""
+    """Read the shipped digest of the validation record. Raises ValueError for a damaged file."""
     try:
-        content = read_json(path)
-        schema, margin = content.pop("schema"), content.pop("margin")
-        if schema != ACCURACY_SCHEMA:
-            raise ValueError(f"schema {schema}")
-        return typed({**content, "margin_share": margin["share"], "margin_bytes": margin["bytes"]}, Accuracy)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return typed(read_json(path), Accuracy)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"accuracy {path} must be complete JSON of schema {ACCURACY_SCHEMA}, got {error!r}; restore it, or "
-            "write it anew from the record"
+            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the record"
         ) from None
-
-
-# --- The estimate ---
 
 
 @dataclass(frozen=True)
@@ -171,42 +142,23 @@ class Estimate:
         """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
-    @property
-    def peak_op(self) -> str:
-        """The operation that runs when most is live."""
-        return self.timeline.moments[self.timeline.peak].op
-
-    @property
-    def largest(self) -> Tuple[Tensor, ...]:
-        """The five largest tensors at the peak."""
-        return self.timeline.peak_tensors[:5]
-
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
-        bound, time = self.accuracy, dataclasses.asdict(self.accuracy.step_s)
+        bound = self.accuracy
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
         return {
             **{name: getattr(self, name) for name in names},
-            "components": [dataclasses.asdict(line) for line in self.components],
-            "peak_op": self.peak_op,
-            "largest": [{"name": tensor.name, "bytes": tensor.bytes} for tensor in self.largest],
+            "components": [vars(line) for line in self.components],
+            "peak_op": self.timeline.peak_op,
             "errors": {
-                "measured": bound.is_measured,
-                "allocator_peak_bytes": dataclasses.asdict(bound.allocator_peak),
-                "process_peak_bytes": dataclasses.asdict(bound.process_peak),
-                "upper_bound_bytes": {
-                    name: getattr(bound, name) for name in ("margin_share", "margin_bytes", "exceeded", "mean_slack")
-                },
-                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), time),
-                "record": bound.record,
-                "configurations": bound.configurations,
+                "measured": bound.configurations > 0,
+                "allocator_peak_bytes": vars(bound.allocator_peak),
+                "process_peak_bytes": vars(bound.process_peak),
+                "upper_bound_bytes": {name: getattr(bound, name) for name in ("margin_share", "margin_bytes")},
+                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), vars(bound.step_s)),
+                **{name: getattr(bound, name) for name in ("record", "configurations")},
             },
-            "constants": {
-                "name": self.constants.name,
-                "origin": self.constants.origin,
-                "caveats": self.constants.for_threads(self.job.threads).caveats(),
-                "record": self.constants.record,
-            },
+            "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
             "job": self.job.to_json(),
         }
 
@@ -223,27 +175,26 @@ def estimate(
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
-    program = _with_store(dataclasses.replace(training_step(job), region_bytes=region), job)
+    program, prepared = dataclasses.replace(training_step(job), region_bytes=region), 0
+    if job.from_store:
+        program, prepared = _with_store(program, job)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(moment.hidden_bytes for moment in line.moments)
+    hidden = max(op.hidden_bytes for op in program.ops)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
-    upper_bound = accuracy.upper_bound(validated) + _preparation_bytes(job)
+    upper_bound = accuracy.upper_bound(validated) + prepared
     # What a run has beside its steps and validations and is not modelled: mapped pages of the store, its log.
     upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
+    overhead = allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors))
     around = (
         Component("scratch outside the allocator", hidden, "derived: oneDNN's buffers, at their largest"),
-        Component(
-            "allocator overhead",
-            allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors)),
-            "derived: TensorFlow's allocator replayed",
-        ),
+        Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
     )
     # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
@@ -268,57 +219,34 @@ def live_at_peak(line: Timeline) -> List[Component]:
     groups: Dict[str, List[Tensor]] = {}
     for tensor in line.peak_tensors:
         groups.setdefault(tensor.group, []).append(tensor)
-    order = list(RULES)
-    return [
-        Component(group, sum(map(_resident_bytes, groups[group])), _source(group, groups[group]))
-        for group in sorted(groups, key=lambda group: (order.index(_rule(group)), group))
-    ]
+    order, found = list(RULES), []
+    for group, tensors in groups.items():
+        rule = group.partition(", level ")[0]
+        if rule not in RULES:
+            raise ValueError(f"group must be one of {', '.join(RULES)}, got {group!r}; declare it in RULES")
+        source = RULES[rule]
+        if group in NAMED_SINGLY:
+            names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            source = f"{source}: {', '.join(names[:3])}{more}"
+        found.append((order.index(rule), group, Component(group, sum(map(_resident_bytes, tensors)), source)))
+    return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 
-# --- Private helpers ---
-
-
-def _with_store(program: Program, job: Job) -> Program:
-    """A store's pipeline holds the micro-batch that comes next ready while one is computed. Its run is validated."""
-    if not job.from_store:
-        return program
-    image = Tensor("next_image", job.voxels * job.unet.channels * DTYPE_BYTES[job.unet.dtype], NEXT_BATCH)
-    target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
-    return dataclasses.replace(program, resident=(*program.resident, image, target), after=validation_pass(job))
-
-
-def _preparation_bytes(job: Job) -> int:
-    """The volume in preparation while a step runs; counted in the upper bound, as it is gone before most peaks.
-
-    A micro-batch of several is copied together once its volumes are ready, so that it is there twice for a moment.
-    """
-    if not job.from_store:
-        return 0
-    volume = job.voxels // job.micro
-    values = volume * job.unet.channels
-    # Slabs, finished one by one, and the volume that they are put together into.
-    value_bytes = RESAMPLED_BYTES if job.resampled else 2 * DTYPE_BYTES[job.unet.dtype]
-    ready = job.voxels * (job.unet.channels * DTYPE_BYTES[job.unet.dtype] + job.unet.outputs) if job.micro > 1 else 0
-    return values * value_bytes + volume * (4 + job.unet.outputs) + ready
+def _with_store(program: Program, job: Job) -> Tuple[Program, int]:
+    """The program of a run that a store feeds, which is validated too, and the bytes of the volume in preparation. The
+    pipeline holds the micro-batch that comes next ready while one is computed. The volume in preparation counts in the
+    upper bound, as it is gone before most peaks: slabs, finished one by one, and the volume that they are put together
+    into. A micro-batch of several is copied together once its volumes are ready: it is there twice for a moment."""
+    channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
+    image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
+    target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
+    volume, slabs = math.prod(job.shape), RESAMPLED_BYTES if job.resampled else 2 * value_bytes
+    prepared = volume * (channels * slabs + 4 + outputs) + (image.bytes + target.bytes if job.micro > 1 else 0)
+    resident = (*program.resident, image, target)
+    return dataclasses.replace(program, resident=resident, after=validation_pass(job)), prepared
 
 
 def _resident_bytes(tensor: Tensor) -> int:
     """What of a tensor lies in memory: all of it, but for scratch that is written in part."""
     return sum(last - first for first, last in tensor.touched) if tensor.touched else rounded(tensor.bytes)
-
-
-def _rule(group: str) -> str:
-    """The key of RULES. Raises ValueError for a group that is not declared: it would stand unexplained on the bill."""
-    rule = group.partition(", level ")[0]
-    if rule not in RULES:
-        raise ValueError(f"group must be one of {', '.join(RULES)}, got {group!r}; declare it in RULES")
-    return rule
-
-
-def _source(group: str, tensors: Sequence[Tensor]) -> str:
-    """The group's rule; for what lives during few operations alone, the tensors as well."""
-    rule = RULES[_rule(group)]
-    if group not in NAMED_SINGLY:
-        return rule
-    names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
-    return f"{rule}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

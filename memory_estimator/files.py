@@ -1,9 +1,5 @@
-"""Files: written whole or not at all, and read only where they are regular files.
+"""Files that are read only where they are regular ones, and JSON that is read as typed records."""
 
-The estimator stands alone, so `write_whole` is its own small `cpu3d.util.atomic`.
-"""
-
-import contextlib
 import dataclasses
 import json
 import math
@@ -27,10 +23,8 @@ class NotRegularError(OSError, ValueError):
 
 
 def open_regular(path: Union[str, Path]) -> int:
-    """A handle for reading a regular file, or a link to one; the caller closes it.
-
-    Raises NotRegularError for anything else, which is not opened, and OSError as `os.open`.
-    """
+    """A handle for reading a regular file, or a link to one; the caller closes it. Raises NotRegularError for anything
+    else, which is not opened, and OSError as `os.open`."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -64,10 +58,8 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]]) -> List[T]:
-    """What `use` makes of each record of a kind in a file of JSON lines, None left out.
-
-    Raises ValueError for a missing file, and for a line that is damaged, of another schema or refused by `use`.
-    """
+    """What `use` makes of each record of a kind in a file of JSON lines, None left out. Raises ValueError for a missing
+    file, and for a line that is damaged, of another schema or refused by `use`."""
     path, found = Path(path), []
     if not path.is_file():
         raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
@@ -114,41 +106,23 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
             return content
         if not isinstance(content, bool) and abs(content) < (2**63 if isinstance(content, int) else math.inf):
             return content
-    raise ValueError(f"{name} must be {_words(kind)}, got {_short(content)}")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write beside `path` and then rename. Raises OSError, as for a full disk, and leaves the file that was there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-
-
-# --- Private helpers ---
+    words = str(kind).replace("typing.", "") if origin else kind.__name__
+    raise ValueError(f"{name} must be {words}, got {_short(content)}")
 
 
 def _typed_record(content: Any, kind: Any, name: str) -> Any:
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a {_words(kind)}, got {_short(content)}")
+        raise ValueError(f"{name} must be a {kind.__name__.lstrip('_')}, got {_short(content)}")
     hints = get_type_hints(kind)
+    needed, known = getattr(kind, "__required_keys__", ()), set(content)
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
-        needed, known = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}, set(hints)
-    else:
-        needed, known = kind.__required_keys__, set(content)
-    if not needed <= set(content) <= known:
-        wrong = ", ".join(sorted((needed - set(content)) | (set(content) - known)))
-        raise ValueError(f"{name} must have the fields of a {_words(kind)}, got others in {_short(wrong)}")
+        needed, known = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING], set(hints)
+    wrong = ", ".join(sorted({*needed} - set(content) | set(content) - known))
+    if wrong:
+        words = kind.__name__.lstrip("_")
+        raise ValueError(f"{name} must have the fields of a {words}, got others in {_short(wrong)}")
     return kind(**{field: typed(value, hints.get(field, Any), f"{name}.{field}") for field, value in content.items()})
-
-
-def _words(kind: Any) -> str:
-    return kind.__name__.lstrip("_") if get_origin(kind) is None else str(kind).replace("typing.", "")
 
 
 def _short(content: Any) -> str:

@@ -4,12 +4,11 @@ From /proc and /sys, because a container sees the whole machine in them but may 
 cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
 """
 
-import os
+import math
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
@@ -62,37 +61,34 @@ class Host:
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
 
     @property
+    def fast_bfloat16(self) -> bool:
+        """Whether bfloat16 runs faster than float32 here; without these instructions it is emulated and slower."""
+        return "avx512_bf16" in self.isa or "amx_bf16" in self.isa
+
+    @property
     def best_dtype(self) -> str:
         """The compute dtype that training is fastest in here: "bfloat16" or "float32"."""
         return "bfloat16" if self.fast_bfloat16 else "float32"
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        return {
-            "cpu": self.cpu_model,
-            "cores": self.usable_cores,
-            "memory_bytes": self.memory_bytes,
-            "isa": list(self.isa),
-        }
-
-    @property
-    def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 runs faster than float32 here; without these instructions it is emulated and slower."""
-        return "avx512_bf16" in self.isa or "amx_bf16" in self.isa
+        found = {"cpu": self.cpu_model, "cores": self.usable_cores, "memory_bytes": self.memory_bytes}
+        return {**found, "isa": list(self.isa)}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
-
-    Never fails for a file that is missing, as many are in containers: it falls back to the next best
-    source, and in the end to one core per CPU on one socket.
-    """
+    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil. Never
+    fails for a file that is missing, as many are in containers: it falls back to the next best source, and in the end
+    to one core per CPU on one socket."""
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
-        return _host_from_psutil()
-    first = next(iter(_processors(root)), {})
-    places = cpu_places(root)
-    memory = meminfo(root)
+        import psutil
+
+        memory, logical = psutil.virtual_memory(), psutil.cpu_count() or 1
+        cores = psutil.cpu_count(logical=False) or logical
+        return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
+    first = _fields(_read(root / "proc/cpuinfo").partition("\n\n")[0])
+    places, memory = cpu_places(root), meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
     return Host(
         cpu_model=first.get("model name", platform.machine()),
@@ -107,9 +103,6 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cpu_quota=cpu_quota(root),
         isa=tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split()),
     )
-
-
-# --- Read elsewhere too: `root` is the folder that the host's /proc and /sys lie in ---
 
 
 class Cpu(NamedTuple):
@@ -134,23 +127,27 @@ class Node(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets."""
-    processors = _processors(root)
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. A CPU that /sys
+    does not place is a core of its own on socket 0."""
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
         for cpu in cpu_list(_read(path))
     }
-    places, cores = [], {}
-    for cpu in _usable_cpus(root, processors):
-        socket, core = _socket_and_core(root, cpu, processors)
-        places.append(Cpu(cpu, cores.setdefault(core, len(cores)), socket, node_of.get(cpu, 0)))
+    mask = cpu_list(_fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", ""))
+    places: List[Cpu] = []
+    cores: Dict[str, int] = {}
+    for cpu in sorted({*mask} & _online(root)) or sorted(_online(root)):  # a mask may name CPUs that are not there
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        core = cores.setdefault(_read(topology / "thread_siblings_list") or f"cpu{cpu}", len(cores))
+        socket = _read(topology / "physical_package_id")  # -1 where the machine does not know
+        places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
 
 
 def online_cpus(root: Path) -> int:
     """CPUs of the machine, whether this process may use them or not."""
-    return len(cpu_list(_read(root / "sys/devices/system/cpu/online"))) or max(1, len(_processors(root)))
+    return len(_online(root))
 
 
 def node_memory(root: Path) -> List[Node]:
@@ -164,10 +161,8 @@ def node_memory(root: Path) -> List[Node]:
         if not allowed or number in allowed:
             dropped = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)
             nodes.append(Node(number, sizes.get("MemTotal", 0), sizes.get("MemFree", 0) + dropped))
-    if nodes:
-        return sorted(nodes)
     memory = meminfo(root)
-    return [Node(0, memory["MemTotal"], available_bytes(memory))]
+    return sorted(nodes) or [Node(0, memory["MemTotal"], available_bytes(memory))]
 
 
 def meminfo(root: Path) -> Dict[str, int]:
@@ -178,12 +173,6 @@ def meminfo(root: Path) -> Dict[str, int]:
 def available_bytes(memory: Dict[str, int]) -> int:
     """Of `meminfo`, what can be had without swapping."""
     return memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
-
-
-def huge_pages(root: Path) -> str:
-    """Transparent huge pages: "always", "madvise" or "never"; "" where it is unknown."""
-    chosen = _read(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2]
-    return chosen.partition("]")[0]
 
 
 def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
@@ -200,12 +189,11 @@ def cpu_quota(root: Path) -> Optional[float]:
     """The smallest quota / period on the way up, of either cgroup version."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if not quota:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        old = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        quota, _, period = (_read(folder / "cpu.max") or old).partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
             quotas.append(int(quota) / int(period))
-    return min(quotas) if quotas else None
+    return min(quotas, default=None)
 
 
 def cache_bytes(root: Path = Path("/")) -> Optional[int]:
@@ -217,35 +205,8 @@ def cache_bytes(root: Path = Path("/")) -> Optional[int]:
 
 def cpu_list(text: str) -> List[int]:
     """Linux's own spelling of a set of CPUs: "0-2,5" is [0, 1, 2, 5]."""
-    cpus = []
-    for part in text.split(","):
-        if part.strip():
-            first, _, last = part.partition("-")
-            cpus.extend(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-# --- Private helpers ---
-
-
-def _host_from_psutil() -> Host:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    logical = psutil.cpu_count() or os.cpu_count() or 1
-    return Host(
-        cpu_model=platform.processor() or f"{platform.machine()} ({sys.platform})",
-        sockets=1,
-        cores=psutil.cpu_count(logical=False) or logical,
-        logical_cpus=logical,
-        numa_nodes=1,
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
-        cgroup_limit_bytes=None,
-        cgroup_used_bytes=0,
-        cpu_quota=None,
-        isa=(),
-    )
+    ends = [part.partition("-") for part in text.split(",") if part.strip()]
+    return [cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)]
 
 
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
@@ -255,7 +216,7 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_fi
 
 def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:
     """The limit that leaves least, on the way up, and what is used of it without pages of files; (None, 0) for none."""
-    tightest: Optional[Tuple[int, int]] = None
+    tightest, least = (None, 0), math.inf
     for folder in _cgroup_folders(root, "memory"):
         for limit_name, used_name, file_names in kinds:
             limit = _read(folder / limit_name)
@@ -264,9 +225,9 @@ def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[O
             stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
             cache = sum(int(stat.get(name, 0)) for name in file_names)  # active ones too: a mapped store's are
             used = max(0, int(_read(folder / used_name) or 0) - cache)
-            if tightest is None or int(limit) - used < tightest[0] - tightest[1]:
-                tightest = int(limit), used
-    return (None, 0) if tightest is None else tightest
+            if int(limit) - used < least:
+                tightest, least = (int(limit), used), int(limit) - used
+    return tightest
 
 
 def _read(path: Path) -> str:
@@ -283,36 +244,10 @@ def _fields(text: str) -> Dict[str, str]:
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
 
 
-def _processors(root: Path) -> List[Dict[str, str]]:
-    """/proc/cpuinfo, one dictionary a CPU."""
-    blocks = _read(root / "proc/cpuinfo").split("\n\n")
-    return [fields for fields in map(_fields, blocks) if "processor" in fields]
-
-
-def _usable_cpus(root: Path, processors: List[Dict[str, str]]) -> List[int]:
-    """The CPUs in this process's mask, which covers taskset, numactl and cpusets; else all that are online."""
-    mask = _fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", "")
-    online = _read(root / "sys/devices/system/cpu/online")
-    cpus = set(cpu_list(mask))
-    if online:  # a mask may name CPUs that are not there
-        cpus = cpus & set(cpu_list(online)) or set(cpu_list(online))
-    return sorted(cpus) or [int(fields["processor"]) for fields in processors] or [0]
-
-
-def _socket_and_core(root: Path, cpu: int, processors: List[Dict[str, str]]) -> Tuple[int, str]:
-    """From /sys, else from /proc/cpuinfo, else a core of its own; the core by a name that its hyper-threads share."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    siblings = _read(topology / "thread_siblings_list")
-    if siblings:
-        return _number(_read(topology / "physical_package_id")), siblings
-    fields = next((fields for fields in processors if fields["processor"] == str(cpu)), {})
-    socket = fields.get("physical id", "0")
-    return _number(socket), f"{socket}/{fields['core id']}" if "core id" in fields else f"cpu{cpu}"
-
-
-def _number(text: str) -> int:
-    """0 for what is none, and for the -1 of a machine that does not know."""
-    return int(text) if text.isdigit() else 0
+def _online(root: Path) -> Set[int]:
+    """As /sys has them, else as many as /proc/cpuinfo lists."""
+    listed = sum(line.startswith("processor") for line in _read(root / "proc/cpuinfo").splitlines()) or 1
+    return set(cpu_list(_read(root / "sys/devices/system/cpu/online")) or range(listed))
 
 
 def _sizes(text: str) -> Dict[str, int]:
@@ -321,11 +256,9 @@ def _sizes(text: str) -> Dict[str, int]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> List[Path]:
-    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it.
-
-    Version 2 has one tree, version 1 one a controller, and a machine may have both. A container often names
-    a path of the host's in /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way.
-    """
+    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it. Version 2 has one
+    tree, version 1 one a controller, and a machine may have both. A container often names a path of the host's in
+    /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way."""
     folders: List[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

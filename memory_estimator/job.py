@@ -9,10 +9,10 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from memory_estimator.files import read_json, typed
-from memory_estimator.schema import add_options, given, option
+from memory_estimator.schema import add_options, option
 from memory_estimator.units import count_of
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
@@ -59,11 +59,9 @@ class Job:
 
     def __post_init__(self):
         self.unet.check_shape(self.shape)
-        for name in ("batch", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
-        if self.cases < 0:
-            raise ValueError(f"cases must be at least 0, got {self.cases}; 0 is unknown")
+        for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
@@ -85,12 +83,6 @@ class Job:
         return self.batch // self.micro
 
     @property
-    def canonical(self) -> "Job":
-        """The same job with a micro-batch that the rule gives left to the rule: equal jobs then compare equal."""
-        by_rule = dataclasses.replace(self, micro_batch=0)
-        return by_rule if by_rule.micro == self.micro else self
-
-    @property
     def voxels(self) -> int:
         """Of a micro-batch, so of all that is computed at a time."""
         return self.micro * math.prod(self.shape)
@@ -105,14 +97,13 @@ class Job:
         parts = (
             f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
-            "residual" if unet.residual else "",
-            "deep supervision" if unet.deep_supervision else "",
-            f"batch {self.batch}",
-            f"{self.micro} at a time" if self.parts > 1 else "",
+            *["residual"] * unet.residual,
+            *["deep supervision"] * unet.deep_supervision,
+            f"batch {self.batch}" + (f", {self.micro} at a time" if self.parts > 1 else ""),
             f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
             count_of(self.threads, "thread"),
         )
-        return ", ".join(filter(None, parts))
+        return ", ".join(parts)
 
     def to_json(self) -> Dict[str, Any]:
         """As JSON content, with the policy and the micro-batch that the rules give."""
@@ -120,37 +111,30 @@ class Job:
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
-    """Volumes computed at a time: `micro_batch`, and by rule where that is 0.
-
-    The rule is 1 where the norm is per sample: the sum of the gradients is then the whole batch's, to rounding, in the
-    least memory. With batch norm, whose statistics are of what is computed together, it is the whole batch.
-    """
+    """Volumes computed at a time: `micro_batch`, and by rule where that is 0. The rule is 1 where the norm is per
+    sample: the sum of the gradients is then the whole batch's, to rounding, in the least memory. With batch norm, whose
+    statistics are of what is computed together, it is the whole batch."""
     return micro_batch or (batch if norm == "batch" else 1)
 
 
 def check_micro_batch(batch: int, micro_batch: int) -> None:
     """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule, which always can be."""
     if micro_batch < 0 or (micro_batch and batch % micro_batch):
-        raise ValueError(
-            f"micro_batch must divide the batch of {batch}, got {micro_batch}; "
-            f"give one of {', '.join(map(str, divisors(batch)))}"
-        )
+        allowed = ", ".join(map(str, divisors(batch)))
+        raise ValueError(f"micro_batch must divide the batch of {batch}, got {micro_batch}; give one of {allowed}")
 
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
     if norm != "batch" or micro == batch:
         return ""
-    return (
-        f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, so training differs from that "
-        "on whole batches"
-    )
+    return f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
 
 
 def divisors(number: int) -> Tuple[int, ...]:
     """From 1 to `number`: the micro-batches that a batch can be computed in."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return (*small, *(number // n for n in reversed(small) if n * n != number))
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def itex_is_installed() -> bool:
@@ -162,8 +146,6 @@ def installed_engine() -> str:
     """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
     return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
 
-
-# --- Recipes ---
 
 BRAIN_BOX = (144, 192, 144)
 """The box that holds every brain of the demo's phantoms, padded to a multiple of 16. Real brains fill about 135 x 174 x
@@ -192,7 +174,7 @@ _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs"
 # `--calibration avx512_bf16 --threads 2`; validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
     # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5). Dice WT 0.92, TC 0.94, ET 0.78 on
-    # two untouched phantoms, which says nothing of real tumours; of 24 steps WT 0.91, of 16 0.86.
+    # two untouched phantoms, which says nothing of real tumours.
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
@@ -205,17 +187,13 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices (`train` sees the store's whole one), but computed one volume at a
-    # time where the paper took 16 at once, so that batch norm's statistics are of one volume. Predicted 23 GiB under
-    # balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch. The paper's memory was close to 1 TB, its
-    # time 30 s a volume on 80 cores.
+    # As published, on a grid cropped to 144 slices, but one volume at a time where the paper took 16 at once. Predicted
+    # 23 GiB under balanced, 17 GiB under lean, 110 s a volume in float32, 12 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
         Job(
             UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch"),
-            (240, 240, 144),
-            batch=16,
-            micro_batch=1,
+            *((240, 240, 144), 16, 1),
             cases=484,
         ),
         _PAPER,
@@ -226,8 +204,8 @@ RECIPES: Dict[str, Recipe] = {
         "The three regions from all four modalities, whole brains; the default.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
     ),
-    # Assumed 3.5 GiB of the card at 128 x 128 x 128, for the two patches are computed one after the other; its time is
-    # not predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
+    # Assumed 3.5 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
+    # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
     "gpu-patch": Recipe(
         "What GPU users do: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
@@ -236,9 +214,6 @@ RECIPES: Dict[str, Recipe] = {
 }
 
 DEFAULT_RECIPE = "brats-regions"
-
-
-# --- The command line of a job: for the estimator, and for what measures its predictions ---
 
 
 @dataclass(frozen=True)
@@ -254,43 +229,36 @@ class Architecture:
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
 
+MICRO_BATCH_HELP = (
+    "volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with batch "
+    "norm the whole batch, whose statistics are of what is computed together)"
+)
+
+
 @dataclass(frozen=True)
-class NetworkOptions(Architecture):
-    """Every setting of the network that memory and time depend on, the batch and the input shape aside."""
+class JobOptions(Architecture):
+    """What makes a `Job`: where it comes from, the network, and how it is trained."""
 
     channels: int = option(4, "image channels", "C")
     classes: int = option(3, "output regions", "K")
-
-
-@dataclass(frozen=True)
-class JobOptions(NetworkOptions):
-    """What makes a `Job`: where it comes from, the network, and how it is trained."""
-
     recipe: Optional[str] = option(
-        None, help="a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
+        None, "a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
     )
-    run: Optional[Path] = option(
-        None, help="the job of a run folder that `train` has written", one_of="source", metavar="DIR"
-    )
-    shape: Optional[Tuple[int, int, int]] = option(None, help="voxels", metavar=("X", "Y", "Z"))
-    batch: int = option(1, help="volumes a step", metavar="B")
-    micro_batch: int = option(
-        0,
-        help="volumes computed at a time, a divisor of the batch (default: the recipe's or the run's; else 1, or with "
-        "batch norm the whole batch, whose statistics are of what is computed together)",
-        metavar="M",
-    )
-    dtype: str = option("bfloat16", help="compute dtype", choices=DTYPES)
+    run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
+    shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
+    batch: int = option(1, "volumes a step", "B")
+    micro_batch: int = option(0, MICRO_BATCH_HELP, "M")
+    dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("adam", choices=OPTIMIZERS)
     policy: str = option(
         AUTO,
-        help="memory policy (default: auto, the fastest that fits; with --run the run's own)",
+        "memory policy (default: auto, the fastest that fits; with --run the run's own)",
         choices=(AUTO, *POLICIES),
     )
     engine: str = option(
-        AUTO, help="default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
+        AUTO, "default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
     )
-    threads: Optional[int] = option(None, help="default: this host's physical cores", metavar="N")
+    threads: Optional[int] = option(None, "default: this host's physical cores", "N")
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -311,27 +279,24 @@ def source_job(args: argparse.Namespace) -> Optional[Job]:
     """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
     if hasattr(args, "recipe"):
         return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine())
-    if hasattr(args, "run"):
-        engine = getattr(args, "engine", AUTO)
-        return job_of_run(args.run, installed_engine(), None if engine == AUTO else engine)
-    return None
+    return job_of_run(args.run, installed_engine(), getattr(args, "engine", AUTO)) if hasattr(args, "run") else None
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
-    """The job of the options of `add_job_options`; what was not given is as in `base`.
-
-    A policy that is left open is `base`'s for the time being. Raises ValueError for settings out of range.
-    """
-    if base is None and not hasattr(args, "shape"):
+    """The job of the options of `add_job_options`; what was not given is as in `base`. A policy that is left open is
+    `base`'s for the time being. Raises ValueError for settings out of range."""
+    found = {name: value for name, value in vars(args).items() if value != AUTO}
+    if base is None and "shape" not in found:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+    if "shape" in found:
+        found["shape"] = tuple(found["shape"])
+    if "classes" in found:
+        found["outputs"] = found.pop("classes")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
-    found = _given(args, "batch", "micro_batch", "optimizer", "engine", "threads", "cases", "from_store")
-    if hasattr(args, "shape"):
-        found["shape"] = tuple(args.shape)
-    network = {**given(NetworkOptions, args), **_given(args, "dtype", "policy")}
-    if "classes" in network:
-        network["outputs"] = network.pop("classes")
-    job = dataclasses.replace(base.with_unet(**network), **found)
+    network, own = ({f.name for f in dataclasses.fields(kind)} & set(found) for kind in (UNetConfig, Job))
+    job = dataclasses.replace(
+        base.with_unet(**{name: found[name] for name in network}), **{name: found[name] for name in own}
+    )
     if 0 < job.cases < job.batch:
         raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job
@@ -342,34 +307,25 @@ def policy_is_open(args: argparse.Namespace) -> bool:
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
 
 
-# --- The job of a run that `train` has written, from its config.json ---
-
-
-def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Optional[str] = None) -> Job:
-    """What training the run in `folder` asks of a host.
-
-    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. The number of cases, or of
-    patches, is what follows from the run's store, where this is still there, else unknown.
-    Raises ValueError for a folder without config.json, a damaged one, or one of another version.
-    """
-    path, content = _read_run(folder)
-    engine = engine or (auto_engine if content["engine"] == AUTO else content["engine"])
-    cases = _training_cases(Path(content["store"]), content.get("fold", ""))
+def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
+    """What training the run in `folder` asks of a host. `engine` replaces the run's own; `auto_engine` stands in where
+    the run left it open. The number of cases, or of patches, is what follows from the run's store, where this is still
+    there, else unknown. Raises ValueError for a folder without config.json, a damaged one, or one of another
+    version."""
+    path, run = _read_run(folder)
+    engine = run.engine if engine == AUTO else engine
     try:
-        if engine not in ENGINES:
-            raise ValueError(f"engine must be itex or stock to be estimated, got {engine}; add --engine to choose one")
         return Job(
-            unet=content["unet"],
-            shape=content["grid"],
-            batch=content["batch"],
-            # A run from before there was a choice computes its batch at once.
-            micro_batch=content.get("micro_batch", content["batch"]),
-            optimizer=content["optimizer"],
-            engine=engine,
-            averaged=content["ema"] > 0,
+            unet=run.unet,
+            shape=run.grid,
+            batch=run.batch,
+            micro_batch=run.batch if run.micro_batch is None else run.micro_batch,
+            optimizer=run.optimizer,
+            engine=auto_engine if engine == AUTO else engine,
+            averaged=run.ema > 0,
             from_store=True,
-            resampled=any(content.get("augment", {}).get(name) for name in ("rotation_deg", "scaling")),
-            cases=cases * content.get("patches_per_case", 1),
+            resampled=any(run.augment.get(name) for name in ("rotation_deg", "scaling")),
+            cases=_training_cases(Path(run.store), run.fold) * run.patches_per_case,
         )
     except ValueError as error:
         raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
@@ -377,17 +333,16 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: Opti
 
 def notes_on_run(folder: Union[str, Path]) -> List[str]:
     """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
-    _, content = _read_run(folder)
-    device, whole = content.get("device", "cpu"), content.get("mode") != "patch" and content.get("resolution", 1) == 1
-    card = f"the run is on {device}: this is what its steps would take on a CPU; `train` says what they take of a card"
+    _, run = _read_run(folder)
+    card = f"the run is on {run.device}: this is what its steps would take on a CPU; `train` says what a card's take"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    return [card] * (device != "cpu") + [validation] * (not whole)
+    return [card] * (run.device != "cpu") + [validation] * (run.mode == "patch" or run.resolution != 1)
 
 
-# --- Private helpers ---
+@dataclass(frozen=True)
+class _Run:
+    """Those fields of config.json that an estimate needs."""
 
-
-class _NeededOfRun(TypedDict):
     unet: UNetConfig
     grid: Tuple[int, int, int]
     batch: int
@@ -395,15 +350,14 @@ class _NeededOfRun(TypedDict):
     engine: str
     ema: float
     store: str
-
-
-class _Run(_NeededOfRun, total=False):
-    """Those fields of config.json that an estimate needs."""
-
-    micro_batch: int
-    fold: str
-    patches_per_case: int
-    augment: Dict[str, Any]
+    micro_batch: Optional[int] = None
+    """None in a run from before there was a choice, which computes its batch at once."""
+    fold: str = ""
+    patches_per_case: int = 1
+    augment: Dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    mode: str = ""
+    resolution: float = 1
 
 
 def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
@@ -413,7 +367,8 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
         content = read_json(path)
         if content.get("schema") != RUN_SCHEMA:
             raise ValueError(f"schema {content.get('schema')}, not {RUN_SCHEMA}")
-        return path, typed(content, _Run, "config")
+        known = {one.name for one in dataclasses.fields(_Run)}
+        return path, typed({name: value for name, value in content.items() if name in known}, _Run, "config")
     except OSError as error:
         raise ValueError(
             f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"
@@ -423,10 +378,8 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
 
 
 def _training_cases(store: Path, fold: str) -> int:
-    """0 where the store is gone or cannot be read: the run's memory does not hang on it.
-
-    A fold holds out one of its parts of the training and validation cases; counted as if each case had its own patient.
-    """
+    """0 where the store is gone or cannot be read: the run's memory does not hang on it. A fold holds out one of its
+    parts of the training and validation cases; counted as if each case had its own patient."""
     try:
         split = read_json(store / "manifest.json")["split"]
         if not fold:
@@ -436,8 +389,3 @@ def _training_cases(store: Path, fold: str) -> int:
         return cases - len(range(part - 1, cases, parts))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
-
-
-def _given(args: argparse.Namespace, *names: str) -> Dict[str, Any]:
-    """Of these options, those that were given and are not left open."""
-    return {name: getattr(args, name) for name in names if getattr(args, name, AUTO) != AUTO}

@@ -1,4 +1,4 @@
-"""What fits: the fastest policy, the largest micro-batch, filters and extent, what would save what, a GPU's patch.
+"""What fits: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
 
 Memory grows with each of them, but for the allocator's rounding, so a few guesses find the largest. `price` is asked
 for estimates: `estimate` with a host's constants in it, or a table in a test.
@@ -7,10 +7,10 @@ for estimates: `estimate` with a host's constants in it, or a table in a test.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import BRAIN_BOX, ENGINES, Job, divisors
+from memory_estimator.job import Job, divisors
 from memory_estimator.step.program import StepOp, Tensor, timeline
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds
@@ -18,8 +18,6 @@ from models.config import POLICIES
 from models.layer_plan import Shape3
 
 Price = Callable[[Job], Estimate]
-Chain = Callable[[int], Job]
-"""Number -> job, from 1 on, each at least as large as the one before."""
 
 STEP_OF_FILTERS = 8
 """Convolutions are computed in vectors of 16 channels, or of 8: numbers between cost as much as the next multiple, and
@@ -58,10 +56,6 @@ class Option:
             f"{self.change}: up to {format_bytes(taken.upper_bound_bytes)}, {format_seconds(taken.volume_s)} a volume"
         )
 
-    def to_json(self) -> Dict[str, Any]:
-        """The change and its figures."""
-        return {"change": self.change, **figures(self.estimate)}
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -88,56 +82,32 @@ class Choice:
 
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
-
-    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them.
-    """
-    by_time = sorted((price(with_policy(job, policy)) for policy in POLICIES), key=lambda one: one.step_s)
+    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them."""
+    by_time = sorted((price(job.with_unet(policy=policy)) for policy in POLICIES), key=lambda one: one.step_s)
     for place, one in enumerate(by_time):
         if one.upper_bound_bytes <= budget_bytes:
             return Choice(one, fits=True, passed_over=tuple(by_time[:place]))
     return Choice(min(by_time, key=lambda one: one.upper_bound_bytes), fits=False, passed_over=())
 
 
-def with_policy(job: Job, policy: str) -> Job:
-    """Raises ValueError for what is no policy."""
-    return job.with_unet(policy=policy)
-
-
-def figures(found: Estimate) -> Dict[str, Any]:
-    """Of an estimate what tells it from others, as JSON content."""
-    job = found.job
-    return {
-        "policy": job.policy,
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "filters": job.unet.filters,
-        "shape": list(job.shape),
-        "process_peak_bytes": found.process_peak_bytes,
-        "upper_bound_bytes": found.upper_bound_bytes,
-        "volume_s": found.volume_s,
-    }
-
-
-# --- The largest that fits ---
-
-
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
-
     All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
-    one of them and a set of gradients. No batch is larger than the training cases, where their number is known.
-    """
-    return {
-        "batch": largest(batches(job), price, budget_bytes, job.cases or LARGEST),
-        "filters": largest(widths(job), price, budget_bytes),
-        "extent": largest(extents(job), price, budget_bytes),
+    one of them and a set of gradients. No batch is larger than the training cases, where their number is known."""
+    chains = {
+        "batch": lambda number: dataclasses.replace(job, batch=number, micro_batch=number),
+        "filters": lambda number: job.with_unet(filters=STEP_OF_FILTERS * number),
+        "extent": lambda number: extent(job, number),
     }
+    most = {"batch": job.cases or LARGEST}
+    return {name: _largest(chain, price, budget_bytes, most.get(name, LARGEST)) for name, chain in chains.items()}
 
 
-def largest(chain: Chain, price: Price, budget_bytes: int, last: int = LARGEST) -> Optional[Estimate]:
-    """The largest of a chain's first `last` jobs whose upper bound is within the budget; None where none is."""
-    found = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
-    return price(chain(found)) if found else None
+def extent(job: Job, number: int) -> Job:
+    """On the `number`-th grid of about its proportions, every side a multiple of what the network divides by."""
+    divisor, longest = job.unet.divisor, max(job.shape)
+    shape = tuple(divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape)
+    return dataclasses.replace(job, shape=shape)
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
@@ -171,60 +141,6 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
     return low
 
 
-def batches(job: Job) -> Chain:
-    """Of volumes computed at once."""
-    return lambda number: dataclasses.replace(job, batch=number, micro_batch=number)
-
-
-def widths(job: Job) -> Chain:
-    """Multiples of 8 filters."""
-    return lambda number: job.with_unet(filters=STEP_OF_FILTERS * number)
-
-
-def extents(job: Job) -> Chain:
-    """Grids of about the job's proportions, every side a multiple of what the network divides by."""
-    divisor, longest = job.unet.divisor, max(job.shape)
-
-    def grid(number: int) -> Job:
-        return _with_shape(job, tuple(divisor * max(1, (2 * number * n + longest) // (2 * longest)) for n in job.shape))
-
-    return grid
-
-
-# --- Changes ---
-
-
-def savings(job: Job, price: Price, engines: Sequence[str] = ENGINES) -> List[Option]:
-    """Single changes that take less, each for itself, the one that saves most first. `engines` are those to be had."""
-    unet, smaller = job.unet, [number for number in divisors(job.batch) if number < job.micro]
-    changed = [("policy", with_policy(job, policy)) for policy in POLICIES]
-    for micro in sorted({*smaller[:1], *smaller[-1:]}):
-        changed.append(("micro-batch", dataclasses.replace(job, micro_batch=micro)))
-    changed.append(("dtype", job.with_unet(dtype="bfloat16")))
-    if job.parts > 1:  # no sums of gradients are kept then
-        changed.append(("batch", dataclasses.replace(job, batch=job.micro, micro_batch=job.micro)))
-    if unet.filters > 1:
-        changed.append(("filters", job.with_unet(filters=unet.filters // 2)))
-    if unet.depth > 2:
-        changed.append(("depth", job.with_unet(depth=unet.depth - 1)))
-    box = tuple(-(-side // unet.divisor) * unet.divisor for side in BRAIN_BOX)
-    if all(a < b for a, b in zip(box, job.shape)):
-        changed.append(("shape", _with_shape(job, box)))
-    changed.append(("optimizer", dataclasses.replace(job, optimizer="sgd")))
-    changed += [("engine", dataclasses.replace(job, engine=engine)) for engine in engines]
-    options, peak = [_option(kind, price(one)) for kind, one in changed], price(job).process_peak_bytes
-    less = [option for option in options if option.estimate.process_peak_bytes < peak]
-    return sorted(less, key=lambda option: option.estimate.process_peak_bytes)
-
-
-def advice(asked: Estimate, price: Price, budget_bytes: int) -> List[str]:
-    """What to do about a job that does not fit, a sentence each; nothing about one that does."""
-    if asked.upper_bound_bytes <= budget_bytes:
-        return []
-    found = nearest(asked.job, price, budget_bytes)
-    return [f"fits with {option}" for option in found] or ["nothing smaller fits either; use another host"]
-
-
 def nearest(
     job: Job,
     price: Price,
@@ -240,37 +156,33 @@ def nearest(
     micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
     than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
-    names = {shape: name for name, shape in grids or ()}
-
-    def smaller(job: Job, kind: str) -> List[Job]:
-        """From the smallest on."""
-        unet = job.unet
-        if kind == "micro-batch":
-            return [dataclasses.replace(job, micro_batch=n) for n in divisors(job.batch) if n < job.micro]
-        if kind == "dtype":
-            return [job.with_unet(dtype="bfloat16")] if unet.dtype != "bfloat16" else []
-        if kind == "filters":
-            numbers = (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS))
-            return [job.with_unet(filters=n) for n in numbers if n < unet.filters]
-        if grids is not None:
-            return [_with_shape(job, shape) for shape in names if shape != job.shape][:1]
-        return [extents(job)(number) for number in range(1, max(job.shape) // unet.divisor)]
-
-    def mildest(job: Job, kind: str) -> Optional[Option]:
-        """The mildest change that fits; where none does, the strongest; None where there is none."""
-        if kind == "policy":
-            bounds = [price(with_policy(job, policy)).upper_bound_bytes for policy in POLICIES]
-            leaner = min(bounds) < price(job).upper_bound_bytes
-            return _option(kind, fastest_that_fits(job, price, budget_bytes).estimate) if leaner else None
-        jobs = smaller(job, kind)
-        if not jobs:
-            return None
-        found = largest(lambda number: jobs[number - 1], price, budget_bytes, len(jobs)) or price(jobs[0])
-        return Option(names[found.job.shape], found) if kind == "shape" and names else _option(kind, found)
-
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
         kinds = ["policy"]
+    names = {shape: name for name, shape in grids or ()}
+
+    def mildest(job: Job, kind: str) -> Optional[Option]:
+        """The mildest change that fits; where none does, the strongest; None where there is none."""
+        jobs = _smaller(job, kind, grids)
+        if not jobs:
+            return None
+        if kind == "policy":
+            leaner = min(price(one).upper_bound_bytes for one in jobs) < price(job).upper_bound_bytes
+            found = fastest_that_fits(job, price, budget_bytes).estimate if leaner else None
+        else:
+            found = _largest(lambda number: jobs[number - 1], price, budget_bytes, len(jobs)) or price(jobs[0])
+        if not found:
+            return None
+        one = found.job
+        values = {
+            "policy": one.policy,
+            "micro-batch": one.micro,
+            "dtype": one.unet.dtype,
+            "shape": " ".join(map(str, one.shape)),
+            "filters": one.unet.filters,
+        }
+        return Option(names.get(one.shape) if kind == "shape" and names else f"--{kind} {values[kind]}", found)
+
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
@@ -285,28 +197,20 @@ def nearest(
     return []
 
 
-# --- What a GPU could train of the same network: patches, since a whole volume does not fit ---
-
-
 def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
-    """With the largest of `patch_shapes` of its volumes that a GPU trains; None where not even the smallest fits.
-
-    As many of them are computed at a time as the job says: one where that is left to the rule, but for batch norm.
-    """
-    shapes = patch_shapes(job.shape, job.unet.divisor)
-    found = largest_number(lambda number: gpu_bytes(_with_shape(job, shapes[number - 1])), memory_bytes, len(shapes))
-    return _with_shape(job, shapes[found - 1]) if found else None
+    """With the largest of `patch_shapes` that a GPU trains, `job.micro` at a time; None where none is."""
+    jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
+    found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
+    return jobs[found - 1] if found else None
 
 
 def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits.
-
-    `name` is what the error calls the memory.
-    """
+    """The shape of `largest_patch`. Raises ValueError, with what the smallest would take, where none fits. `name` is
+    what the error calls the memory."""
     found = largest_patch(job, memory_bytes)
     if found:
         return found.shape
-    least = _with_shape(job, least_patch(job.shape, job.unet.divisor))
+    least = dataclasses.replace(job, shape=least_patch(job.shape, job.unet.divisor))
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
     raise ValueError(
@@ -323,10 +227,8 @@ def least_patch(volume: Shape3, divisor: int) -> Shape3:
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
     """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
-
     Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
-    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are.
-    """
+    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are."""
     shape = list(least_patch(volume, divisor))
     shapes = [tuple(shape)]
     while shapes[-1] != tuple(volume):
@@ -349,25 +251,24 @@ def gpu_bytes(job: Job) -> int:
     return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
 
 
-# --- Private helpers ---
+def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last: int) -> Optional[Estimate]:
+    """The largest of a chain's jobs, from 1 to `last`, whose upper bound is within the budget; None where none is."""
+    found = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
+    return price(chain(found)) if found else None
 
 
-def _option(kind: str, found: Estimate) -> Option:
-    """`found` is of a job with one kind of change."""
-    job = found.job
-    values = {
-        "policy": job.policy,
-        "micro-batch": job.micro,
-        "batch": job.batch,
-        "dtype": job.unet.dtype,
-        "filters": job.unet.filters,
-        "depth": job.unet.depth,
-        "shape": " ".join(map(str, job.shape)),
-        "optimizer": job.optimizer,
-        "engine": job.engine,
-    }
-    return Option(f"--{kind} {values[kind]}", found)
-
-
-def _with_shape(job: Job, shape: Shape3) -> Job:
-    return dataclasses.replace(job, shape=shape)
+def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Job]:
+    """The job with one kind of change, each at least as large as the one before; policies as they come."""
+    unet = job.unet
+    if kind == "policy":
+        return [job.with_unet(policy=policy) for policy in POLICIES]
+    if kind == "micro-batch":
+        return [dataclasses.replace(job, micro_batch=n) for n in divisors(job.batch) if n < job.micro]
+    if kind == "dtype":
+        return [job.with_unet(dtype="bfloat16")] if unet.dtype != "bfloat16" else []
+    if kind == "filters":
+        numbers = (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS))
+        return [job.with_unet(filters=n) for n in numbers if n < unet.filters]
+    if grids is not None:
+        return [dataclasses.replace(job, shape=shape) for _, shape in grids if shape != job.shape][:1]
+    return [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]

@@ -18,6 +18,7 @@ A field's annotation gives the option's type: int, float, str, Path, bool, Optio
 
 import argparse
 import dataclasses
+import operator
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union, get_type_hints
 
@@ -70,10 +71,8 @@ def add_options(
     choices: Optional[Mapping[str, Sequence[Any]]] = None,
     group: str = "",
 ) -> None:
-    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute.
-
-    `choices` are of named fields, in place of their own; `group` is the heading of options that have none.
-    """
+    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute. `choices` are
+    of named fields, in place of their own; `group` is the heading of options that have none."""
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
@@ -92,25 +91,13 @@ def add_options(
         flag = "--" + (spec.name or field.name).replace("_", "-")
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
         inner, count = _shape_of(hint)
-        if hint is Optional[bool]:
-            pair = target if spec.one_of else target.add_mutually_exclusive_group()
-            pair.add_argument(flag, dest=field.name, action="store_true", **more)
-            pair.add_argument(
-                flag.replace("--", "--no-"),
-                dest=field.name,
-                action="store_false",
-                default=argparse.SUPPRESS,
-                help=f"not {flag}",
-            )
-            continue
         if inner is bool:
-            on = field.default is not True
-            target.add_argument(
-                flag if on else flag.replace("--", "--no-"),
-                dest=field.name,
-                action="store_true" if on else "store_false",
-                **more,
-            )
+            both = hint is Optional[bool]
+            pair = target.add_mutually_exclusive_group() if both and not spec.one_of else target
+            for on in (True, False) if both else (field.default is not True,):
+                name = flag if on else flag.replace("--", "--no-")
+                more["help"] = more["help"] if on or not both else f"not {flag}"
+                pair.add_argument(name, dest=field.name, action="store_true" if on else "store_false", **more)
             continue
         more.update(type=inner, metavar=spec.metavar, choices=(choices or {}).get(field.name, spec.choices))
         if count is not None:
@@ -178,9 +165,6 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
     return words
 
 
-# --- Private helpers ---
-
-
 def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
     return ((field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
 
@@ -213,15 +197,14 @@ def _broken_rule(value: Any, spec: Option) -> str:
     """The rule that a value breaks, as in "be at least 1"; "" for none."""
     if spec.choices is not None:
         return "" if value in spec.choices else f"be one of {', '.join(map(str, spec.choices))}"
-    for bound, holds, words in (
-        (spec.at_least, lambda v, b: v >= b, "be at least"),
-        (spec.above, lambda v, b: v > b, "be above"),
-        (spec.at_most, lambda v, b: v <= b, "be at most"),
-        (spec.below, lambda v, b: v < b, "be below"),
-    ):
-        if bound is not None and not holds(value, bound):
-            return f"{words} {bound:g}"
-    return ""
+    rules = (
+        (spec.at_least, operator.ge, "be at least"),
+        (spec.above, operator.gt, "be above"),
+        (spec.at_most, operator.le, "be at most"),
+        (spec.below, operator.lt, "be below"),
+    )
+    broken = (f"{words} {bound:g}" for bound, holds, words in rules if bound is not None and not holds(value, bound))
+    return next(broken, "")
 
 
 def _frozen(value: Any) -> Any:

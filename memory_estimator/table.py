@@ -1,4 +1,4 @@
-"""One table for the terminal, Markdown and HTML, from the same rows.
+"""One table for the terminal, Markdown and HTML, from the same rows, and the look that all charts share.
 
 table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One step")
 console.print(table)
@@ -7,8 +7,9 @@ page.write(table.html())
 """
 
 import html
+import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, List, Sequence
+from typing import TYPE_CHECKING, Any, List, Sequence
 
 if TYPE_CHECKING:
     import rich.console
@@ -25,21 +26,15 @@ class Bold(str):
 
 
 class Good(str):
-    """A cell that tells of something as it should be: green on a terminal."""
-
-    style = "green"
+    style = "green"  # something is as it should be
 
 
 class Poor(Bold):
-    """A cell to look at: yellow on a terminal."""
-
-    style = "yellow"
+    style = "yellow"  # to be looked at
 
 
 class Bad(Bold):
-    """A cell that tells of a failure: red on a terminal."""
-
-    style = "bold red"
+    style = "bold red"  # a failure
 
 
 @dataclass(frozen=True)
@@ -60,16 +55,9 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            title=Text(self.title) if self.title else None,
-            caption=Text(self.caption) if self.caption else None,
-            title_justify="left",
-            caption_justify="left",
-            show_header=any(self.columns),
-            box=box.SIMPLE_HEAD,
-            collapse_padding=True,
-            pad_edge=False,
-        )
+        look = {"title_justify": "left", "caption_justify": "left", "collapse_padding": True, "pad_edge": False}
+        table = RichTable(box=box.SIMPLE_HEAD, show_header=any(self.columns), **look)
+        table.title, table.caption = (Text(part) if part else None for part in (self.title, self.caption))
         for position, name in enumerate(self.columns):
             left = position < self.names
             table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
@@ -77,8 +65,7 @@ class Table:
             table.add_row(*(Text(cell, getattr(cell, "style", "")) for cell in row))
         return table
 
-    def __rich__(self) -> "rich.table.Table":
-        return self.rich()
+    __rich__ = rich
 
     def markdown(self) -> List[str]:
         """Lines of a GitHub table; the title stands above it and the caption below it, each a paragraph."""
@@ -95,7 +82,12 @@ class Table:
         """A <table> with everything escaped; its title and caption are the <caption>."""
         words = " ".join(html.escape(part) for part in (self.title, self.caption) if part)
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        body = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>\n" for row in self.rows)
+
+        def cell(text: str) -> str:
+            escaped = html.escape(text)
+            return f"<td><b>{escaped}</b></td>" if isinstance(text, Bold) else f"<td>{escaped}</td>"
+
+        body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in self.rows)
         return (
             f'<div class="scroll"><table class="names{self.names}">\n'
             + (f"<caption>{words}</caption>\n" if words else "")
@@ -112,9 +104,33 @@ def new_console() -> "rich.console.Console":
     return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
 
 
-# --- Private helpers ---
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Okabe and Ito's colours, which a colour-blind reader can tell apart."""
 
 
-def _html_cell(cell: str) -> str:
-    text = html.escape(cell)
-    return f"<td><b>{text}</b></td>" if isinstance(cell, Bold) else f"<td>{text}</td>"
+def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
+    """An empty figure without pyplot or any other state of the process, sizes in inches at 130 dots each."""
+    # Imported on first use: matplotlib takes half a second and may write a font cache.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, facecolor=facecolor)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Any) -> bytes:
+    """The figure as PNG; equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def plain(axes: Any, title: str) -> None:
+    """A bold title on the left, a faint grid, no frame on top and right."""
+    axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    axes.grid(True, color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=8)

@@ -14,10 +14,8 @@ GIB = UNITS["GiB"]
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit.
-
-    A bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits.
-    """
+    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit. A
+    bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits."""
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
     if not match:
         raise ValueError(f"memory must be a number with its unit, got {text!r}; write it like 384GiB or 1.5TiB")
@@ -55,19 +53,9 @@ def count_of(number: int, noun: str) -> str:
 
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError unless it is positive with a unit.
-
-    "25Gb/s" is refused: half of its readers take it for bytes.
-    """
+    "25Gb/s" is refused: half of its readers take it for bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
     if not match or not float(match[1]):
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
     unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
     return float(match[1]) * unit
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of a time such as "50us" or "1.5 ms". Raises ValueError unless it is a number, 0 or more, with a unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)", text.strip())
-    if not match:
-        raise ValueError(f"time must be a number with its unit, got {text!r}; write it like 50us, 2ms or 1s")
-    return float(match[1]) * {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]

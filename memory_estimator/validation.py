@@ -1,29 +1,25 @@
 """The estimator held against measured steps: what `bench memory` recorded, what is predicted of the same jobs.
 
-    python -m memory_estimator.validation records/memory.jsonl --out memory_estimator/accuracy.json
+    python -m memory_estimator.validation records/memory.jsonl > memory_estimator/accuracy.json
 
 works out anew how far predictions are off, and the upper bound's margin. To be run after `bench validate`, and whenever
 a rule or a constant of the estimator has changed.
 """
 
-import argparse
 import functools
 import json
 import math
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
-from memory_estimator.files import read_records, write_whole
+from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job
-from memory_estimator.schema import add_options, from_args, option
 from models.config import UNetConfig
-
-KIND = "memory"
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"
 """The record that comes with the project; it may not be there."""
@@ -54,9 +50,6 @@ MARGIN_BYTES = 64 * 2**20
 
 RESERVE_SHARE = 0.03
 """Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average."""
-
-UNKNOWN = Accuracy("", 0, Bound(0.0, 0.0), Bound(0.0, 0.0), Bound(0.0, 0.0), 0.0, 0)
-"""Stands in while the errors themselves are computed."""
 
 
 @dataclass(frozen=True)
@@ -94,33 +87,18 @@ class Row:
     """A measured step beside what was predicted of it. Errors are signed shares of what was measured."""
 
     measured: Measured
-    allocator_peak_bytes: int
     process_peak_bytes: int
-    upper_bound_bytes: int
-    step_s: float
-
-    @property
-    def allocator_error(self) -> Optional[float]:
-        measured = self.measured.allocator_peak_bytes
-        return None if measured is None else self.allocator_peak_bytes / measured - 1
-
-    @property
-    def process_error(self) -> float:
-        return self.process_peak_bytes / self.measured.process_peak_bytes - 1
+    """Predicted."""
+    allocator_error: Optional[float]
+    process_error: float
+    slack: float
+    """How far the upper bound lies above the measured peak; negative is a broken promise."""
+    step_error: float
 
     @property
     def is_beyond_floor(self) -> bool:
         """Whether the process's peak is off by more than runtimes differ."""
         return abs(self.process_peak_bytes - self.measured.process_peak_bytes) > PROCESS_FLOOR_BYTES
-
-    @property
-    def slack(self) -> float:
-        """How far the upper bound lies above the measured peak; negative is a broken promise."""
-        return self.upper_bound_bytes / self.measured.process_peak_bytes - 1
-
-    @property
-    def step_error(self) -> float:
-        return self.step_s / self.measured.step_s - 1
 
     @property
     def misses(self) -> Tuple[str, ...]:
@@ -134,62 +112,51 @@ class Row:
         return tuple(name for name, is_wrong in wrong.items() if is_wrong)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How large some errors are."""
+class Spread(NamedTuple):
+    """How large some errors are: the median of their sizes, the largest one and the mean with their signs."""
 
     count: int
     median: float
-    """Of the absolute values."""
     worst: float
-    """The largest one, with its sign."""
     mean: float
-    """Of the signed values."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is demanded of one figure over all held-out steps, and what was found."""
+class Target(NamedTuple):
+    """The most that a figure may be over all held-out steps, and what was found: NaN, which meets nothing, of none."""
 
     name: str
     demanded: float
-    """The most that it may be."""
     found: float
-    """NaN where nothing was measured, which meets nothing."""
-    is_share: bool = True
-    """False for a count."""
 
     @property
     def met(self) -> bool:
         return self.found <= self.demanded
 
+    @property
+    def is_share(self) -> bool:
+        """False for a count."""
+        return self.demanded != 0
+
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
-    """The measured steps of a record file, one a job and host: the newest, in the place of the oldest.
+    """The measured steps of a record file, one a job and host: the newest, in the place of the oldest. Lines of an
+    engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and for a line
+    that is damaged or of another schema."""
 
-    Lines of an engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and
-    for a line that is damaged or of another schema.
-    """
-    read = read_records(path, KIND, lambda record: measured_from(record) if has_known_engine(record) else None)
+    def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
+        if not has_known_engine(record):
+            return None
+        host = record["host"]
+        about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+        if record.get("error"):
+            return Measured(job_from(record), failure=record["error"], **about)
+        step_s = record["step_s"]
+        shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
+        peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
+        return Measured(job_from(record), step_s=step_s, step_spread=(longest - shortest) / step_s, **peaks, **about)
+
+    read = read_records(path, "memory", measured_from)
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
-
-
-def measured_from(record: Mapping[str, Any]) -> Measured:
-    """One record, or one result of `bench memory`. Raises KeyError, TypeError or ValueError where it is none."""
-    host = record["host"]
-    about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
-    if record.get("error"):
-        return Measured(job_from(record), failure=record["error"], **about)
-    step_s = record["step_s"]
-    shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
-    return Measured(
-        job_from(record),
-        step_s=step_s,
-        process_peak_bytes=record["process_peak_bytes"],
-        allocator_peak_bytes=record["allocator_peak_bytes"],
-        step_spread=(longest - shortest) / step_s,
-        **about,
-    )
 
 
 def has_known_engine(record: Mapping[str, Any]) -> bool:
@@ -202,7 +169,7 @@ def job_from(record: Mapping[str, Any]) -> Job:
     engine = record["engine"]
     if engine in (None, AUTO):
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
-    return Job(
+    job = Job(
         UNetConfig(**{"policy": record.get("policy", "speed"), **record["unet"]}),
         shape=tuple(record["shape"]),
         batch=record["batch"],
@@ -210,14 +177,27 @@ def job_from(record: Mapping[str, Any]) -> Job:
         optimizer=record["optimizer"],
         engine=engine,
         threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
-    ).canonical
+    )
+    by_rule = replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
 
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
-    names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-    pairs = ((one, predict(one)) for one in measured if not one.failure)
-    return [Row(one, *(getattr(found, name) for name in names)) for one, found in pairs]
+    rows = []
+    for one in measured:
+        if not one.failure:
+            found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+            row = Row(
+                one,
+                found.process_peak_bytes,
+                allocator_error=None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+                process_error=found.process_peak_bytes / process - 1,
+                slack=found.upper_bound_bytes / process - 1,
+                step_error=found.step_s / one.step_s - 1,
+            )
+            rows.append(row)
+    return rows
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -244,17 +224,14 @@ def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
     beyond = max((abs(row.process_error) for row in rows if row.is_beyond_floor), default=0.0) if rows else math.nan
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
     found = (allocator.median, abs(allocator.worst), process.median, beyond, exceeded, bound.mean, step.median)
-    pairs = zip(TARGETS.items(), (*found, abs(step.worst)))
-    return tuple(Target(name, most, one, is_share=most != 0) for (name, most), one in pairs)
+    return tuple(Target(*demanded, one) for demanded, one in zip(TARGETS.items(), (*found, abs(step.worst))))
 
 
 def digest(rows: Sequence[Row], record: str) -> Accuracy:
-    """Errors over the rows that no constant was fitted to, and a margin for upper bounds, made without these rows.
-
-    The margin is the least, in steps of half a per cent, that leaves no peak of the fitted shapes above its bound, and
-    RESERVE_SHARE. Whether it holds is for the held-out rows to say (`targets`).
-    Raises ValueError where the record lacks either.
-    """
+    """Errors over the rows that no constant was fitted to, and a margin for upper bounds, made without these rows. The
+    margin is the least, in steps of half a per cent, that leaves no peak of the fitted shapes above its bound, and
+    RESERVE_SHARE. Whether it holds is for the held-out rows to say (`targets`). Raises ValueError where the record
+    lacks either."""
     held_out = [row for row in rows if row.measured.held_out]
     fitted = [row for row in rows if not row.measured.held_out]
     for some, what in ((held_out, "above"), (fitted, "of at most")):
@@ -267,36 +244,20 @@ def digest(rows: Sequence[Row], record: str) -> Accuracy:
     allocator, process, _, step = bounds
     excess = max((row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in fitted)
     margin_share = round(max(0, math.ceil(excess * 200)) / 200 + RESERVE_SHARE, 4)
-    found = Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)
-    slack = [found.upper_bound(row.process_peak_bytes) / row.measured.process_peak_bytes - 1 for row in held_out]
-    return replace(found, exceeded=sum(one < 0 for one in slack), mean_slack=round(statistics.fmean(slack), 4))
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    record: Path = option(help="what `bench validate` has measured", positional=True)
-    out: Optional[Path] = option(None, help="file to write (default: print)", metavar="FILE")
+    return Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Print the digest of a record, or write it. Exit codes: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memory_estimator.validation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(parser, Options)
-    options = from_args(Options, parser.parse_args(argv))
+    """Print the digest of a record. Exit codes: 0 done, 2 bad input."""
+    names = sys.argv[1:] if argv is None else argv
+    if len(names) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    constants = functools.lru_cache(maxsize=None)(shipped_constants)
+    unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
     try:
-        constants = functools.lru_cache(maxsize=None)(shipped_constants)
-        rows = compare(read_measured(options.record), lambda one: estimate(one.job, constants(one.isa), UNKNOWN))
-        text = json.dumps(digest(rows, options.record.as_posix()).to_json(), indent=1) + "\n"
-        if options.out:
-            write_whole(options.out, text.encode("utf-8"))
-        else:
-            print(text, end="")
+        rows = compare(read_measured(Path(names[0])), lambda one: estimate(one.job, constants(one.isa), unknown))
+        print(json.dumps(asdict(digest(rows, names[0])), indent=1))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -25,7 +25,6 @@ import traceback
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable, Tuple
 
 import numpy as np
@@ -34,12 +33,8 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.compare import run as compare_run
 from cpu3d.data.nifti import read_volume, write_volume
-from cpu3d.data.region import case_region
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
-from cpu3d.host.topology import read_topology, to_json
-from cpu3d.inference.export.command import Case, NotReadableError, verify
-from cpu3d.inference.export.contract import Contract
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import load_checkpoint
 from memory_estimator import calibration
@@ -267,24 +262,6 @@ def loads(path):
         return 2
 
 
-def answers(path):
-    """An exported network, asked in a process of its own; what it is held against is not of interest here."""
-    config, store = load_config(Path("run")), open_store("store")
-    contract, record = Contract(config, "float32", "model.onnx"), store.cases("test")[0]
-    other = SimpleNamespace(
-        config=config,
-        region=lambda record: case_region(record, config.grid, config.extent),
-        probabilities=lambda image, record, channels: np.zeros((*record.shape, len(config.regions)), np.float32),
-    )
-    case = Case(record, store.image(record.case_id), config.channels)
-    try:
-        verify(contract, "onnx", Path("export"), case, other, other)
-        return 0
-    except NotReadableError as error:
-        print(f"error: {error}")
-        return 1
-
-
 NET = "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --keep 2 --save-minutes 0 --validations 1"
 TRAIN = f"train --store store --run run --steps 3 {NET}"
 PREDICT = "predict --run run --image data/imagesTr/BRATS_001.nii.gz --out out"
@@ -335,11 +312,8 @@ TARGETS = {
         ("run/checkpoints/*",), 12, (*(loads,) * 6, PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN)
     ),
     "comparison": Target(("comparison/compare.json",), 3, (COMPARE,)),
-    "host": Target(("host.json",), 3, (LAUNCH.format("--on-host host.json", "new"),)),
-    "hosts": Target(("hosts.txt",), 2, (LAUNCH.format("--hosts hosts.txt --host-index 0", "new"),)),
     "calibration": Target(("calibration.json",), 3, ("estimate --calibration calibration.json --shape 64 64 64",)),
     "phantom": Target(("made/*",), 2, ("phantom --out made --cases 2 --shape 24 24 24 --workers 1",)),
-    "export": Target(("export/model.onnx",), 2, (answers,)),
 }
 WRITES = {
     "prepare": ("new/*", "begun/*", "packed/*", "store/*"),
@@ -398,13 +372,10 @@ def make_all():
     shutil.copytree("store", "begun", ignore=shutil.ignore_patterns("manifest.json", "*.jsonl"))
     assert call(TRAIN.replace("--steps 3", "--steps 2")) == 0
     assert call("evaluate --run run") == 0
-    assert call("export --run run --format onnx --out export") == 0
     shutil.copytree("run", "other")
     config = load_config(Path("other"))
     save_config(replace(config, seed=1, unet=replace(config.unet, seed=1)), Path("other"))
     assert call(COMPARE) == 2  # with its plan kept
-    Path("host.json").write_text(json.dumps({"topology": to_json(read_topology())}))
-    Path("hosts.txt").write_text("# of two\na\nb\n")
     Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(()))))
 
 

@@ -22,13 +22,11 @@ from cpu3d.bench import harness
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, Turns, deaths, gib, host_of, title_of, with_range
 from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import writable_folder
+from cpu3d.util.atomic import writable_folder, write_bytes
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.figure import PALETTE, new_figure, plain, png
-from memory_estimator.files import write_whole
 from memory_estimator.schema import option
-from memory_estimator.table import Table
+from memory_estimator.table import PALETTE, Table, new_figure, plain, png
 from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine, job_from
 from models.config import POLICIES
@@ -65,7 +63,7 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
         result = compare_policies(request, turns.peer, turns.rounds)
         output.publish("policies", result, policies_table(result))
         if options.picture:
-            write_whole(options.picture, draw_policies(result))
+            write_bytes(options.picture, draw_policies(result))
     else:
         result = harness.in_fresh_process(measure, request)
         result["predicted"] = predict(result)

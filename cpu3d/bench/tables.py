@@ -26,10 +26,10 @@ from cpu3d.bench.step import step_table
 from cpu3d.bench.validate import signed, summary_table
 from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
+from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.files import write_whole
 from memory_estimator.job import Job
 from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
@@ -75,10 +75,10 @@ OPTIONS = (TableOptions,)
 
 def run(options: TableOptions) -> int:
     if options.page:
-        write_whole(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
+        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
-        write_whole(options.out, text.encode())
+        write_bytes(options.out, text.encode())
     else:
         print(text, end="")
     return 0

@@ -11,7 +11,7 @@ Every run is trained and scored in a process of its own, and validated 4 times, 
 the baseline that the others are paired with, case by case and seed by seed. Options of `train` given to compare are for
 all variants; those of one are in its own quotes.
 
-Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they said in OUT/logs. The same
+Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they printed in OUT/logs. The same
 command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
 named, and the exit code is 1. Folders of --runs are only read: scores that they lack are in OUT/evaluations.
 """
@@ -27,54 +27,33 @@ from typing import List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import (
-    Budget,
-    Course,
-    Json,
-    Kept,
-    Search,
-    Variant,
-    courses,
-    grouped,
-    load_same,
-    merged,
-    parse_variant,
-    planned_run,
-    refuse,
-    resolve_variants,
-    usual_variants,
-)
-from cpu3d.compare.report import STUDY, plan_table, publish
+from cpu3d.compare.plan import VALIDATIONS, Course, Json, Kept, load_same, merged, planned, planned_run
+from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import (
     Evaluation,
     PlannedRun,
     RunFailedError,
+    Runner,
     by_dice,
-    carry_out,
-    evaluate_folder,
+    grouped,
     is_evaluated,
     search_rate,
 )
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
-from cpu3d.data.store import Store, open_store
-from cpu3d.errors import InputError
+from cpu3d.data.store import open_store
+from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.settings import SETTINGS, load_config, recipe_config, with_settings
+from cpu3d.report.run_files import numbers, of_kind
+from cpu3d.settings import SETTINGS, load_config
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import option
 
-SEARCH_FACTORS = (0.5, 1.0, 2.0)
-
-SEARCH_SHARE = 0.25
-
-VALIDATIONS = 4
-"""Of every run, where no number is asked for."""
-
+a_budget = functools.partial(option, None, above=0, below=math.inf)
 of_study = functools.partial(option, group="resolution study", above=0)
 
 
@@ -92,10 +71,8 @@ class Options:
         repeat=True,
     )
     runs: Tuple[Path, ...] = option((), help="compare these run folders; nothing is trained", metavar="DIR")
-    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf)
-    minutes: Optional[float] = option(
-        None, help="budget of every run: wall time of its steps", metavar="M", above=0, below=math.inf
-    )
+    voxels: Optional[float] = a_budget("budget of every run: voxels seen", metavar="V")
+    minutes: Optional[float] = a_budget("budget of every run: wall time of its steps", metavar="M")
     seeds: Tuple[int, ...] = option((0, 1, 2), metavar="S", at_least=0)
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
@@ -103,7 +80,6 @@ class Options:
     )
     title: Optional[str] = option(None, help="of the page and the record (default: the data's name)", metavar="TEXT")
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
-    json: bool = option(False, help="print compare.json instead of tables")
     dry_run: bool = option(False, help="print the plan and stop")
     force: bool = option(False, help="train although memory may not hold it; compare --runs that were cut off")
     resolutions: Tuple[float, ...] = of_study(
@@ -111,110 +87,94 @@ class Options:
     )
     batches: Tuple[int, ...] = of_study((), help="effective batches, the second axis (default: the recipe's)")
     learning_rates: Tuple[float, ...] = of_study(
-        (), help="rates to search, for all; one alone is no search", one_of="rates"
+        (), help="rates to search, one alone is no search (default: half, once and twice the recipe's, by the batch)"
     )
-    search_factors: Tuple[float, ...] = of_study(
-        SEARCH_FACTORS, help="search these multiples of --learning-rate, scaled to the batch", one_of="rates"
-    )
-    search_share: float = of_study(
-        SEARCH_SHARE, help="part of a full run's steps that a run of the search takes", at_most=1
-    )
-    validations: int = VALIDATIONS
-    """Of every run; an option of training."""
+    search_share: float = of_study(0.25, help="part of a full run's steps that a run of the search takes", at_most=1)
 
 
 OPTIONS = (Options, SETTINGS)
 
 
 def run(options: Options, settings: Json) -> int:
-    options = _checked(options, settings)
+    _check(options, settings)
+    evaluation = Evaluation(options.split, options.tolerance)
+    if options.split != UNTOUCHED:
+        Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
     if options.runs:
-        return _compare_folders(options)
-    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
-    refuse("compare", common)
-    return _train_and_compare(options, common, settings.get("epochs"))
+        return _compare_folders(options, evaluation)
+    return _train_and_compare(options, settings, evaluation)
 
 
 # --- Private helpers ---
 
 
-def _checked(options: Options, settings: Json) -> Options:
-    """The options, with the settings' validations. Raises InputError for those that do not go together, all at once."""
-    chosen = {one.name for one in dataclasses.fields(Options) if getattr(options, one.name) != one.default}
-    options = dataclasses.replace(options, validations=settings.get("validations", VALIDATIONS))
-    problems = []
-    if not (options.runs or options.store):
-        problems.append("--store must name a store to train on, got none; or give --runs with folders to compare")
-    if options.validations < 1:
-        problems.append(
-            f"--validations must be at least 1, got {options.validations}; the last step is always validated"
-        )
-    if len(set(options.seeds)) < len(options.seeds):
-        problems.append(f"--seeds must be different numbers, got {list(options.seeds)}; leave one out")
-    names = [name for name, _ in options.variant]
-    problems += [
-        f"--variant must have names of their own, got {name} twice; rename one"
-        for name in sorted({name for name in names if names.count(name) > 1})
-    ]
+def _check(options: Options, settings: Json) -> None:
+    """Raise InputError for options that do not go together, all at once."""
+    chosen = [one.name for one in dataclasses.fields(Options) if getattr(options, one.name) != one.default]
     own = [name for name in ("variant", "voxels", "minutes") if name in chosen]
-    budgets = [f"--{name}" for name in ("epochs", *own) if name != "variant" and name in {*settings, *chosen}]
+    names, validations = [name for name, _ in options.variant], settings.get("validations", VALIDATIONS)
     if options.runs:
         wrong = [*(name for name in settings if name != "validations"), *own]
         wrong += ["resolutions"] if options.resolutions else []
-        rule = "must come without --runs, where nothing is trained"
+        rule = "come without --runs, where nothing is trained"
     elif options.resolutions:
         wrong = [*(name for name in ("resolution", "batch") if name in settings), *own]
         wrong += ["mode patch"] if settings.get("mode", "whole") != "whole" else []
-        rule = "must come without --resolutions, which trains whole volumes at --batches for --epochs"
+        rule = "come without --resolutions, which trains whole volumes at --batches for --epochs"
     else:
-        study = ("batches", "learning_rates", "search_factors", "search_share")
-        wrong, rule = [name for name in study if name in chosen], "must come with --resolutions"
-        if len(budgets) > 1:
-            problems.append(f"the budget must be one of --epochs, --voxels and --minutes, got {' and '.join(budgets)}")
-    problems += [f"--{name.replace('_', '-')} {rule}; leave it out" for name in wrong]
-    if problems:
-        raise InputError(*problems)
-    return options
+        wrong = [name for name in ("batches", "learning_rates", "search_share") if name in chosen]
+        rule = "come with --resolutions"
+    budgets = [name for name in ("epochs", "voxels", "minutes") if name in {*settings, *chosen}]
+    problems = [
+        f"--{name.replace('_', '-')} must {must}, got {got}; {advice}"
+        for name, holds, must, got, advice in (
+            ("store", options.runs or options.store, "name a store", "none", "or give --runs with folders to compare"),
+            ("validations", validations >= 1, "be at least 1", validations, "the last step is always validated"),
+            ("seeds", len(set(options.seeds)) == len(options.seeds), "differ", list(options.seeds), "leave one out"),
+            ("variant", len(set(names)) == len(names), "have names of their own", ", ".join(names), "rename one"),
+            (" and --".join(budgets), wrong or len(budgets) < 2, "be one budget", "several", "leave all but one out"),
+            *((name, False, rule, "both", "leave it out") for name in wrong),
+        )
+        if not holds
+    ]
+    refuse(problems)
 
 
-def _train_and_compare(options: Options, common: Json, epochs: Optional[float]) -> int:
-    store, evaluation = open_store(options.store), Evaluation(options.split, options.tolerance)
+def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation) -> int:
+    store, is_study = open_store(options.store), bool(options.resolutions)
     store.check_split()
     store.check(record for split in store.manifest.split for record in store.cases(split))
-    asked, plan, budget = _planned(options, store, evaluation, common, epochs)
-    words, is_study = f"{budget.words(plan[0]['name'])} each", bool(options.resolutions)
+    asked, plan, budget = planned(options, settings, store, evaluation)
+    words = budget.words(plan[0]["name"])
 
     def taken_up() -> Kept:
         """What the folder holds with what is added, or a new plan. Results are of all seeds and variants or none."""
-        before = load_same(asked, options.out)
-        seeds = list(dict.fromkeys((*(before.seeds if before else ()), *options.seeds)))
-        now = before.plan if before else plan
-        if is_study:
-            more_rates = bool(options.learning_rates) or options.search_factors != SEARCH_FACTORS
-            now = merged(before.plan if before else (), plan, more_rates)
-        same = before and before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
+        before = load_same(asked, options.out) or Kept({}, [], [])
+        seeds = list(dict.fromkeys((*before.seeds, *options.seeds)))
+        now = merged(before.plan, plan) if is_study else before.plan or plan
+        same = before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
         changing = {"search_seed": seeds[0]} if is_study else {}
-        kept = Kept({**asked, **changing}, seeds, list(now), before.results if same else None)
-        Console(stderr=True).print(plan_table(kept.plan, kept.seeds, words).rich())
-        _warn(options.split)
-        return kept
+        Console(stderr=True).print(plan_table(now, seeds, words).rich())
+        return Kept({**asked, **changing}, seeds, list(now), before.results if same else None)
 
     if options.dry_run:
         taken_up()
         return 0
-    out, source = writable_folder(options.out, "folder of --out").resolve(), store.folder.resolve()
+    out = writable_folder(options.out, "folder of --out").resolve()
+    runner = Runner(store.folder.resolve(), out, evaluation, options.force)
     runs, failed, search = [], [], {}
     with locked(out, "comparison"):
         kept = taken_up()
         kept.save(out)
-        for arm in kept.plan if is_study else ():
-            of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, source, out, evaluation, force=options.force)
-            runs += of_arm
-        if not is_study:
+        if is_study:
+            for arm in kept.plan:
+                of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, runner)
+                runs += of_arm
+        else:
             # Seed by seed, so that what is there when a long comparison is cut off can be compared.
             order = itertools.product(kept.seeds, kept.plan)
             runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
-            failed = carry_out(runs, source, out, evaluation, force=options.force, keep_going=True)
+            failed = runner.carry_out(runs, keep_going=True)
         lost = {(one.variant, one.seed) for one in failed}
         results = [
             read_run(run.variant, run.seed, run.folder, options.split, store=store)
@@ -222,52 +182,11 @@ def _train_and_compare(options: Options, common: Json, epochs: Optional[float]) 
             if (run.variant, run.seed) not in lost
         ]
         comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
-        publish(comparison, kept, store, evaluation, out, budget=words, options=options, search=search)
+        publish(comparison, kept, store, out, options, budget=words, search=search)
     return 1 if failed else 0
 
 
-def _planned(
-    options: Options, store: Store, evaluation: Evaluation, common: Json, epochs: Optional[float]
-) -> Tuple[Json, List[Course], Budget]:
-    """What tells this comparison from others, its plan and its budget.
-
-    There can always be more seeds, and in a study more resolutions, batches and rates.
-    """
-    asked: Json = {"split_hash": store.manifest.split_hash, "validations": options.validations}
-    asked["evaluation"] = evaluation._asdict()
-    if not options.resolutions:
-        variants = [parse_variant(name, words, common) for name, words in options.variant]
-        variants = variants or usual_variants(common, store)
-        found = resolve_variants(variants, store)
-        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
-        usual = ("epochs", found[0][1].config.epochs)
-        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
-        chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
-        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
-        return asked, courses(found, budget, options.validations), budget
-    if not store.cases("val"):
-        raise InputError(
-            f"split val of {store.folder} must hold cases, as rates are chosen on them; prepare with --split"
-        )
-    try:
-        base = with_settings(recipe_config(common), common)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    arms = []
-    for batch, resolution in sorted(itertools.product(set(options.batches or [base.batch]), set(options.resolutions))):
-        own = {"mode": "whole", "resolution": resolution, "batch": batch}
-        arms.append(Variant(f"r{resolution:g}-b{batch}", {**common, **own}))
-    found, budget = resolve_variants(arms, store), Budget("passes", epochs or base.epochs)
-    search = Search(base, options.search_share, options.learning_rates, options.search_factors)
-    settings = {name: value for name, value in common.items() if name != "recipe"}
-    asked.update(study=STUDY, recipe=common.get("recipe"), settings=settings, epochs=budget.amount)
-    asked.update(search_share=options.search_share, search_seed=options.seeds[0])
-    return asked, merged((), courses(found, budget, options.validations, search), more_rates=False), budget
-
-
-def _arm_runs(
-    arm: Course, seeds: Sequence[int], store: Path, out: Path, evaluation: Evaluation, *, force: bool
-) -> Tuple[List[PlannedRun], Json]:
+def _arm_runs(arm: Course, seeds: Sequence[int], runner: Runner) -> Tuple[List[PlannedRun], Json]:
     """Search an arm's learning rate, and train and score it with the best for every seed: the runs, and the search.
 
     A rate that diverges in full length, with any seed, makes place for the next best of the search. Raises
@@ -275,22 +194,21 @@ def _arm_runs(
     """
 
     def dice_of(rate: float) -> Optional[float]:
-        run = planned_run(arm, seeds[0], out, rate=rate, search=True)
+        run = planned_run(arm, seeds[0], runner.out, rate=rate, search=True)
         try:
-            carry_out([run], store, out, force=force)
+            runner.carry_out([run], score=False)
         except RunFailedError as error:
             if error.diverged:
                 return None  # an answer, which is kept, and not a failure of the search
             raise
-        events = read_events(run.folder)
-        return max((event["mean_dice"] for event in events if event.get("event") == "validation"), default=None)
+        return max(numbers(of_kind(read_events(run.folder), "validation"), "mean_dice"), default=None)
 
     trials, diverged = search_rate(arm["rates"], arm["goes_beyond"], dice_of), []
     rates = [trial.rate for trial in by_dice(trials)] if trials else list(arm["rates"])
     while True:
-        runs = [planned_run(arm, seed, out, rate=rates[0]) for seed in seeds]
+        runs = [planned_run(arm, seed, runner.out, rate=rates[0]) for seed in seeds]
         try:
-            carry_out(runs, store, out, evaluation, force=force)
+            runner.carry_out(runs)
             break
         except RunFailedError as error:
             if not error.diverged or len(rates) < 2:
@@ -300,43 +218,34 @@ def _arm_runs(
     return runs, {**search, "trials": list(map(vars, trials)), "diverged": diverged}
 
 
-def _warn(split: str) -> None:
-    if split != UNTOUCHED:
-        Console(stderr=True).print(f"[bold yellow]{warning(split)}")
-
-
-def _compare_folders(options: Options) -> int:
+def _compare_folders(options: Options, evaluation: Evaluation) -> int:
     found = grouped([folder.resolve() for folder in options.runs], force=options.force)
-    evaluation = Evaluation(options.split, options.tolerance)
     asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": evaluation._asdict()}
     for variant, seed, folder in found:
         Console(stderr=True).print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
-    _warn(options.split)
     if options.dry_run:
         load_same(asked, options.out)
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
     # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
-    places = [
-        folder if is_evaluated(folder, evaluation) else out / "evaluations" / f"{variant}-seed{seed}"
-        for variant, seed, folder in found
-    ]
-    missing = [not is_evaluated(run[2], evaluation, place) for run, place in zip(found, places)]
+    ours = {folder: out / "evaluations" / f"{variant}-seed{seed}" for variant, seed, folder in found}
+    places = {folder: folder if is_evaluated(folder, evaluation) else ours[folder] for folder in ours}
+    missing = [folder for folder, place in places.items() if not is_evaluated(folder, evaluation, place)]
     try:
         store = store_of_run(load_config(found[0][2]), options.store)
     except InputError:
-        if options.store or options.record or any(missing):
+        if options.store or options.record or missing:
             raise
         store = None  # it is gone, and no run needs it
+    runner = Runner(store.folder.resolve() if store else Path(), out, evaluation)
     with locked(out, "comparison"):
         if not load_same(asked, out):
             kept.save(out)  # whose folder it is, before anything else is in it
         results = []
-        for number, ((variant, seed, folder), place) in enumerate(zip(found, places)):
-            if missing[number]:
-                label = f"{number + 1}/{len(found)} {variant}, seed {seed}"
-                evaluate_folder(folder, place, store.folder.resolve(), out, evaluation, label)
-            results.append(read_run(variant, seed, folder, options.split, store=store, scored=place))
-        publish(compare(results), kept, store, evaluation, out, budget="that of the runs", options=options)
+        for number, (variant, seed, folder) in enumerate(found, 1):
+            if folder in missing:
+                runner.evaluate(folder, places[folder], f"{number}/{len(found)} {variant}, seed {seed}")
+            results.append(read_run(variant, seed, folder, options.split, store=store, scored=places[folder]))
+        publish(compare(results), kept, store, out, options, budget="that of the runs")
     return 0

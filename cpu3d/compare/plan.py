@@ -1,25 +1,25 @@
 """What a comparison does, as it is kept in OUT/compare.json: variants, one budget for all, and what each comes to here.
 
-A second call is held to what was asked: the same goes on, more seeds are added, and anything else is refused. Steps,
-dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms of a
-resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others may be
-added. Run folders that are there already become variants by `grouped`: runs that differ in their seed alone are one.
+A second call is held to what the first asked for: the same goes on, more seeds are added, anything else is refused.
+Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms
+of a resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others
+may be added.
 """
 
 import argparse
-import dataclasses
+import itertools
 import json
 import math
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.compare.run import PlannedRun, end_of, rounded, step_voxels
+from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
@@ -28,21 +28,28 @@ from cpu3d.settings import (
     SIZES_OF_PATCH,
     RunConfig,
     as_options,
-    load_config,
     recipe_config,
+    with_settings,
 )
-from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import is_untouched, write_json
-from cpu3d.util.lock import locked
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 from memory_estimator.schema import add_options, arguments
 
+if TYPE_CHECKING:
+    from cpu3d.compare.command import Options
+
 SCHEMA = 1
 """Version of compare.json."""
 
 FILE = "compare.json"
+
+VALIDATIONS = 4
+"""Of every run, where no number is chosen."""
+
+STUDY = "resolutions"
+"""The kind of a resolution study, and of its records."""
 
 WARMUP_SHARE = 10
 """The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
@@ -52,6 +59,9 @@ LEAST_STEP_S = 1e-3
 
 SEARCH_VALIDATIONS = 3
 """Of a run of a search. All of an arm have equally many, so none has more chances at a lucky one."""
+
+FACTORS = (0.5, 1.0, 2.0)
+"""Of the rate that a search starts from, where no rates are named."""
 
 SCALING = {"adam": 0.5, "sgd": 1.0}
 """Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
@@ -67,28 +77,13 @@ DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 """Settings that no variant may have for itself: with them it would answer another question."""
 
-SHARED = ("split_hash", "fold", "regions")
-"""Settings that all run folders must have alike: else they were trained, or are scored, on other cases."""
-
-SAME_VARIANT = {
-    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
-    *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
-}
-"""Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
-
-UNEQUAL = 1.1
-"""Times more that one run may have spent than another under what counts as one budget."""
-
 Json = Dict[str, Any]
 
 Resolved = Tuple["Variant", Plan]
 """A variant on one store and one host, with nothing left open that could differ from run to run."""
 
-Grouped = List[Tuple[str, int, Path]]
-"""Variant, seed and folder of each run."""
 
-
-# --- One budget ---
+# --- What is asked for ---
 
 
 class Budget(NamedTuple):
@@ -100,16 +95,14 @@ class Budget(NamedTuple):
     amount: float
 
     def words(self, baseline: str) -> str:
-        """Such as "the voxels of 25 epochs of whole"."""
+        """Such as "the voxels of 25 epochs of whole each"."""
+        amount = f"{self.amount:,g}"
         return {
-            "epochs": f"the voxels of {self.amount:,g} epochs of {baseline}",
-            "voxels": f"{self.amount / 1e6:,.4g} million voxels",
-            "minutes": f"{self.amount:,g} minutes of steps",
-            "passes": f"{self.amount:,g} epochs",
+            "epochs": f"the voxels of {amount} epochs of {baseline} each",
+            "voxels": f"{self.amount / 1e6:,.4g} million voxels each",
+            "minutes": f"{amount} minutes of steps each",
+            "passes": f"{amount} epochs each",
         }[self.kind]
-
-
-# --- Variants ---
 
 
 class Variant(NamedTuple):
@@ -124,43 +117,36 @@ class Variant(NamedTuple):
 class Search(NamedTuple):
     """How the arms of a study come to their learning rates: by short runs, of a `share` of a full run's steps.
 
-    They try the `rates`, where those are named, else the `factors` of the rate of `base`, scaled to the batch.
+    They try the `rates`, where those are named, else FACTORS of the rate of `base`, scaled to the batch.
     """
 
     base: RunConfig
     share: float
-    rates: Sequence[float]
-    factors: Sequence[float]
+    rates: Sequence[float] = ()
 
     def of(self, batch: int, steps: int) -> Json:
         """What an arm of so many steps has besides a course."""
-        start = start_rate(self.base.learning_rate, batch, self.base.batch, self.base.optimizer)
+        base = self.base
+        start = rounded(base.learning_rate * (batch / base.batch) ** SCALING[base.optimizer])
         return {
             "start_rate": start,
-            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in self.factors]}),
+            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in FACTORS]}),
             "goes_beyond": not self.rates,
             "search_steps": max(round(self.share * steps), 1),
         }
 
 
-def start_rate(rate: float, batch: int, base_batch: int, optimizer: str) -> float:
-    """The learning rate at `batch` to start a search from, where `rate` is that at `base_batch`."""
-    return rounded(rate * (batch / base_batch) ** SCALING[optimizer])
-
-
-def refuse(who: str, settings: Dict[str, Any], names: Sequence[str] = DECIDED) -> None:
+def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
     """Raise InputError for settings of these names, which are not for `who` to choose."""
-    problems = [
+    refuse(
         f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
         "and --validations for all variants"
         for name in names
         if name in settings
-    ]
-    if problems:
-        raise InputError(*problems)
+    )
 
 
-def parse_variant(name: str, options: str, common: Dict[str, Any]) -> Variant:
+def parse_variant(name: str, options: str, common: Json) -> Variant:
     """The variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top of the common settings.
 
     Raises InputError, which names the variant, for what is no name of a folder or what train would not take.
@@ -169,22 +155,22 @@ def parse_variant(name: str, options: str, common: Dict[str, Any]) -> Variant:
         raise InputError(
             f"--variant must have a name of letters, digits, '-', '_' and '.', got {name!r}; it names folders"
         )
-    parser = _Parser(name)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     add_options(parser, SETTINGS)
     try:
-        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)), InputError)
+        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)))
     except ValueError as error:
-        raise InputError(f"variant {name} must have options as on a command line, got {options!r}: {error}") from None
-    refuse(f"variant {name}", own, FOR_ALL)
+        problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
+        raise InputError(problem) from None
+    refuse_settings(f"variant {name}", own, FOR_ALL)
     if set(own) & set(SIZES_OF_PATCH):
         common = _without(common, SIZES_OF_PATCH)
-    usual = recipe_config({**common, **own}).mode
-    if own.get("mode", common.get("mode", usual)) == "whole":
+    if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return Variant(name, {**common, **own})
 
 
-def usual_variants(common: Dict[str, Any], store: Store) -> List[Variant]:
+def usual_variants(common: Json, store: Store) -> List[Variant]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis.
 
     Raises InputError for a common mode, as there is one of each.
@@ -221,8 +207,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Resolved
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         found.append((variant._replace(settings=settings), plan))
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return found
 
 
@@ -235,14 +220,11 @@ class _Newer(TypedDict, total=False):
     steps_per_epoch: int
     warmup_steps: int
     validations: int
-    validate_every: int
-    """In epochs, as older plans had it."""
+    validate_every: int  # in epochs, as older plans had it
     resolution: float
     start_rate: float
-    rates: Tuple[float, ...]
-    """That its search tries before it knows anything, in ascending order; one alone is not searched."""
-    goes_beyond: bool
-    """Whether the search goes on where its best is at an end; not where the user named the rates."""
+    rates: Tuple[float, ...]  # that its search tries first, in ascending order; one alone is not searched
+    goes_beyond: bool  # whether the search goes on where its best is at an end; not where the user named the rates
     search_steps: int
 
 
@@ -250,16 +232,13 @@ class Course(_Newer):
     """What every run of a variant does."""
 
     name: str
-    options: List[str]
-    """Of `train`."""
+    options: List[str]  # of `train`
     grid: Tuple[int, int, int]
     batch: int
     policy: str
-    step_s: Optional[float]
-    """Predicted, as the next is; None where nothing is known of the engine."""
+    step_s: Optional[float]  # predicted, as the next is; None where nothing is known of the engine
     peak_bytes: Optional[int]
-    steps: Optional[int]
-    """None under a budget of minutes: each run takes those that fit."""
+    steps: Optional[int]  # None under a budget of minutes: each run takes those that fit
     voxels: Optional[int]
 
 
@@ -314,8 +293,7 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
     names = [course["name"] for course in kept.plan] if "variants" in asked else []
     if names != list(asked.get("variants", ())):
         problems.append(f"plan of comparison {out} must be of its variants, got {', '.join(names)}; restore {FILE}")
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return kept
 
 
@@ -354,21 +332,58 @@ def courses(
     return plan if search else [{**course, "validations": least} for course in plan]
 
 
-def merged(before: Sequence[Course], now: Sequence[Course], more_rates: bool) -> List[Course]:
+def merged(before: Sequence[Course], now: Sequence[Course]) -> List[Course]:
     """The arms that were planned before, as they were, and the new ones: the whole resolution of each batch first.
 
-    What was planned stays, as what the host decides may be another thing today. With `more_rates` those of `now` are
-    searched besides.
+    What was planned stays, as what the host decides may be another thing today. Rates that were named now are searched
+    besides.
     """
     found = {arm["name"]: arm for arm in before}
     for arm in now:
         old = found.setdefault(arm["name"], arm)
-        if more_rates or "rates" not in old:
+        if not arm["goes_beyond"] or "rates" not in old:
             found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
     return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
 
 
-# --- Runs ---
+def planned(
+    options: "Options", settings: Json, store: Store, evaluation: Evaluation
+) -> Tuple[Json, List[Course], Budget]:
+    """What tells this comparison from others, its plan and its budget.
+
+    There can always be more seeds, and in a study more resolutions, batches and rates. Raises InputError for settings
+    that are compare's to choose, and as `parse_variant` and `resolve_variants`.
+    """
+    refuse_settings("compare", settings)
+    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
+    validations, epochs = settings.get("validations", VALIDATIONS), settings.get("epochs")
+    asked: Json = {"split_hash": store.manifest.split_hash, "validations": validations}
+    asked["evaluation"] = evaluation._asdict()
+    if not options.resolutions:
+        variants = [parse_variant(name, words, common) for name, words in options.variant]
+        variants = variants or usual_variants(common, store)
+        found = resolve_variants(variants, store)
+        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
+        usual = ("epochs", found[0][1].config.epochs)
+        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
+        chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
+        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
+        return asked, courses(found, budget, validations), budget
+    if not store.cases("val"):
+        raise InputError(f"split val of {store.folder} must hold cases to choose rates on; prepare with --split")
+    try:
+        base = with_settings(recipe_config(common), common)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    budget, search = Budget("passes", epochs or base.epochs), Search(base, options.search_share, options.learning_rates)
+    axes = itertools.product(set(options.batches or [base.batch]), set(options.resolutions))
+    arms = [
+        Variant(f"r{share:g}-b{batch}", {**common, "mode": "whole", "resolution": share, "batch": batch})
+        for batch, share in sorted(axes)
+    ]
+    plan = merged((), courses(resolve_variants(arms, store), budget, validations, search))
+    asked.update(study=STUDY, recipe=common.pop("recipe", None), settings=common, epochs=budget.amount)
+    return {**asked, "search_share": options.search_share, "search_seed": options.seeds[0]}, plan, budget
 
 
 def planned_run(
@@ -398,86 +413,17 @@ def planned_run(
     return PlannedRun(course["name"], seed, Path(out) / "runs" / folder, options)
 
 
-# --- Run folders that are there already ---
-
-
-def grouped(folders: Sequence[Path], *, force: bool = False) -> Grouped:
-    """Name the variant of every run, in the order of their first ones, which is the baseline.
-
-    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
-    once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
-    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
-    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
-    """
-    problems: List[str] = []
-    configs: Dict[Path, RunConfig] = {}
-    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
-    for folder in folders:
-        try:
-            configs[folder] = load_config(folder)
-            if not (folder / "checkpoints" / "best.npz").is_file():
-                raise InputError(
-                    f"run {folder} must have been trained, found no checkpoints/best.npz; run `train` on it"
-                )
-            with locked(folder, "run"):
-                pass  # else it is being trained, and what is read now is not what it comes to
-            events = read_events(folder)
-            end = (end_of(events) or {}).get("reason", "none")
-            steps = [event for event in events if event.get("event") == "step"]
-            seconds = sum(event.get("step_s", 0.0) for event in steps)
-            spent[folder] = len(steps) * step_voxels(configs[folder]), seconds
-        except InputError as error:
-            problems += error.problems
-            continue
-        if end not in FINISHED and not force:
-            problems.append(
-                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
-                "--force"
-            )
-    first = next(iter(configs), None)
-    problems += [
-        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
-        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
-        for folder, config in configs.items()
-        for name in SHARED
-        if getattr(config, name) != getattr(configs[first], name)
-    ]
-    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
-        most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
-        words = [
-            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
-        ]
-        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
-    if problems:
-        raise InputError(*problems)
-    return _named(configs)
-
-
-def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
-    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
-    return {
-        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
-        "train one of each with the same --seed"
-        for variant, own in seeds.items()
-        if not set(own) & set(seeds[baseline])
-    }
-
-
 # --- Private helpers ---
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises InputError where others print and exit."""
-
-    def __init__(self, name: str):
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.name = name
+    """Raises ValueError where others print and exit."""
 
     def error(self, message: str):
-        raise InputError(f"variant {self.name} must have options of train, got: {message}; see `train --help`")
+        raise ValueError(message)
 
 
-def _without(settings: Dict[str, Any], names: Sequence[str]) -> Dict[str, Any]:
+def _without(settings: Json, names: Sequence[str]) -> Json:
     return {name: value for name, value in settings.items() if name not in names}
 
 
@@ -491,30 +437,3 @@ def _arm_as_course(arm: Json, validations: int) -> Json:
         "validations": min(validations, steps),
     }
     return {**own, **(arm if arm.get("rates") else _without(arm, ("rates",)))}
-
-
-def _named(configs: Dict[Path, RunConfig]) -> Grouped:
-    problems: List[str] = []
-    names: Dict[str, str] = {}
-    seeds: Dict[str, Dict[int, Path]] = {}
-    found: Grouped = []
-    for folder, config in configs.items():
-        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
-        # Under batch norm what is computed together is what is learnt.
-        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
-        if kind not in names:
-            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
-            free = (f"{name}-{number}" if number > 1 else name for number in range(1, len(configs) + 2))
-            names[kind] = next(one for one in free if one not in names.values())
-        own = seeds.setdefault(names[kind], {})
-        if config.seed in own:
-            problems.append(
-                f"runs must differ in a setting or their seed, got {own[config.seed]} and {folder}, alike with seed "
-                f"{config.seed}; leave one out"
-            )
-        own[config.seed] = folder
-        found.append((names[kind], config.seed, folder))
-    problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
-    if problems:
-        raise InputError(*problems)
-    return found

@@ -5,35 +5,28 @@ Every table is made of the results as compare.json and the records hold them, so
 
 import dataclasses
 import itertools
-import json
-import math
 import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import Course, Json, Kept
-from cpu3d.compare.run import Evaluation, Trial, rate_beyond
+from cpu3d.compare.plan import STUDY, Course, Json, Kept
+from cpu3d.compare.run import Trial, rate_beyond
 from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
-from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.report.page import flat, gib, render_page
 from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, versions
-from memory_estimator.figure import PALETTE
+from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.host import read_host
-from memory_estimator.table import Bold, Table
+from memory_estimator.table import PALETTE, Bold, Table
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
-
-RECORD, STUDY = "compare", "resolutions"
-"""The kinds of its records."""
 
 DIFFERENCES = (
     "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
@@ -51,7 +44,6 @@ COSTS_OF = (
 NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
 
-
 Figures = List[Tuple[str, bytes]]
 """(what it shows, PNG) each."""
 
@@ -61,81 +53,77 @@ Figures = List[Tuple[str, bytes]]
 
 def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
     """What is about to happen, a line a variant; of a study with the rates that are searched."""
-    rows, all_s, is_study = [], 0.0, any("rates" in course for course in plan)
+    columns = ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory", "rates x steps")
+    rows, all_s = [], []
     for course in plan:
         steps, step_s, rates = course["steps"], course["step_s"], course.get("rates", ())
         searched = len(rates) * course["search_steps"] if len(rates) > 1 else 0
-        all_s += (step_s or math.nan) * ((steps or math.nan) * len(seeds) + searched)
-        row = [
-            course["name"],
-            by(course["grid"]) + (f" x {course['batch']}" if course["batch"] > 1 else ""),
-            f"{steps:,}" if steps else "by time",
-            millions(course["voxels"]) if course["voxels"] else "by time",
-            course["policy"],
-            f"{step_s:.2f} s" if step_s else "?",
-            duration(steps * step_s) if steps and step_s else "?",
-            gib(course["peak_bytes"]) if course["peak_bytes"] else "?",
-        ]
-        search = ", ".join(f"{rate:g}" for rate in rates) + (f" x {course['search_steps']:,}" if searched else "")
-        rows.append([*row, search] if is_study else row)
-    header = ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory")
+        all_s.append(step_s * (steps * len(seeds) + searched) if steps and step_s else None)
+        rows.append(
+            (
+                course["name"],
+                by(course["grid"]) + (f" x {course['batch']}" if course["batch"] > 1 else ""),
+                f"{steps:,}" if steps else "by time",
+                millions(course["voxels"]) if course["voxels"] else "by time",
+                course["policy"],
+                seconds(step_s),
+                duration(steps and step_s and steps * step_s),
+                gib(course["peak_bytes"]),
+                ", ".join(f"{rate:g}" for rate in rates) + (f" x {course['search_steps']:,}" if searched else ""),
+            )
+        )
+    shown = len(columns) if any("rates" in course for course in plan) else -1
     return Table(
-        (*header, "rates x steps") if is_study else header,
-        rows,
+        columns[:shown],
+        [row[:shown] for row in rows],
         title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
-        caption="" if math.isnan(all_s) else f"predicted: {duration(all_s)} of steps, validation and scoring aside",
+        caption="" if None in all_s else f"predicted: {duration(sum(all_s))} of steps, validation and scoring aside",
     )
 
 
-def scores_table(results: Json, tolerance_mm: float) -> Table:
+def scores_table(record: Json) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
-    first = next(iter(results["variants"].values()))["scores"][results["regions"][0]]
+    first = next(iter(record["variants"].values()))["scores"][record["regions"][0]]
     metrics = [name for name in METRICS if name in first]
     return Table(
         ("region", "variant", *(METRICS[metric].label for metric in metrics)),
         [
-            (region, variant, *(_spread(one["scores"][region][metric], metric) for metric in metrics))
-            for region in results["regions"]
-            for variant, one in results["variants"].items()
+            (region, variant, *(_spread(one, region, metric) for metric in metrics))
+            for region in record["regions"]
+            for variant, one in record["variants"].items()
         ],
         title="Scores",
-        caption=f"Mean over {count(results['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
-        f"seeds\u2019 means. HD95 in mm; surface Dice at {tolerance_mm:g} mm. Scored are the weights of the validation "
-        "with the highest mean Dice.",
+        caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
+        f"seeds\u2019 means. {metric_notes(metrics, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
+        "the validation with the highest mean Dice.",
         names=2,
     )
 
 
-def differences_table(results: Json) -> Table:
+def differences_table(record: Json) -> Table:
     """Every difference to the baseline; bold counts."""
     rows = []
-    for variant, regions in results["differences"].items():
-        for region, metrics in regions.items():
-            for metric, one in metrics.items():
-                digits, bound = METRICS[metric].digits, one.get("seed_bound")
-                text = f"{one['mean']:+.{digits}f}"
-                if one["interval"]:
-                    text += " ({:+.{digits}f} to {:+.{digits}f})".format(*one["interval"], digits=digits)
-                cases = f"{one['better']} / {one['worse']} / {one['equal']}"
-                text, bound = Bold(text) if counts(one) else text, "-" if bound is None else f"{bound:.{digits}f}"
-                rows.append((region, variant, METRICS[metric].label, text, bound, cases))
-    return Table(
-        ("region", "variant", "score", "difference", "seeds alone", "cases"),
-        rows,
-        title=f"Differences to {results['baseline']}",
-        caption=DIFFERENCES,
-        names=3,
-    )
+    for variant, regions in record["differences"].items():
+        for region, metric, one in ((region, *pair) for region, found in regions.items() for pair in found.items()):
+            digits, bound = METRICS[metric].digits, one.get("seed_bound")
+            text = f"{one['mean']:+.{digits}f}"
+            if one["interval"]:
+                text += " ({:+.{digits}f} to {:+.{digits}f})".format(*one["interval"], digits=digits)
+            cases = f"{one['better']} / {one['worse']} / {one['equal']}"
+            text, bound = Bold(text) if counts(one) else text, "-" if bound is None else f"{bound:.{digits}f}"
+            rows.append((region, variant, METRICS[metric].label, text, bound, cases))
+    columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
+    return Table(columns, rows, title=f"Differences to {record['baseline']}", caption=DIFFERENCES, names=3)
 
 
-def costs_table(results: Json) -> Table:
+def costs_table(record: Json) -> Table:
     """What a run of each variant took; what no run knows has no row."""
     rows = []
     for name, cost in COSTS.items():
-        values = [one["costs"].get(name) for one in results["variants"].values()]
+        values = [one["costs"].get(name) for one in record["variants"].values()]
         if any(value is not None for value in values):
             rows.append((cost.label, *("-" if value is None else cost.show(value) for value in values)))
-    return Table(("", *results["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
+    return Table(("", *record["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
 
 
 def search_table(search: Json) -> Table:
@@ -167,12 +155,12 @@ def settings_table(comparison: Comparison) -> Table:
     return Table(("setting", *comparison.runs), differing, title="Settings that differ")
 
 
-def results_tables(results: Json, tolerance_mm: float) -> List[Table]:
-    """Those of the terminal and the docs."""
-    tables = [scores_table(results, tolerance_mm)]
-    tables += [differences_table(results)] if results["differences"] else []
-    tables += [search_table(results["search"])] if results.get("search") else []
-    return [*tables, costs_table(results)]
+def results_tables(record: Json) -> List[Table]:
+    """Those of the terminal and the docs: of results with the "evaluation" that they are of."""
+    tables = [scores_table(record)]
+    tables += [differences_table(record)] if record["differences"] else []
+    tables += [search_table(record["search"])] if record.get("search") else []
+    return [*tables, costs_table(record)]
 
 
 # --- What is published ---
@@ -182,66 +170,74 @@ def publish(
     comparison: Comparison,
     kept: Kept,
     store: Optional[Store],
-    evaluation: Evaluation,
     out: Path,
+    options: "Options",
     *,
     budget: str,
-    options: "Options",
     search: Optional[Json] = None,
 ) -> None:
     """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
 
-    The page is self-contained, pictures inside.
+    A record names no folder and holds nothing of one case; the page is self-contained, pictures inside.
     """
-    data = store.manifest.name if store else "data that is not there now"
-    title = options.title or f"{' against '.join(comparison.runs)}: {data}"
     results = {**comparison.to_json(), **({"search": search} if search else {})}
     kept = dataclasses.replace(kept, results=results)
     kept.save(out)
+    manifest = store and store.manifest
+    data = {
+        "name": manifest.name,
+        "split": {name: len(ids) for name, ids in manifest.split.items()},
+        "shape": manifest.largest_shape,
+    } if manifest else {"name": "data that is not there now"}  # fmt: skip
+    record = {
+        "title": options.title or f"{' against '.join(comparison.runs)}: {data['name']}",
+        "host": comparison.runs[comparison.baseline][0].host or read_host().summary(),
+        "versions": versions(),
+        "data": data,
+        "budget": budget,
+        "seeds": kept.seeds,
+        "evaluation": kept.asked["evaluation"],
+        "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
+        **results,
+    }
+    split = record["evaluation"]["split"]
     page = render_page(
         Path(__file__).with_name("report.html.j2"),
-        title=title,
-        sections=page_sections(comparison, results, store, evaluation, budget, out),
+        title=record["title"],
+        sections=page_sections(comparison, record, out),
         tiles=[
-            (name, _spread(one["scores"][comparison.regions[-1]]["dice"], "dice"), f"{comparison.regions[-1]} Dice")
+            (name, _spread(one, comparison.regions[-1], "dice"), f"{comparison.regions[-1]} Dice")
             for name, one in results["variants"].items()
         ],
-        warning="" if evaluation.split == UNTOUCHED else warning(evaluation.split),
+        warning="" if split == UNTOUCHED else warning(split),
     )
     with atomic_write(out / "report.html", "w") as file:
         file.write(page)
     if options.record and store:
-        kind = STUDY if options.resolutions else RECORD
-        append_record(options.record, kind, {"title": title, **_record(comparison, kept, store, budget)})
-    if options.json:
-        json.dump(vars(kept), sys.stdout, indent=1)
-        print()
-    else:
-        for table in results_tables(results, evaluation.tolerance_mm):
-            Console().print(table.rich())
+        append_record(options.record, STUDY if options.resolutions else "compare", record)
+    for table in results_tables(record):
+        Console().print(table.rich())
     for line in (f"written: {out / 'report.html'}", *results["failed"]):
         Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def page_sections(
-    comparison: Comparison, results: Json, store: Optional[Store], evaluation: Evaluation, budget: str, out: Path
-) -> List[Tuple[str, List[Table], Figures]]:
+def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple[str, List[Table], Figures]]:
     """(heading, tables, figures) of what was compared, came out and cost. Folders in `out` are named from there."""
     config = comparison.runs[comparison.baseline][0].config
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     facts = (
-        ("data", store.manifest.name if store else "not there now"),
-        ("scored", f'{count(comparison.cases, "case")} of "{evaluation.split}", full original grids'),
-        ("budget", budget),
+        ("data", record["data"]["name"]),
+        ("scored", f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids'),
+        ("budget", record["budget"]),
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
-        *(("left out", line) for line in results["failed"]),
+        *(("left out", line) for line in record["failed"]),
     )
     folders = [run.folder.resolve() for run in runs]
     beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
     rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
-    hosts = [dict(pairs) for pairs in {tuple(flat(run.host)): 0 for run in runs if run.host}]
-    about = [pair for one in (*hosts, versions()) for pair in flat(one)]
-    scores, *tables = results_tables(results, evaluation.tolerance_mm)
+    hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)
+    about = [*(pair for host in hosts for pair in host), *flat(versions())]
+    scores, *tables = results_tables(record)
     sections = [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
         ("Scores and differences", [scores, *tables[:-1]], case_strips(comparison)),
@@ -251,9 +247,6 @@ def page_sections(
         ("Hosts and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
-
-
-# --- Pictures ---
 
 
 def case_strips(comparison: Comparison) -> Figures:
@@ -301,7 +294,7 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
             *(f"- `{name}`: `{options}`" for name, options in record["options"].items()),
             "",
         ]
-        for table in results_tables(record, record["evaluation"]["tolerance_mm"]):
+        for table in results_tables(record):
             lines += [*table.markdown(), ""]
     return lines
 
@@ -320,7 +313,7 @@ def _study_as_comparison(record: Json) -> Json:
                 region: {metric: dict(enumerate(run[metric][region])) for metric in ("dice", "hd95_mm")}
                 for region in run["dice"]
             }
-            costs = {name: run[name] for name in ("step_s", "train_s")}
+            costs: Dict[str, Any] = {name: run[name] for name in ("step_s", "train_s")}
             costs.update(steps=arm["steps"], train_peak_bytes=run["peak_bytes"], case_predict_s=run["predict_s"])
             results.append(RunResult(name, run["seed"], with_mean(scores), costs))
     return {
@@ -335,22 +328,7 @@ def _study_as_comparison(record: Json) -> Json:
     }
 
 
-def _record(comparison: Comparison, kept: Kept, store: Store, budget: str) -> Json:
-    """What a line of records/compare.jsonl holds: no paths, and nothing of one case."""
-    manifest = store.manifest
-    split = {name: len(ids) for name, ids in manifest.split.items()}
-    return {
-        "host": comparison.runs[comparison.baseline][0].host or read_host().summary(),
-        "versions": versions(),
-        "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
-        "budget": budget,
-        "seeds": kept.seeds,
-        "evaluation": kept.asked["evaluation"],
-        "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
-        **(kept.results or {}),
-    }
-
-
-def _spread(score: Mapping[str, Optional[float]], metric: str) -> str:
+def _spread(variant: Json, region: str, metric: str) -> str:
     """ "0.912 ± 0.004"."""
+    score = variant["scores"][region][metric]
     return plus_minus(score["mean"], score["sd"], METRICS[metric].digits)

@@ -1,40 +1,58 @@
 """Runs of a comparison: each training and each evaluation in a process of its own, and the search for a learning rate.
 
-    failed = carry_out(runs, store, out, Evaluation(), keep_going=True)
+    failed = Runner(store, out, Evaluation()).carry_out(runs, keep_going=True)
 
 A fresh process makes the peaks of memory honest and starts every run on equal terms. The same call continues where one
 was cut off: what is trained is not trained again, what is half trained goes on, what has current scores keeps them, and
-what diverged is reported as such.
+what diverged is reported as such. Folders that are there already become variants by `grouped`: runs that differ in
+their seed alone are one.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from rich.console import Console
 
 from cpu3d.distributed.cluster import without_cluster
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
+from cpu3d.report.page import flat
+from cpu3d.report.run_files import last_end, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import checkpoints
-from cpu3d.training.run_log import read_events
+from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
+from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 
 POLL_S = 1.0
 
 EXTENSIONS = 2
 """How often a search goes on beyond its range."""
+
+SHARED = ("split_hash", "fold", "regions")
+"""Settings that all run folders must have alike: else they were trained, or are scored, on other cases."""
+
+SAME_VARIANT = {
+    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
+    *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
+}
+"""Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
+
+UNEQUAL = 1.1
+"""Times more that one run may have spent than another under what counts as one budget."""
 
 
 class Evaluation(NamedTuple):
@@ -90,47 +108,69 @@ class RunFailedError(InputError):
         return self.exit_code == DivergedError.exit_code
 
 
-def carry_out(
-    runs: Sequence[PlannedRun],
-    store: Path,
-    out: Path,
-    evaluation: Optional[Evaluation] = None,
-    *,
-    force: bool = False,
-    keep_going: bool = False,
-) -> List[Failed]:
-    """Train and, with an `evaluation`, score all of `runs`, in their order.
+@dataclass(frozen=True)
+class Runner:
+    """Trains and scores the runs of a comparison.
 
-    What the processes say is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's. The
-    first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried again.
-    With `keep_going` the others are still done and the failed ones are returned; only where all fail the last one's
-    error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
+    What the processes print is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's.
     """
-    failed: List[Failed] = []
-    for number, run in enumerate(runs, 1):
-        try:
-            _carry_out(run, f"{number}/{len(runs)} {run}", store, out, evaluation, force)
-        except RunFailedError as error:
-            failed.append(Failed(run.variant, run.seed, error.why))
-            if not keep_going or len(failed) == len(runs):
-                raise
-            _say(f"error: {error}")
-    return failed
 
+    store: Path
+    out: Path
+    evaluation: Evaluation
+    force: bool = False
+    """Train although memory may not hold it."""
 
-def evaluate_folder(folder: Path, scored: Path, store: Path, out: Path, evaluation: Evaluation, label: str) -> None:
-    """Score the trained run in `folder`, in a process of its own; evaluation/ is written below `scored`."""
-    command = ["evaluate", "--run", str(folder), "--store", str(store)]
-    command += ["--split", evaluation.split, "--tolerance", repr(evaluation.tolerance_mm)]
-    if scored != folder:
-        command += ["--out", str(scored)]
-    _call(command, _log(out, scored, "evaluate"), f"{label}: evaluate")
+    def carry_out(self, runs: Sequence[PlannedRun], *, score: bool = True, keep_going: bool = False) -> List[Failed]:
+        """Train and score all of `runs`, in their order.
+
+        The first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried
+        again. With `keep_going` the others are still done and the failed ones are returned; only where all fail the
+        last one's error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
+        """
+        failed: List[Failed] = []
+        for number, run in enumerate(runs, 1):
+            label = f"{number}/{len(runs)} {run}"
+            try:
+                self._train(run, label)
+                if score and not is_evaluated(run.folder, self.evaluation):
+                    self.evaluate(run.folder, run.folder, label)
+            except RunFailedError as error:
+                failed.append(Failed(run.variant, run.seed, error.why))
+                if not keep_going or len(failed) == len(runs):
+                    raise
+                _print(f"error: {error}")
+        return failed
+
+    def evaluate(self, folder: Path, scored: Path, label: str) -> None:
+        """Score the trained run in `folder`; evaluation/ is written below `scored`."""
+        command = ["evaluate", "--run", str(folder), "--store", str(self.store)]
+        command += ["--split", self.evaluation.split, "--tolerance", repr(self.evaluation.tolerance_mm)]
+        if scored != folder:
+            command += ["--out", str(scored)]
+        _call(command, self._log(scored, "evaluate"), f"{label}: evaluate")
+
+    def _train(self, run: PlannedRun, label: str) -> None:
+        last = read_events(run.folder)[-1:]
+        if is_trained(run):
+            _print(f"{label}: trained already")
+        elif last and last[0]["event"] == "diverged":
+            problem = f"{run} diverged before, in {run.folder}; remove that to try again"
+            raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
+        else:
+            command = ["train", "--store", str(self.store), "--run", str(run.folder), *run.options]
+            command += ["--force"] if self.force else []
+            _call(command, self._log(run.folder, "train"), f"{label}: train", run=run)
+
+    def _log(self, folder: Path, what: str) -> Path:
+        return writable_folder(self.out / "logs", "folder of logs") / f"{folder.name}-{what}.txt"
 
 
 def is_trained(run: PlannedRun) -> bool:
     """Whether the run has taken all of its steps, or has stopped early."""
-    end = end_of(read_events(run.folder)) if checkpoints(run.folder) else None
-    return bool(end) and (end["reason"] == "early stop" or (end["reason"] == "finished" and end["step"] == run.steps))
+    end = last_end(read_events(run.folder)) if checkpoints(run.folder) else {}
+    reason = end.get("reason")
+    return reason == "early stop" or (reason == "finished" and end["step"] == run.steps)
 
 
 def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = None) -> bool:
@@ -144,10 +184,10 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     except (InputError, FileNotFoundError):
         return False  # none, or damaged: they are made again
     config = load_config(run)
-    usual = {**Inference().to_json(), "window": list(config.grid) if config.is_patch else None}
+    window = list(config.grid) if config.is_patch else None
     return (
         is_younger
-        and scores.get("inference") == {**usual, "one_pass": not config.is_patch}
+        and scores.get("inference") == {**Inference().to_json(), "window": window, "one_pass": not window}
         and scores["split_hash"] == config.split_hash
         and scores["tolerance_mm"] == evaluation.tolerance_mm
         and scores["weights"] == "best"
@@ -155,15 +195,87 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     )
 
 
-def end_of(events: Sequence[Mapping[str, Any]]) -> Optional[Mapping[str, Any]]:
-    """The end of a log's last attempt; None where it was cut off, or is going on."""
-    last = next((one for one in reversed(events) if one.get("event") in ("end", "start", "step")), {})
-    return last if last.get("event") == "end" else None
-
-
 def step_voxels(config: RunConfig) -> int:
     """Voxels that the network sees in a step."""
     return config.batch * math.prod(config.grid)
+
+
+# --- Run folders that are there already ---
+
+
+def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, int, Path]]:
+    """The variant, seed and folder of every run. The first one's variant is the baseline.
+
+    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
+    once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
+    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
+    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
+    """
+    problems: List[str] = []
+    configs: Dict[Path, RunConfig] = {}
+    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
+    for folder in folders:
+        try:
+            configs[folder] = load_config(folder)
+            if not (folder / "checkpoints" / "best.npz").is_file():
+                raise InputError(f"run {folder} must hold checkpoints/best.npz, found none; run `train` on it")
+            with locked(folder, "run"):
+                events = read_events(folder)  # of a run that is not being trained
+        except InputError as error:
+            problems += error.problems
+            continue
+        steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
+        spent[folder] = len(steps) * step_voxels(configs[folder]), sum(numbers(steps, "step_s"))
+        if end not in FINISHED and not force:
+            problems.append(
+                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
+                "--force"
+            )
+    first = next(iter(configs), None)
+    problems += [
+        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
+        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
+        for folder, config in configs.items()
+        for name in SHARED
+        if getattr(config, name) != getattr(configs[first], name)
+    ]
+    if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
+        most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
+        words = [
+            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
+        ]
+        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
+    refuse(problems)
+    found, names, seeds = [], {}, {}
+    for folder, config in configs.items():
+        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
+        # Under batch norm what is computed together is what is learnt.
+        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
+        if kind not in names:
+            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
+            free = (f"{name}-{number}" if number > 1 else name for number in range(1, len(configs) + 2))
+            names[kind] = next(one for one in free if one not in names.values())
+        own = seeds.setdefault(names[kind], {})
+        if config.seed in own:
+            problems.append(
+                f"runs must differ in a setting or their seed, got {own[config.seed]} and {folder}, alike with seed "
+                f"{config.seed}; leave one out"
+            )
+        own[config.seed] = folder
+        found.append((names[kind], config.seed, folder))
+    problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
+    refuse(problems)
+    return found
+
+
+def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
+    """The variants that share no seed with the baseline, each with the problem. `seeds` is variant -> its seeds."""
+    return {
+        variant: f"variant {variant} must share a seed with {baseline}, got {list(own)} and {list(seeds[baseline])}; "
+        "train one of each with the same --seed"
+        for variant, own in seeds.items()
+        if not set(own) & set(seeds[baseline])
+    }
 
 
 # --- The search for a learning rate ---
@@ -225,50 +337,42 @@ def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[fl
 # --- Private helpers ---
 
 
-def _carry_out(
-    run: PlannedRun, label: str, store: Path, out: Path, evaluation: Optional[Evaluation], force: bool
-) -> None:
-    last = read_events(run.folder)[-1:]
-    if is_trained(run):
-        _say(f"{label}: trained already")
-    elif last and last[0]["event"] == "diverged":
-        problem = f"{run} diverged before, in {run.folder}; remove that to try again"
-        raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
-    else:
-        command = ["train", "--store", str(store), "--run", str(run.folder), *run.options]
-        _call([*command, *(["--force"] if force else [])], _log(out, run.folder, "train"), f"{label}: train", run=run)
-    if evaluation is not None and not is_evaluated(run.folder, evaluation):
-        evaluate_folder(run.folder, run.folder, store, out, evaluation, label)
-
-
-def _log(out: Path, folder: Path, what: str) -> Path:
-    return writable_folder(Path(out) / "logs", "folder of logs") / f"{folder.name}-{what}.txt"
-
-
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[PlannedRun] = None) -> None:
     """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the `run` logs.
 
-    Raises RunFailedError with the last words, and KeyboardInterrupt when it ended after a signal.
+    A signal of ours is sent on as SIGINT; a second one stops the process unsaved. Raises RunFailedError with the last
+    words, and KeyboardInterrupt when it ended after a signal.
     """
-    steps = run.steps or 1 if run else 1
-    with log.open("a", encoding="utf-8") as file:
+    steps, shown, children = run.steps or 1 if run else 1, 0, []
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(log.open("a", encoding="utf-8"))
         file.write(f"$ cpu3d {shlex.join(command)}\n")
         file.flush()
-        begin = os.fstat(file.fileno()).st_size  # what was said before is of an earlier attempt
-        with bar(label, steps) as advance, _child([*PROGRAM, *command], file) as (child, signals):
-            shown = 0
+        begin = os.fstat(file.fileno()).st_size  # what was printed before is of an earlier attempt
+        advance = stack.enter_context(bar(label, steps))
+        signals = stack.enter_context(forward_signals(children, as_signal=lambda number: signal.SIGINT))
+        child = start([*PROGRAM, *command], file, without_cluster(os.environ), cwd=ROOT)
+        children.append(child)
+        stack.callback(child.wait)
+        if signals:  # while it was being started
+            child.send_signal(signal.SIGINT)
+        try:
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_S)
                 step = min(last_step(run.folder), steps) if run else 0
                 advance(step - shown)
                 shown = step
-            if child.returncode == 0:
-                advance(steps - shown)
+        except BaseException:
+            if not signals:  # a second signal would stop it unsaved
+                child.terminate()
+            raise
+        if child.returncode == 0:
+            advance(steps - shown)
     if signals:
         raise KeyboardInterrupt("the same command continues")
     if child.returncode == 0:
@@ -277,22 +381,3 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Planne
     problem = f"{label} must end well, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
     why = f"{what} diverged" if code == DivergedError.exit_code else f"{what} ended with {ended}"
     raise RunFailedError(problem, code if code in range(1, 7) else 1, why)
-
-
-@contextlib.contextmanager
-def _child(command: List[str], output: Any) -> Iterator[Tuple[subprocess.Popen, List[int]]]:
-    """A process, and the signals of ours that it was sent, each as SIGINT: the second one stops it unsaved."""
-    children: List[subprocess.Popen] = []
-    with forward_signals(children, as_signal=lambda number: signal.SIGINT) as signals:
-        child = start(command, output, without_cluster(os.environ), cwd=ROOT)
-        children.append(child)
-        if signals:  # while it was being started
-            child.send_signal(signal.SIGINT)
-        try:
-            yield child, signals
-        except BaseException:
-            if not signals:  # a second signal would stop it unsaved
-                child.terminate()
-            raise
-        finally:
-            child.wait()

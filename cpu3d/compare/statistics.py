@@ -19,14 +19,15 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from cpu3d.compare.plan import Json, unpaired
-from cpu3d.compare.run import Failed, end_of, step_voxels
+from cpu3d.compare.plan import Json
+from cpu3d.compare.run import Failed, step_voxels, unpaired
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.report.page import gib
+from cpu3d.report.run_files import last_end, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.run_log import read_events
 from cpu3d.util.records import number, seconds
@@ -57,16 +58,17 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
     if values.ndim != 2 or values.shape != baseline.shape or not values.size:
         raise ValueError(f"values must be (seeds, cases) as the baseline's {baseline.shape}, got {values.shape}")
     difference = values - baseline
+    seeds, cases = difference.shape
     of_cases = difference.mean(0) * (1 if larger_is_better else -1)
     better, worse = int((of_cases > EQUAL).sum()), int((of_cases < -EQUAL).sum())
     return {
         "mean": float(difference.mean()),
         "interval": bootstrap_mean(difference),
-        "seeds": difference.shape[0],
-        "cases": difference.shape[1],
+        "seeds": seeds,
+        "cases": cases,
         "better": better,
         "worse": worse,
-        "equal": difference.shape[1] - better - worse,
+        "equal": cases - better - worse,
         "seed_bound": seed_bound(difference.mean(1)),
     }
 
@@ -175,8 +177,6 @@ class RunResult:
     """The validations, in order."""
     host: Dict[str, Any] = field(default_factory=dict)
     """Of the last attempt, from the log; empty where it does not say."""
-    evaluation: Path = Path()
-    """Folder of its scores.json and predictions/."""
 
     @property
     def cases(self) -> List[str]:
@@ -192,23 +192,21 @@ def read_run(
     that is not the run's. Raises InputError where the run was not trained or scored, or its files are damaged.
     """
     config, events = load_config(folder), read_events(folder)
-    path = scores_path(scored or folder, split)
-    content = read_scores(path)
+    content = read_scores(scores_path(scored or folder, split))
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
         region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
         for region in content["regions"]
     }
-    host = next((event.get("host", {}) for event in reversed(events) if event.get("event") == "start"), {})
+    host = next((event.get("host", {}) for event in reversed(events) if event["event"] == "start"), {})
     curve, steps_s = [], 0.0
     for event in events:
-        if event.get("event") == "step":
+        if event["event"] == "step":
             steps_s += event.get("step_s", 0.0)
-        elif event.get("event") == "validation":
+        elif event["event"] == "validation":
             curve.append(Point(event["step"] * step_voxels(config), steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
-    more = {"folder": Path(folder), "config": config, "curve": tuple(curve), "host": host, "evaluation": path.parent}
-    return RunResult(variant, seed, with_mean(regions), costs, **more)
+    return RunResult(variant, seed, with_mean(regions), costs, Path(folder), config, tuple(curve), host)
 
 
 def with_mean(scores: Scores) -> Scores:
@@ -243,18 +241,18 @@ class Comparison:
     def baseline(self) -> str:
         return next(iter(self.runs))
 
-    def values(self, variant: str, region: str, metric: str, seeds: Optional[Sequence[int]] = None) -> np.ndarray:
-        """(seeds, cases) of a variant, of its own seeds or of some of them."""
-        chosen = [run for run in self.runs[variant] if seeds is None or run.seed in seeds]
+    def values(self, variant: str, region: str, metric: str, like: Optional[str] = None) -> np.ndarray:
+        """(seeds, cases) of a variant: of all its seeds, or of those that the variant `like` has too."""
+        shared = {run.seed for run in self.runs[like or variant]}
+        chosen = [run for run in self.runs[variant] if run.seed in shared]
         return np.array([[run.scores[region][metric][case] for case in self.cases] for run in chosen])
-
-    def shared_seeds(self, variant: str) -> List[int]:
-        """Seeds that a variant and the baseline both have, which is what is paired."""
-        own = {run.seed for run in self.runs[variant]}
-        return [run.seed for run in self.runs[self.baseline] if run.seed in own]
 
     def to_json(self) -> Dict[str, Any]:
         """The scores, differences and costs, as compare.json and the records hold them."""
+
+        def of_all(value_of: Callable[[str, str, str], Any], variant: str) -> Dict[str, Dict[str, Any]]:
+            return {one: {metric: value_of(variant, one, metric) for metric in self.metrics} for one in self.regions}
+
         return {
             "baseline": self.baseline,
             "cases": len(self.cases),
@@ -262,15 +260,12 @@ class Comparison:
             "variants": {
                 variant: {
                     "seeds": [run.seed for run in runs],
-                    "scores": self._by_metric(lambda *one, own=variant: self._mean_and_sd(own, *one)),
+                    "scores": of_all(self._score, variant),
                     "costs": {name: self._cost(variant, name) for name in COSTS},
                 }
                 for variant, runs in self.runs.items()
             },
-            "differences": {
-                variant: self._by_metric(lambda *one, own=variant: self._difference(own, *one))
-                for variant in list(self.runs)[1:]
-            },
+            "differences": {variant: of_all(self._difference, variant) for variant in list(self.runs)[1:]},
             "runs": [
                 {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **run.costs}
                 for runs in self.runs.values()
@@ -279,16 +274,13 @@ class Comparison:
             "failed": [str(one) for one in self.failed],
         }
 
-    def _by_metric(self, of: Callable[[str, str], Any]) -> Dict[str, Dict[str, Any]]:
-        return {region: {metric: of(region, metric) for metric in self.metrics} for region in self.regions}
-
-    def _mean_and_sd(self, variant: str, region: str, metric: str) -> Dict[str, Optional[float]]:
-        return dict(zip(("mean", "sd"), mean_and_sd(self.values(variant, region, metric).mean(1))))
+    def _score(self, *where: str) -> Dict[str, Optional[float]]:
+        return dict(zip(("mean", "sd"), mean_and_sd(self.values(*where).mean(1))))
 
     def _difference(self, variant: str, region: str, metric: str) -> Dict[str, Any]:
-        seeds = self.shared_seeds(variant)
-        both = (self.values(name, region, metric, seeds) for name in (variant, self.baseline))
-        return paired_difference(*both, larger_is_better=METRICS[metric].larger_is_better)
+        own = self.values(variant, region, metric, like=self.baseline)
+        baseline = self.values(self.baseline, region, metric, like=variant)
+        return paired_difference(own, baseline, larger_is_better=METRICS[metric].larger_is_better)
 
     def _cost(self, variant: str, name: str) -> Optional[float]:
         known = [value for value in (run.costs.get(name) for run in self.runs[variant]) if value is not None]
@@ -318,10 +310,9 @@ def compare(
         if set(found) != set(wanted)
     ]
     lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
-    if not problems and not failed:
-        problems = list(lonely.values())
-    if problems:
-        raise InputError(*problems)
+    if not failed:
+        problems = problems or list(lonely.values())
+    refuse(problems)
     left_out = [
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
@@ -336,31 +327,25 @@ def _costs(
     events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
 ) -> Dict[str, Optional[float]]:
     """What a log and the content of scores.json say of a run's COSTS."""
-
-    def column(kind: str, key: str) -> List[float]:
-        values = (event.get(key) for event in events if event.get("event") == kind)
-        return [value for value in values if isinstance(value, (int, float))]
-
-    steps_s, count = column("step", "step_s"), int(max(column("step", "step"), default=0))
-    step_s = statistics.median(steps_s) if steps_s else None
-    train_s = (end_of(events) or {}).get("seconds")
-    predict_s = [case["predict_s"] for case in scores["cases"] if "predict_s" in case]
-    whole_voxels = None if config.is_patch else math.prod(config.grid)
+    steps, ends, a_step = of_kind(events, "step"), of_kind(events, "end"), step_voxels(config)
+    step_s, train_s = median(numbers(steps, "step_s")), last_end(events).get("seconds")
+    done = int(max(numbers(steps, "step"), default=0))
+    whole = None if config.is_patch else math.prod(config.grid)
     if config.is_patch and store is not None:
-        whole_voxels = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
-    on_cpu, peak_bytes = config.device == "cpu", max(column("end", "allocator_peak_bytes"), default=None)
+        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
+    on_cpu, peak_bytes = config.device == "cpu", max(numbers(ends, "allocator_peak_bytes"), default=None)
     return {
-        "steps": count,
-        "voxels": count * step_voxels(config),
+        "steps": done,
+        "voxels": done * a_step,
         "step_s": step_s,
-        "case_train_s": step_s / step_voxels(config) * whole_voxels if step_s and whole_voxels else None,
-        "steps_s": math.fsum(steps_s),
-        "validation_s": math.fsum(column("validation", "seconds")),
+        "case_train_s": step_s / a_step * whole if step_s and whole else None,
+        "steps_s": math.fsum(numbers(steps, "step_s")),
+        "validation_s": math.fsum(numbers(of_kind(events, "validation"), "seconds")),
         "train_s": train_s,
         "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
-        "train_peak_bytes": max([*column("end", "peak_rss_bytes"), *column("step", "rss_bytes")], default=None),
+        "train_peak_bytes": max([*numbers(ends, "peak_rss_bytes"), *numbers(steps, "rss_bytes")], default=None),
         "allocator_peak_bytes": peak_bytes if on_cpu else None,
         "card_peak_bytes": None if on_cpu else peak_bytes,
-        "case_predict_s": statistics.median(predict_s) if predict_s else None,
+        "case_predict_s": median(numbers(scores["cases"], "predict_s")),
         "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }

@@ -3,16 +3,15 @@
     finish = Finish(codes=((1, 2, 3), (3,)), dtype="bfloat16")
     image, target = finish(raw)
 
-`raw` holds integers and a few drawn numbers, half the bytes of what it becomes: a GPU is better fed raw, and finishes
-within the `tf.function` of its step. On a CPU the dataset does it, in slabs that stay in the cache. Both give the same
-bits. Nothing is drawn here: what was drawn comes with `raw`.
+`raw` holds integers and a few drawn numbers, half the bytes of what it becomes: a GPU finishes within the `tf.function`
+of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits. Nothing is drawn here.
 
 raw["bits"]     (..., X, Y, Z, C) int16: the stored values, or where raw["is_half"] is true the bits of float16
 raw["label"]    (..., X, Y, Z) uint8, label codes
 raw["is_half"]  (...) bool
 raw["scale"], raw["shift"]  (..., C) float32: normalisation and drawn intensity in one, value * scale + shift
 raw["flips"]    (..., 3) bool: mirror X, Y, Z
-raw["planes"]   (..., 2, 4) float32: drawn rotation and scaling, as AugmentParams.planes gives them
+raw["planes"]   (..., 2, 4) float32: drawn rotation and scaling, as `draw` gives them
 
 `...` is nothing or a batch.
 """
@@ -23,11 +22,8 @@ from typing import Any, Dict, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.augment import flip, resample
 from cpu3d.errors import InputError
-
-DTYPES = ("float32", "bfloat16")
-"""Of an image."""
+from models.config import DTYPES
 
 SLAB_VALUES = 1 << 19
 """Values that are computed at a time on the way: 2 MiB of float32. A whole volume at once took twice as long."""
@@ -40,23 +36,21 @@ class Finish:
     codes: Tuple[Tuple[int, ...], ...]
     """Label codes of each region, in the order of the target's last axis."""
     dtype: str = "float32"
-    """Of the image, one of DTYPES. Everything before is computed in float32."""
+    """Of the image. Everything before is computed in float32."""
     resamples: bool = False
-    """Whether to rotate and scale by raw["planes"]. It is costly, so it is not done where nothing was drawn."""
+    """Whether to rotate and scale by raw["planes"]: not where nothing was drawn, as it is costly."""
 
     def __post_init__(self):
-        if not self.codes or not all(codes and 0 not in codes for codes in self.codes):
-            raise ValueError(f"codes must be labels of each region, 0 (background) not among them, got {self.codes}")
-        check_dtype(self.dtype)
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}; pick one")
 
     def __call__(self, raw: Dict[str, tf.Tensor]) -> Tuple[tf.Tensor, tf.Tensor]:
         """One sample, or a batch, all at once: image (..., X, Y, Z, C) in `dtype`, target (..., X, Y, Z, R) uint8."""
-        image = _normalise(raw["bits"], raw["is_half"], raw["scale"], raw["shift"])
-        label = raw["label"]
+        image, label = _normalise(raw["bits"], raw["is_half"], raw["scale"], raw["shift"]), raw["label"]
         if self.resamples:
-            plane_xy, plane_yz = tf.unstack(raw["planes"], axis=-2)
-            image = resample(image, plane_xy, plane_yz, linear=True)
-            label = resample(label[..., None], plane_xy, plane_yz, linear=False)[..., 0]
+            planes = tf.unstack(raw["planes"], axis=-2)
+            image = resample(image, *planes, linear=True)
+            label = resample(label[..., None], *planes, linear=False)[..., 0]
         image = flip(tf.cast(image, self.dtype), raw["flips"])
         label = flip(tf.cast(label, tf.float32), raw["flips"])  # not every operation on uint8 has a GPU's kernel
         inside = [tf.reduce_any([tf.equal(label, code) for code in codes], 0) for codes in self.codes]
@@ -66,8 +60,7 @@ class Finish:
         """One sample from a box of its case's arrays: the same as `self(padded(box))`, in a third of the time on a CPU.
 
         `box` is as a raw sample, but says what of its arrays to take: from box["start"] (3,) on box["size"] (3,) voxels
-        of the channels in the tuple box["channels"], with box["padding"] (3, 2) zeros around. No temporary is as large
-        as a volume, but where rotation or scaling asks for it.
+        of the channels in the tuple box["channels"], with box["padding"] (3, 2) zeros around.
         """
         if self.resamples:
             return self(padded(box))
@@ -75,9 +68,7 @@ class Finish:
 
     def _image_in_slabs(self, box: Dict[str, Any]) -> tf.Tensor:
         """Slabs of a few X planes, each finished before the next is begun, then put together along X."""
-        size, padding, flips = box["size"], box["padding"], box["flips"]
-        channels = len(box["channels"])
-        grid = size + tf.reduce_sum(padding, 1)
+        size, padding, flips, channels = box["size"], box["padding"], box["flips"], len(box["channels"])
         before, after = tf.unstack(tf.where(flips[0], padding[0, ::-1], padding[0]))
         across = tf.concat([[[0, 0]], padding[1:], [[0, 0]]], 0)
         planes = tf.maximum(SLAB_VALUES // (size[1] * size[2] * channels), 1)
@@ -85,13 +76,12 @@ class Finish:
         scale, shift = (tf.gather(box[name], box["channels"]) for name in ("scale", "shift"))
 
         def zeros(count):
-            return tf.zeros(tf.stack([count, grid[1], grid[2], channels]), self.dtype)
+            return tf.zeros(tf.concat([[count], size[1:] + tf.reduce_sum(padding[1:], 1), [channels]], 0), self.dtype)
 
         def add(index, parts):
             first = index * planes
             count = tf.minimum(planes, size[0] - first)
-            # A mirrored X axis is taken from its end.
-            first = tf.where(flips[0], size[0] - first - count, first)
+            first = tf.where(flips[0], size[0] - first - count, first)  # a mirrored X axis is taken from its end
             start = tf.concat([box["start"][:1] + first, box["start"][1:]], 0)
             bits = _take(box["bits"], start, tf.concat([[count], size[1:]], 0), box["channels"])
             image = tf.cast(_normalise(bits, box["is_half"], scale, shift), self.dtype)
@@ -99,53 +89,40 @@ class Finish:
 
         count = tf.cast(slabs, tf.int32)
         parts = tf.TensorArray(self.dtype, count + 2, infer_shape=False, element_shape=(None, None, None, channels))
-        parts = parts.write(0, zeros(before))
-        _, parts = tf.while_loop(
-            lambda index, _: index < slabs, add, (tf.constant(0, tf.int64), parts), parallel_iterations=1
-        )
+        begin = (tf.constant(0, tf.int64), parts.write(0, zeros(before)))
+        _, parts = tf.while_loop(lambda index, _: index < slabs, add, begin, parallel_iterations=1)
         return parts.write(count + 1, zeros(after)).concat()
 
     def _target_by_rows(self, box: Dict[str, Any]) -> tf.Tensor:
         """Only rows along Z with a label in them are looked up: a tumour crosses one in ten."""
-        label = flip(tf.pad(_take(box["label"], box["start"], box["size"]), box["padding"]), box["flips"])
+        label = flip(tf.pad(tf.slice(box["label"], box["start"], box["size"]), box["padding"]), box["flips"])
         shape = tf.shape(label, tf.int64)
         rows = tf.reshape(label, (shape[0] * shape[1], shape[2]))
         labelled = tf.where(tf.reduce_max(rows, 1) > 0)
-        table = _table(self.codes)
-        found = tf.gather(table, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
+        regions_of = np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
+        found = tf.gather(regions_of, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
         depth = shape[2] * len(self.codes)
         target = tf.scatter_nd(labelled, tf.reshape(found, (-1, depth)), tf.stack([shape[0] * shape[1], depth]))
         return tf.reshape(target, tf.concat([shape, [len(self.codes)]], 0))
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise InputError unless an image can be of this dtype."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; pick one")
-
-
 def padded(box: Dict[str, Any]) -> Dict[str, tf.Tensor]:
     """The raw sample of a box: cut out of its case's arrays, and surrounded by zeros."""
-    raw = {name: part for name, part in box.items() if name not in ("start", "size", "padding", "channels")}
     bits = _take(box["bits"], box["start"], box["size"], box["channels"])
-    raw["bits"] = tf.pad(bits, tf.concat([box["padding"], [[0, 0]]], 0))
-    raw["label"] = tf.pad(_take(box["label"], box["start"], box["size"]), box["padding"])
-    raw["scale"], raw["shift"] = (tf.gather(box[name], box["channels"]) for name in ("scale", "shift"))
-    return raw
+    return {
+        "bits": tf.pad(bits, tf.concat([box["padding"], [[0, 0]]], 0)),
+        "label": tf.pad(tf.slice(box["label"], box["start"], box["size"]), box["padding"]),
+        **{name: tf.gather(box[name], box["channels"]) for name in ("scale", "shift")},
+        **{name: box[name] for name in ("is_half", "flips", "planes")},
+    }
 
 
-# --- Private helpers ---
-
-
-def _take(array, start, size, channels=None):
-    """A box of (X, Y, Z), or of the picked channels of (X, Y, Z, C). Channels side by side are part of the box."""
-    if channels is None:
-        return tf.slice(array, start, size)
+def _take(array, start, size, channels):
+    """A box of the picked channels of (X, Y, Z, C). Channels side by side are part of the box."""
     low, high = min(channels), max(channels) + 1
     part = tf.slice(array, tf.concat([start, [low]], 0), tf.concat([size, [high - low]], 0))
-    if tuple(channels) == tuple(range(low, high)):
-        return part
-    return tf.gather(part, [channel - low for channel in channels], axis=-1)
+    side_by_side = tuple(channels) == tuple(range(low, high))
+    return part if side_by_side else tf.gather(part, [channel - low for channel in channels], axis=-1)
 
 
 def _normalise(bits, is_half, scale, shift):
@@ -153,35 +130,60 @@ def _normalise(bits, is_half, scale, shift):
 
     Rows of Z * C values are scaled at once: broadcasting four values over the last axis is several times slower.
     """
-    value = _values(bits, is_half)
-    shape = tf.shape(value)
-    depth = shape[-2:-1]
+
+    both = (lambda: tf.cast(tf.bitcast(bits, tf.float16), tf.float32), lambda: tf.cast(bits, tf.float32))
     if is_half.shape.rank:
-        rows = tf.reshape(value, tf.stack([shape[0], shape[1] * shape[2], shape[3] * shape[4]]))
-        scale, shift = (tf.tile(part[:, None], tf.concat([[1, 1], depth], 0)) for part in (scale, shift))
+        value = tf.where(is_half[:, None, None, None, None], both[0](), both[1]())
     else:
-        rows = tf.reshape(value, tf.stack([shape[0] * shape[1], shape[2] * shape[3]]))
-        scale, shift = tf.tile(scale, depth), tf.tile(shift, depth)
-    return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, rows * scale + shift), tf.shape(bits))
+        value = tf.cond(is_half, *both)
+    shape = tf.shape(bits)
+    batch, x, y, z, channels = shape[:-4], *tf.split(shape[-4:], 4)
+    rows = tf.reshape(value, tf.concat([batch, x * y, z * channels], 0))
+    along, one_row = tf.concat([batch, z, channels], 0), tf.concat([batch, [1], z * channels], 0)
+    scale, shift = (tf.reshape(tf.broadcast_to(one[..., None, :], along), one_row) for one in (scale, shift))
+    return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, rows * scale + shift), shape)
 
 
-def _values(bits, is_half):
-    """The stored numbers as float32."""
+def flip(volume, flips):
+    """Mirror a tensor (X, Y, Z, ...) along the axes whose entry in the boolean tensor `flips` (3,) is true.
 
-    def half():
-        return tf.cast(tf.bitcast(bits, tf.float16), tf.float32)
+    With `flips` (B, 3) the tensor is a batch (B, X, Y, Z, ...), and each sample is mirrored as its row says.
+    """
+    if flips.shape.rank == 1:
+        axes = tf.boolean_mask(tf.range(3), flips)
+        return tf.cond(tf.size(axes) > 0, lambda: tf.reverse(volume, axes), lambda: volume)
+    for axis in range(3):
+        mirrored = tf.reshape(flips[:, axis], (-1, *[1] * (volume.shape.rank - 1)))
+        volume = tf.where(mirrored, tf.reverse(volume, [axis + 1]), volume)
+    return volume
 
-    def whole():
-        return tf.cast(bits, tf.float32)
 
-    if is_half.shape.rank:
-        return tf.where(is_half[:, None, None, None, None], half(), whole())
-    return tf.cond(is_half, half, whole)
+def resample(volume, plane_xy, plane_yz, *, linear: bool):
+    """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
+
+    `plane_xy` and `plane_yz` are float tensors (4,), the rows of `planes`; with (B, 4) the tensor is a batch
+    (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is
+    zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
+    """
+    whole, plane_xy, plane_yz = tf.shape(volume), tf.reshape(plane_xy, (-1, 4)), tf.reshape(plane_yz, (-1, 4))
+    size_x, size_y, size_z, channels = tf.unstack(whole[-4:])
+    slabs = tf.reshape(volume, (-1, size_x, size_y, size_z * channels))
+    turned = tf.reshape(_transform_plane(slabs, plane_xy, linear), (-1, size_y, size_z, channels))
+    return tf.reshape(_transform_plane(turned, tf.repeat(plane_yz, size_x, axis=0), linear), whole)
 
 
-def _table(codes):
-    """(256, R) uint8: row = label code, column = region."""
-    table = np.zeros((256, len(codes)), np.uint8)
-    for column, members in enumerate(codes):
-        table[list(members), column] = 1
-    return table
+def _transform_plane(images, planes, linear: bool):
+    """Apply to every image (N, H, W, C) its own 2x2 inverse map about the centre, `planes` (N, 4)."""
+    size = tf.shape(images)[1:3]
+    row, column = tf.unstack(tf.cast(size - 1, tf.float32) / 2)
+    m00, m01, m10, m11 = tf.unstack(planes, axis=1)
+    # The kernel's transform maps an output (column, row) to an input one: x' = a0 x + a1 y + a2, y' = b0 x + b1 y + b2.
+    to_column, to_row = (m11, m10, column - m11 * column - m10 * row), (m01, m00, row - m01 * column - m00 * row)
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=images,
+        transforms=tf.stack([*to_column, *to_row, tf.zeros_like(m00), tf.zeros_like(m00)], axis=1),
+        output_shape=size,
+        interpolation="BILINEAR" if linear else "NEAREST",
+        fill_mode="CONSTANT",
+        fill_value=0.0,
+    )

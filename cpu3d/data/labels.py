@@ -1,13 +1,11 @@
 """Regions and label codes: a network answers in regions (WT, TC, ET), a file speaks in a data set's own codes.
 
-A region is a set of codes, and regions may be nested (ET within TC within WT). The way back from regions to codes
-needs nothing but those sets, so it holds for every release's numbering and for data sets that are no tumours at all:
+A region is a set of codes, and regions may be nested (ET within TC within WT). The way back needs only those sets:
 
 - A region's *own codes* are the codes that no smaller region contains: 1 (oedema) for WT = {1, 2, 3} when TC = {2, 3}.
 - Regions are painted from the largest set of codes to the smallest, each with its smallest own code, so a later,
   smaller one overrides. A region without a code of its own paints nothing: the smaller regions say it already.
-- Hierarchy: the painted label is the word. A voxel in ET but outside TC and WT is painted as enhancing, and thereby
-  counts as TC and WT too: the most specific answer is believed and the larger regions grow.
+- A voxel in ET but outside TC and WT is painted as enhancing: the most specific answer is believed.
 - Regions of equal size (one per organ, say) compete: the highest probability wins, the first named one in a tie.
 - Several own codes cannot be told apart. A network that only knows WT writes 1 where it means "1, 2 or 3":
   `code_meanings` says so, and whoever writes a label file puts that beside it.
@@ -46,19 +44,16 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
     region. Raises ValueError when the last axis does not match or a code does not fit into uint8.
     """
     answers = np.asarray(answers)
-    if answers.shape[-1] != len(regions):
-        raise ValueError(f"answers must have one channel per region {tuple(regions)}, got shape {answers.shape}")
-    if any(not 0 <= code <= 255 for codes in regions.values() for code in codes):
-        raise ValueError(f"label codes must lie in 0..255, got {dict(regions)}")
+    if answers.shape[-1] != len(regions) or any(not 0 <= code <= 255 for codes in regions.values() for code in codes):
+        rule = f"answers must have a channel for each of regions {dict(regions)}, whose codes lie in 0..255"
+        raise ValueError(f"{rule}, got shape {answers.shape}")
     label = np.zeros(answers.shape[:-1], np.uint8)
     for rivals in paint_order(regions):
-        best = None
+        best = np.full(label.shape, -np.inf, np.float32) if len(rivals) > 1 else None
         for position, code in rivals:
             answer = answers[..., position]
             mask = answer if answer.dtype == bool else answer >= THRESHOLD
-            if len(rivals) > 1:
-                if best is None:
-                    best = np.full(label.shape, -np.inf, np.float32)
+            if best is not None:
                 mask = mask & (answer > best)
                 best[mask] = answer[mask]
             label[mask] = code
@@ -67,10 +62,10 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
 
 def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, int]]]:
     """What `label_from_regions` paints: (position of a region, its code) in groups that compete, the largest first."""
-    own, groups = own_codes(regions), defaultdict(list)
-    for position, (name, codes) in enumerate(regions.items()):
-        if own[name]:
-            groups[len(set(codes))].append((position, own[name][0]))
+    groups = defaultdict(list)
+    for position, (name, own) in enumerate(own_codes(regions).items()):
+        if own:
+            groups[len(set(regions[name]))].append((position, own[0]))
     return [groups[size] for size in sorted(groups, reverse=True)]
 
 
@@ -78,7 +73,7 @@ def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str
     """What each code that `label_from_regions` can write stands for, such as {1: "edema"}, background included.
 
     `labels` are the data set's code -> name. A code that stands for several reads like
-    "WT (edema, non-enhancing tumor, enhancing tumor)": the network cannot tell these apart.
+    "WT (edema, non-enhancing tumor, enhancing tumour)": the network cannot tell these apart.
     """
     meanings = {0: labels.get(0, "background")}
     for name, codes in own_codes(regions).items():

@@ -17,16 +17,13 @@ import numpy as np
 from nibabel import orientations
 
 from cpu3d.data.records import Geometry
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.files import read_regular
 
 EXTENSIONS = (".nii.gz", ".nii")
 
-_FORMS = (
-    *("quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
-    *("srow_x", "srow_y", "srow_z"),
-)
+_FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"]
 """Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`."""
 
 
@@ -36,8 +33,8 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     The array is Fortran-ordered, read-only and in native byte order. It keeps the file's dtype where the header has no
     scaling (slope 0, NaN or 1 with intercept 0); scaled it is float64, which keeps integral values integral.
 
-    Raises InputError when the file is missing, unreadable, truncated, damaged or no NIfTI-1 or -2 in one file, when its
-    voxels are not plain numbers (RGB, complex), or when it has neither three nor four axes or no usable affine.
+    Raises InputError for a file that is missing, truncated, damaged or no NIfTI-1 or -2 in one file, for voxels that
+    are not plain numbers (RGB, complex), neither three nor four axes, and an affine without an inverse.
     """
     path = Path(path)
     content = _read_bytes(path)
@@ -46,8 +43,8 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     if len(content) < needed:
         raise InputError(f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again")
     voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
-    if not dtype.isnative or dtype.itemsize > 8:
-        voxels = voxels.astype(np.float64 if dtype.itemsize > 8 else dtype.newbyteorder("="))
+    if not dtype.isnative:
+        voxels = voxels.astype(dtype.newbyteorder("="))
     if (slope, inter) != (1.0, 0.0):
         voxels = voxels.astype(np.float64) * slope + inter
     voxels = voxels.reshape(shape, order="F")
@@ -59,15 +56,15 @@ def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first three. A view."""
     if tuple(array.shape[:3]) != geometry.shape:
         raise ValueError(f"array must lie on the source's grid {geometry.shape}, got shape {array.shape}")
-    return orientations.apply_orientation(array, _orientation(geometry))
+    return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
 def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A view."""
     if tuple(array.shape[:3]) != ras_shape(geometry):
         raise ValueError(f"array must have the shape {ras_shape(geometry)} in axes R A S, got {array.shape}")
-    ras = orientations.axcodes2ornt(("R", "A", "S"))
-    return orientations.apply_orientation(array, orientations.ornt_transform(ras, _orientation(geometry)))
+    ras, own = map(orientations.axcodes2ornt, ("RAS", geometry.axes))
+    return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
 
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
@@ -78,7 +75,7 @@ def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
 def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
     """Distance between neighbouring voxels along R, A, S in mm."""
     lengths = np.linalg.norm(np.asarray(geometry.affine, np.float64)[:3, :3], axis=0)
-    return _in_ras_order(geometry, [float(length) for length in lengths])
+    return _in_ras_order(geometry, lengths.tolist())
 
 
 def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
@@ -95,14 +92,18 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
 def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` given in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
 
-    `path` must end in .nii.gz or .nii. The same input gives the same bytes. `compression` is gzip's level: 1 takes a
-    third of the time for noisy images.
+    The same input gives the same bytes. `compression` is gzip's level: 1 takes a third of the time for noisy images.
+    Raises InputError for another ending than .nii.gz or .nii.
     """
     path = Path(path)
     if not path.name.endswith(EXTENSIONS):
         raise InputError(f"{path} must end in .nii.gz or .nii; choose such a name")
-    voxels = from_ras(volume_ras, geometry)
-    head = _header_bytes(voxels, geometry)
+    voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
+    header.set_data_shape(voxels.shape)
+    header.set_data_dtype(voxels.dtype.newbyteorder("<"))
+    header.set_xyzt_units("mm")
+    header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = b"n+1", 352, 1, 0
+    head = header.binaryblock + b"\0\0\0\0"  # four bytes that say "no extension"
     body = memoryview(voxels.tobytes(order="F"))
     with atomic_write(path) as file:
         if not path.name.endswith(".gz"):
@@ -116,9 +117,6 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
         file.write(packer.flush())
 
 
-# --- Private helpers ---
-
-
 def _read_bytes(path: Path) -> bytes:
     """All of a file, unpacked where it is gzip by content: to the end, so that its CRC and length are checked."""
     try:
@@ -127,8 +125,7 @@ def _read_bytes(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again") from None
     except OSError as error:
-        found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        raise InputError(f"{path} must be a file that can be read, found {found}; check the path") from None
+        raise InputError(f"{path} must be a file that can be read, got {error.strerror}; check the path") from None
 
 
 def _parse_header(path: Path, content: bytes):
@@ -144,16 +141,15 @@ def _parse_header(path: Path, content: bytes):
     except Exception as error:  # nibabel raises its own errors, numpy's and struct's for bytes that are no header
         reason = str(error).strip() or type(error).__name__
         raise InputError(f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz") from None
-    if magic not in (b"n+1", b"n+2"):
-        raise InputError(f"{path} must hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz")
-    if len(shape) not in (3, 4) or min(shape) < 1:
-        raise InputError(f"{path} must have 3 axes, or 4 with the channels last, got shape {shape}; convert it")
-    if dtype.kind not in "iuf":
-        raise InputError(f"{path} must hold real numbers, got {dtype}; convert it to int16 or float32")
-    if offset < header.sizeof_hdr:
-        raise InputError(f"{path} must have its voxels after its header, got offset {offset}; fetch the file again")
-    scaling = (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
-    return header, shape, dtype, offset, scaling
+    rules = (
+        (magic in (b"n+1", b"n+2"), f"hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz"),
+        (len(shape) in (3, 4), f"have 3 axes, or 4 with the channels last, got shape {shape}; convert it"),
+        (min(shape, default=1) > 0, f"have voxels, got shape {shape}; convert it"),
+        (dtype.kind in "iuf", f"hold real numbers, got {dtype}; convert it to int16 or float32"),
+        (offset >= header.sizeof_hdr, f"have its voxels after its header, got offset {offset}; fetch it again"),
+    )
+    refuse([f"{path} must {rule}" for holds, rule in rules if not holds][:1])
+    return header, shape, dtype, offset, (1.0 if slope is None else float(slope), float(inter or 0))
 
 
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
@@ -164,29 +160,17 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
         raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; mend its header")
-    geometry = Geometry(
-        shape=shape,
-        affine=tuple(tuple(float(value) for value in row) for row in affine),
-        axes="".join(axes),
-        sform_code=int(header["sform_code"]),
-        qform_code=int(header["qform_code"]),
-    )
+    codes = int(header["sform_code"]), int(header["qform_code"])
+    geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), "".join(axes), *codes)
     forms = _forms(header)
     if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, where one form is not used
         return geometry
     return dataclasses.replace(geometry, forms=forms)
 
 
-def _orientation(geometry: Geometry) -> np.ndarray:
-    return orientations.axcodes2ornt(tuple(geometry.axes))
-
-
 def _in_ras_order(geometry: Geometry, values) -> tuple:
     """Values given along the source's axes, put in the order R, A, S."""
-    ordered = [None, None, None]
-    for value, target in zip(values, _orientation(geometry)[:, 0].astype(int)):
-        ordered[target] = value
-    return tuple(ordered)
+    return tuple(values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0]))
 
 
 def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
@@ -206,15 +190,3 @@ def _placed_header(geometry: Geometry) -> nibabel.Nifti1Header:
         for name, value in zip(_FORMS, (*geometry.forms[4:10], *np.reshape(geometry.forms[10:], (3, 4)))):
             header[name] = value
     return header
-
-
-def _header_bytes(voxels: np.ndarray, geometry: Geometry) -> bytes:
-    """The header of a file and the four bytes that say "no extension"."""
-    header = _placed_header(geometry)
-    header.set_data_shape(voxels.shape)
-    header.set_data_dtype(voxels.dtype.newbyteorder("<"))
-    header.set_xyzt_units("mm")
-    header["magic"] = b"n+1"
-    header["vox_offset"] = 352
-    header["scl_slope"], header["scl_inter"] = 1, 0
-    return header.binaryblock + b"\0\0\0\0"

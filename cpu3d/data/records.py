@@ -2,18 +2,16 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from cpu3d.data.files.arrays import FORMATS
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
 from memory_estimator.files import typed
@@ -24,8 +22,14 @@ SCHEMA = 2
 SPLITS = ("train", "val", "test")
 
 CENTRES = 32
-"""Voxels of each label code that a record keeps for patches to be centred on. A patch is shifted around its centre, so
-many differ; ten thousand voxels a code, as others keep, would be most of the manifest."""
+"""Voxels of each label code that a record keeps: enough, as a patch is shifted around its centre."""
+
+Count = Annotated[int, Meta(ge=0)]
+Code = Annotated[int, Meta(ge=0, le=255)]
+Positive = Annotated[float, Meta(gt=0)]
+BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]
+"""A file of this name lies in the folder that it is looked for in."""
+Row = Tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,12 @@ class Geometry:
 
     shape: Shape3
     """Voxels along the source's own axes."""
-    affine: Tuple[Tuple[float, ...], ...]
-    """4x4, source voxel to world in mm (RAS+), float64."""
-    axes: str
+    affine: Tuple[Row, Row, Row, Row]
+    """Source voxel to world in mm (RAS+), float64."""
+    axes: Annotated[str, Meta(min_length=3, max_length=3)]
     """Where the source's axes point, such as "LPS"."""
-    sform_code: int
-    qform_code: int
+    sform_code: Count
+    qform_code: Count
     forms: Tuple[float, ...] = ()
     """What qform and sform are made of, as in the NIfTI header: pixdim[0:4], quatern_b to _d, qoffset_x to _z and
     srow_x to _z. Empty where both say what `affine` says, and in records that were made before there was this field."""
@@ -51,56 +55,54 @@ class SourceFile:
 
     path: str
     """Relative to the data set's folder."""
-    size_bytes: int
+    size_bytes: Count
     sha256: str
     mtime_ns: Optional[int] = None
-    """When the file was last written, in ns since 1970; None in records made before it was kept."""
+    """None in records made before it was kept."""
 
 
 @dataclass(frozen=True)
 class CaseRecord:
     """One case of the store. Everything spatial is in the store's grid: axes R A S, voxels X, Y, Z."""
 
-    case_id: str
+    case_id: BareName
     patient_id: str
-    """Cases of one patient never straddle a split."""
     shape: Shape3
     """Voxels of the whole grid, also where only a box of it is stored."""
-    spacing_mm: Tuple[float, float, float]
+    spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
     """Smallest box around every voxel that is non-zero in any channel or labelled."""
-    image_dtype: str
+    image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
-    max_abs_error: float
+    max_abs_error: Annotated[float, Meta(ge=0)]
     """Largest rounding error of the stored image, in standard deviations; 0 when lossless."""
     channel_mean: Tuple[float, ...]
     """Per channel, over its non-zero voxels, of the stored values."""
-    channel_std: Tuple[float, ...]
+    channel_std: Tuple[Positive, ...]
     channel_min: Tuple[float, ...]
     channel_max: Tuple[float, ...]
-    channel_voxels: Tuple[int, ...]
+    channel_voxels: Tuple[Count, ...]
     """Non-zero voxels per channel."""
-    zeroed_voxels: int
+    zeroed_voxels: Count
     """NaN or infinite voxels that were set to 0, all channels together."""
-    label_voxels: Dict[int, int]
+    label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
-    centres: Dict[int, Tuple[Shape3, ...]]
+    centres: Dict[Code, Tuple[Shape3, ...]]
     """Up to `CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
-    stem: str
-    """Name of the arrays' files, without what follows the first dot. Entries may share arrays."""
-    format: str
-    """How the arrays lie in their files: "npy" or "b2nd"; "" for a case that is in no store."""
+    stem: BareName
+    """Name of the arrays' files up to the first dot. Entries may share arrays."""
+    format: Literal["", "npy", "b2nd"]
+    """How the arrays lie in their files; "" for a case that is in no store."""
     stored: Region
     """The part of the grid that the arrays hold. Outside it, image and label are 0."""
-    image_bytes: int
-    """Length of the image's file."""
+    image_bytes: Count
     image_sha256: str
-    """Of the image's file."""
+    """Of the image's file, as `image_bytes`."""
     image_voxels_sha256: str
     """Of the whole grid's voxels with dtype and shape: the same in every format, cropped or not."""
-    label_bytes: int
+    label_bytes: Count
     """0 for a case without a label."""
     label_sha256: str
     label_voxels_sha256: str
@@ -132,11 +134,10 @@ class Manifest:
     layout: str
     """The data set layout it was read from, such as "decathlon"."""
     channels: Tuple[str, ...]
-    """Names of the image channels in order, such as ("FLAIR", "T1w", "T1gd", "T2w")."""
     labels: Dict[int, str]
     """Label code -> name, 0 is background."""
     regions: Dict[str, Tuple[int, ...]]
-    """Region name -> label codes it is made of, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
+    """Region -> its label codes, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
     split: Dict[str, Tuple[str, ...]]
     """"train", "val", "test" -> case ids, sorted. Every case is in one, and stays there."""
     split_seed: int
@@ -145,13 +146,10 @@ class Manifest:
     largest_shape: Shape3
     """Of the cases' grids, axis by axis."""
     largest_box: Shape3
-    """Of the cases' brains, axis by axis."""
     unlabelled: Tuple[str, ...]
-    """Cases without a label."""
     cases: Sequence[CaseRecord]
     """Sorted by case id. Read from a store they are parsed one at a time, when they are asked for."""
     versions: Dict[str, str]
-    """Of this project and the libraries that made the store."""
     patient_rules: Dict[str, int] = field(default_factory=dict)
     """How patients are known -> of how many cases; those that came before it was kept are in none."""
     schema: int = SCHEMA
@@ -166,8 +164,8 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
     problems = []
     for case in cases:
         try:
-            check_record(case)
-        except (ValueError, TypeError) as error:
+            case_from_json(msgspec.json.encode(case))
+        except ValueError as error:
             problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
     refuse([*problems, *split_problems(split, cases)])
     return Manifest(
@@ -202,28 +200,23 @@ def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRec
 
 def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
     """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
-    patients = {case.case_id: case.patient_id for case in cases}
+    place = {case_id: name for name in SPLITS for case_id in split[name]}
+    patients, images = defaultdict(dict), defaultdict(dict)
+    for case in cases:
+        if case.case_id in place:
+            patients[case.patient_id][place[case.case_id]] = case
+            images[case.image_voxels_sha256][place[case.case_id]] = case
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
-        for patient, places in straddling(split, patients)
+        for patient, places in sorted(patients.items())
+        if len(places) > 1
     ]
-    for _, places in straddling(split, {case.case_id: case.image_voxels_sha256 for case in cases}):
-        if len({patients[case_id] for case_id in places.values()}) > 1:
-            names = " and ".join(f"{case_id} ({place})" for place, case_id in places.items())
-            rule = f"image of cases {names} must be in one split"
+    for _, places in sorted(images.items()):
+        if len({case.patient_id for case in places.values()}) > 1:
+            names = " and ".join(f"{case.case_id} ({name})" for name, case in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
-            problems.append(f"{rule}, got identical voxels; {advice}")
+            problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
     return problems
-
-
-def straddling(split: Mapping[str, Sequence[str]], groups: Mapping[str, str]) -> List[Tuple[str, Dict[str, str]]]:
-    """(group, split -> first of its cases) of the groups in more than one split. `groups`: case id -> group."""
-    places: Dict[str, Dict[str, str]] = defaultdict(dict)
-    for name in SPLITS:
-        for case_id in split[name]:
-            if case_id in groups:
-                places[groups[case_id]].setdefault(name, case_id)
-    return [(group, found) for group, found in sorted(places.items()) if len(found) > 1]
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
@@ -251,18 +244,10 @@ def record_path(folder: Path, case_id: str) -> Path:
 
 
 def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
-    """A record, or a manifest without its cases, as JSON content.
-
-    Not `dataclasses.asdict`, which copies every voxel of the centres and takes four times as long.
-    """
-    content = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    if isinstance(record, Manifest):
-        del content["cases"]
-        return content
-    for name in ("box", "stored", "geometry"):
-        content[name] = dict(vars(content[name]))
-    content["sources"] = [dict(vars(source)) for source in record.sources]
-    return content
+    """A record, or a manifest without its cases, as JSON content."""
+    if isinstance(record, CaseRecord):
+        return msgspec.to_builtins(record)
+    return {name: value for name, value in vars(record).items() if name != "cases"}
 
 
 def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) -> Manifest:
@@ -270,56 +255,26 @@ def manifest_from_json(content: Mapping[str, Any], cases: Sequence[CaseRecord]) 
     return dataclasses.replace(typed({**content, "cases": []}, Manifest, "manifest"), cases=cases)
 
 
-def case_from_json(content: Union[bytes, Mapping[str, Any]]) -> CaseRecord:
-    """The record that JSON is, as text or parsed. Raises ValueError where it is none."""
+def case_from_json(content: bytes) -> CaseRecord:
+    """The record that JSON is. Raises ValueError where it is none, or contradicts itself without a look at voxels."""
     try:
-        if isinstance(content, bytes):
-            record = msgspec.json.decode(content, type=CaseRecord)
-        else:
-            record = msgspec.convert(content, CaseRecord, str_keys=True)
-    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        record = msgspec.json.decode(content, type=CaseRecord)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)[:300]) from None
-    check_record(record)
-    return record
-
-
-def check_record(record: CaseRecord) -> None:
-    """Raise ValueError where a record contradicts itself, which shows without a look at the voxels.
-
-    Its names are bare, so that no file of it lies outside its store.
-    """
-    shape, box, stored, geometry = record.shape, record.box, record.stored, record.geometry
-    channels = (record.channel_mean, record.channel_std, record.channel_min, record.channel_max)
-    numbers = (*itertools.chain(*channels, *geometry.affine), *record.spacing_mm, record.max_abs_error, *geometry.forms)
-    counts = [record.image_bytes, record.label_bytes, record.zeroed_voxels, record.max_abs_error]
-    counts += [*record.channel_voxels, *(source.size_bytes for source in record.sources)]
-    counts += [geometry.sform_code, geometry.qform_code]
+    shape, box, stored = record.shape, record.box, record.stored
+    statistics = (record.channel_mean, record.channel_std, record.channel_min, record.channel_max)
     corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
-    voxels = [zip(voxel, shape) for places in record.centres.values() for voxel in places]
-    fits = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
+    centres = [voxel for voxels in record.centres.values() for voxel in voxels]
+    has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     rules = {
-        "case_id and stem must be names without a folder": is_bare_name(record.case_id) and is_bare_name(record.stem),
-        f"format must be one of {', '.join(FORMATS)}": record.format in ("", *FORMATS),
-        "image_dtype must be int16 or float16": record.image_dtype in ("int16", "float16"),
         "box must lie in stored, and that in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
-        "statistics must be as many for each channel": set(map(len, channels)) == {len(record.channel_voxels)} != {0},
-        "statistics, spacing_mm, affine and forms must be finite": all(map(math.isfinite, numbers)),
-        "channel_std and spacing_mm must be positive": min(*record.channel_std, *record.spacing_mm) > 0,
-        "counts and sizes must not be negative": min(counts) >= 0,
-        "image_bytes and label_bytes must fit image and label": record.format == "" or fits,
-        "label codes must be 0 to 255": all(0 <= code < 256 for code in (*record.label_voxels, *record.centres)),
-        "label_voxels must be positive": all(count > 0 for count in record.label_voxels.values()),
-        "centres must be voxels of shape": all(0 <= a < n for a, n in itertools.chain.from_iterable(voxels)),
-        "geometry must be of shape, turned, with three axes": sorted(geometry.shape) == sorted(shape)
-        and len(geometry.axes) == 3,
-        "affine must be 4x4": [len(row) for row in geometry.affine] == [4] * 4,
-        "forms must be none or 22 numbers": len(geometry.forms) in (0, 22),
+        "statistics must be as many for each channel": {*map(len, statistics)} == {len(record.channel_voxels)} != {0},
+        "image_bytes and label_bytes must fit image and label": record.format == "" or has_files,
+        "centres must be voxels of shape": all(0 <= a < n for voxel in centres for a, n in zip(voxel, shape)),
+        "geometry must be of shape, turned": sorted(record.geometry.shape) == sorted(shape),
+        "forms must be none or 22 numbers": len(record.geometry.forms) in (0, 22),
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
         raise ValueError("; ".join(broken))
-
-
-def is_bare_name(name: str) -> bool:
-    """Whether a file of this name lies in the folder that it is looked for in."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    return record

@@ -1,8 +1,9 @@
 """Boxes in a volume: cropping, padding and the way back, and how much of a case the network sees of it."""
 
+import math
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import numpy as np
 
@@ -16,6 +17,16 @@ Shape3 = Tuple[int, int, int]
 
 EXTENTS = ("brain", "full")
 """How much of a case the network sees: its brain's box or its whole grid. Lossless either way, never downsampled."""
+
+
+def require(*rules: Tuple[str, str, Any, bool]) -> None:
+    """Raise one InputError with a line for every (name, rule, value, whether it holds) that does not hold."""
+    refuse(f"{name} must be {rule}, got {value!r}; give another" for name, rule, value, holds in rules if not holds)
+
+
+def is_integer(value: Any, at_least: float = -math.inf) -> bool:
+    """Whether a value, which may be NumPy's, is a whole number and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
 
 
 @dataclass(frozen=True)
@@ -38,17 +49,19 @@ class Region:
 
     def slices(self, shape: Shape3) -> Tuple[slice, slice, slice]:
         """The part of this box that lies inside a volume of `shape`."""
-        return tuple(
-            slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in zip(self.start, self.stop, shape)
-        )
+        ends = zip(self.start, self.stop, shape)
+        return tuple(slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in ends)
 
     def padding(self, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
         """Zeros to add before and after `slices(shape)` along each axis to fill this box."""
-        inside = self.slices(shape)
-        return tuple(
-            (part.start - a, b - part.stop) if part.stop > part.start else (0, b - a)
-            for part, a, b in zip(inside, self.start, self.stop)
-        )
+        ends = zip(self.slices(shape), self.start, self.stop)
+        return tuple((p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends)
+
+    def overlap(self, other: "Region") -> Optional["Region"]:
+        """What this box and another have in common; None where they do not meet."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop)))
+        return Region(start, size) if min(size) > 0 else None
 
 
 def round_up(shape: Shape3, multiple: int) -> Shape3:
@@ -61,13 +74,11 @@ def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
 
     Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on both sides.
     """
-    start = []
-    for a, n, want, limit in zip(inner.start, inner.size, size, shape):
-        if want >= limit:
-            start.append(-((want - limit) // 2))
-        else:
-            start.append(min(max(a - (want - n) // 2, 0), limit - want))
-    return Region(tuple(start), tuple(size))
+    start = tuple(
+        -((want - limit) // 2) if want >= limit else min(max(a - (want - n) // 2, 0), limit - want)
+        for a, n, want, limit in zip(inner.start, inner.size, size, shape)
+    )
+    return Region(start, tuple(size))
 
 
 def whole(shape: Shape3, multiple: int = 1) -> Region:
@@ -77,23 +88,19 @@ def whole(shape: Shape3, multiple: int = 1) -> Region:
 
 def bounding_box(mask: np.ndarray) -> Region:
     """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole volume."""
-    start, size = [], []
-    for axis in range(3):
-        hit = np.flatnonzero(mask.any(axis=tuple(a for a in range(3) if a != axis)))
-        if hit.size == 0:
-            return Region((0, 0, 0), tuple(mask.shape))
-        start.append(int(hit[0]))
-        size.append(int(hit[-1] - hit[0] + 1))
-    return Region(tuple(start), tuple(size))
+    hits = [np.flatnonzero(mask.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
+    if not hits[0].size:
+        return whole(mask.shape)
+    return Region(tuple(int(hit[0]) for hit in hits), tuple(int(hit[-1] - hit[0] + 1) for hit in hits))
 
 
 def crop(volume: np.ndarray, region: Region) -> np.ndarray:
     """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view where nothing is padded."""
     padding = region.padding(volume.shape[:3])
     part = volume[region.slices(volume.shape[:3])]
-    if not any(n for pair in padding for n in pair):
+    if not any(map(any, padding)):
         return part
-    return np.pad(part, list(padding) + [(0, 0)] * (volume.ndim - 3))
+    return np.pad(part, [*padding, *[(0, 0)] * (volume.ndim - 3)])
 
 
 def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
@@ -109,14 +116,11 @@ def grid_size(store: "Store", *, extent: str, multiple: int) -> Shape3:
 
     Raises InputError for an unknown extent and for a multiple below 1.
     """
-    problems = []
-    if extent not in EXTENTS:
-        problems.append(f"extent must be one of {', '.join(EXTENTS)}, got {extent!r}; pick one")
-    if not isinstance(multiple, numbers.Integral) or multiple < 1:
-        problems.append(f"multiple must be an integer of at least 1, got {multiple!r}; give another")
-    refuse(problems)
-    manifest = store.manifest
-    return round_up(manifest.largest_box if extent == "brain" else manifest.largest_shape, multiple)
+    require(
+        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
+        ("multiple", "an integer of at least 1", multiple, is_integer(multiple, 1)),
+    )
+    return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
 
 
 def case_region(record: "CaseRecord", size: Shape3, extent: str) -> Region:

@@ -2,7 +2,7 @@
 
 Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2, so n of them cover n / resolution
 store voxels, and nothing drifts along a volume. Seeing averages, so that nothing folds over; answers are interpolated
-linearly. TensorFlow is imported where tensors come in.
+linearly.
 """
 
 import math
@@ -17,18 +17,12 @@ TIE = 1e-4
 
 
 def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
-    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor.
-
-    `resolution` is above 0 and at most 1.
-    """
+    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor."""
     return round_up(tuple(max(_ceil(n * resolution), 1) for n in grid), divisor)
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z that `seen` network voxels cover; those covered in part are among them.
-
-    Never below `at_least`, which is a guard: what `network_grid` gave for an extent covers that extent.
-    """
+    """Store voxels X, Y, Z, `at_least` so many, that `seen` network voxels cover; those covered in part among them."""
     return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 
@@ -36,11 +30,8 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     """(seen, field) float32: the weights with which one axis of store voxels becomes network voxels; rows sum to 1.
 
     A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
-    store voxels. At 1/2 that averages pairs, at 1/3 weighs three by 1/4, 1/2, 1/4, and towards 1 it becomes the
-    identity. Constants and ramps stay what they are at any resolution; plain area weights shift a ramp at 3/4.
+    store voxels: at 1/2 of pairs, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps; area weights shift one at 3/4.
     """
-    if resolution == 1:
-        return np.eye(seen, field, dtype=np.float32)
     length = 1 / resolution - 1
     centre = (np.arange(seen)[:, None] + 0.5) / resolution - 0.5
     voxel = np.arange(field)[None, :]
@@ -58,51 +49,30 @@ def growing(field: int, seen: int, resolution: float) -> np.ndarray:
 
 
 class Resizing:
-    """Between the store voxels of a field and the voxels that the network sees of it."""
+    """Between the store voxels of a field and the fewer voxels that the network sees of it: a resolution below 1."""
 
     def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
         self.seen: Shape3 = tuple(seen)
         """Voxels X, Y, Z of the network's grid."""
         self.field = field_of(seen, resolution, at_least)
         """Voxels X, Y, Z that are to be read from the store."""
-        self.resolution = resolution
+        self._down = [shrinking(m, n, resolution) for n, m in zip(self.field, self.seen)]
+        self._up = [growing(n, m, resolution) for n, m in zip(self.field, self.seen)]
 
     def shrink(self, image):
-        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype.
-
-        Computed in float32, as weights in bfloat16 would not sum to 1. At resolution 1 the image itself.
-        """
-        import tensorflow as tf
-
-        if self.resolution == 1:
-            return image
-        return tf.cast(self._means(image), image.dtype)
+        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype, computed in float32."""
+        return _along(image, self._down, (1, 2, 3), image.dtype)
 
     def shrink_pair(self, image, target) -> Tuple:
         """`shrink`, and with it a target (N, X, Y, Z, R) uint8 of masks: 1 where half a voxel's mean or more is."""
         import tensorflow as tf
 
-        if self.resolution == 1:
-            return image, target
-        return self.shrink(image), tf.cast(self._means(target) >= 0.5 - TIE, target.dtype)
+        means = _along(target, self._down, (1, 2, 3), tf.float32)
+        return self.shrink(image), tf.cast(means >= 0.5 - TIE, target.dtype)
 
     def grow(self, logits):
-        """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field. At resolution 1 the same."""
-        import tensorflow as tf
-
-        logits = tf.cast(logits, tf.float32)
-        if self.resolution == 1:
-            return logits
-        # The axis that is one flat product comes while there is least of it.
-        matrices = [growing(n, m, self.resolution) for n, m in zip(self.field, self.seen)]
-        return _along(_along(_along(logits, matrices[2], 3), matrices[1], 2), matrices[0], 1)
-
-    def _means(self, volume):
-        import tensorflow as tf
-
-        matrices = [shrinking(m, n, self.resolution) for n, m in zip(self.field, self.seen)]
-        volume = tf.cast(volume, tf.float32)
-        return _along(_along(_along(volume, matrices[0], 1), matrices[1], 2), matrices[2], 3)
+        """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field."""
+        return _along(logits, self._up, (3, 2, 1), "float32")  # the axis that is one flat product while there is least
 
 
 def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
@@ -111,28 +81,27 @@ def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Option
     return Resizing(tuple(map(max, seen, at_least or seen)), resolution, grid)
 
 
-# --- Private helpers ---
-
-
 def _ceil(length: float) -> int:
     """Up to the next whole number, but not for a rounding error: 0.7 * 10 is 7."""
     return math.ceil(length - 1e-9)
 
 
 def _hat_integral(at: np.ndarray) -> np.ndarray:
-    """Integral of max(1 - |x|, 0) from -infinity to `at`."""
     at = np.clip(at, -1, 1)
-    return 0.5 + at - 0.5 * at * np.abs(at)
+    return 0.5 + at - 0.5 * at * np.abs(at)  # of max(1 - |x|, 0) from -infinity to `at`
 
 
-def _along(volume, matrix, axis: int):
-    """`matrix` (to, from) applied to axis 1, 2 or 3 of (N, X, Y, Z, C)."""
+def _along(volume, matrices, axes: Tuple[int, ...], dtype):
+    """(N, X, Y, Z, C) with the matrix (to, from) of X, of Y and of Z applied in float32, in the order of `axes`."""
     import tensorflow as tf
 
-    sizes = volume.shape.as_list()
-    if axis == 3:  # Z and the channels at once: products of rows as short as the channels would take ten times as long
-        both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))
-        product = tf.reshape(volume, (-1, sizes[3] * sizes[4])) @ both
-    else:
-        product = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :])))))
-    return tf.reshape(product, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))
+    volume = tf.cast(volume, tf.float32)
+    for axis in axes:
+        matrix, sizes = matrices[axis - 1], volume.shape.as_list()
+        if axis == 3:  # with the channels at once: products of rows as short as they would take ten times as long
+            both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))
+            volume = tf.reshape(volume, (-1, sizes[3] * sizes[4])) @ both
+        else:
+            volume = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :])))))
+        volume = tf.reshape(volume, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))
+    return tf.cast(volume, dtype)

@@ -8,8 +8,6 @@ Several workers deal the positions out among them: the order depends on the batc
 the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks:
 
     batch 6     step 0              step 1
-    position    0  1  2  3  4  5    6  7  8  9 10 11
-    1 worker    0  0  0  0  0  0    0  0  0  0  0  0
     2 workers   0  0  0  1  1  1    0  0  0  1  1  1
     3 workers   0  0  1  1  2  2    0  0  1  1  2  2
 """
@@ -17,35 +15,33 @@ the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order
 import dataclasses
 import itertools
 import math
-import numbers
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, whole
-from cpu3d.errors import InputError, refuse
+from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, is_integer, require, whole
 
 MASK = 2**64 - 1
 
 SAMPLINGS = ("random", "foreground", "grid", "centre")
 
 OVERLAP = 0.5
-"""Of the patches of a grid, and of the windows that a network slides, where nothing else is asked for: nnU-Net's."""
+"""Of the patches of a grid, and of the windows that a network slides, by default: nnU-Net's."""
 
 # --- Volumes ---
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What is drawn at one position of the run."""
 
     position: int
-    """Samples drawn before this one, from the run's first step on."""
     epoch: int
-    """Passes over the cases completed before this one."""
+    """Passes over the cases completed before it."""
     index: int
     """Which of the split's cases."""
+    region: Optional[Region] = None
+    """Of a patch: where in the case. It may reach outside of the volume, where there is nothing but zeros."""
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
@@ -56,18 +52,16 @@ def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> 
     if position < 0 or cases < 1:
         raise ValueError(f"position must be >= 0 and cases >= 1, got position {position} of {cases} cases")
     epoch, place = divmod(position, cases)
-    index = permutation(cases, seed=seed, epoch=epoch)[place] if shuffle else place
-    return Sample(position, epoch, index)
+    return Sample(position, epoch, permutation(cases, seed=seed, epoch=epoch)[place] if shuffle else place)
 
 
 @lru_cache(maxsize=4)
 def permutation(count: int, *, seed: int, epoch: int) -> Tuple[int, ...]:
     """0 .. count - 1 in the order of one epoch: Fisher-Yates, the same on every machine."""
     order = list(range(count))
-    stream = random_words(seed, epoch, 0x6F72646572)
+    words = random_words(seed, epoch, 0x6F72646572)
     for last in range(count - 1, 0, -1):
-        # The modulo's bias is below count / 2**64.
-        pick = next(stream) % (last + 1)
+        pick = next(words) % (last + 1)  # the modulo's bias is below count / 2**64
         order[last], order[pick] = order[pick], order[last]
     return tuple(order)
 
@@ -84,8 +78,7 @@ def random_words(*key: int) -> Iterator[int]:
 
 def random_units(*key: int) -> Iterator[float]:
     """An endless stream of numbers in [0, 1), 53 bits each, keyed as `random_words`."""
-    for word in random_words(*key):
-        yield (word >> 11) / 2**53
+    return ((word >> 11) / 2**53 for word in random_words(*key))
 
 
 # --- Patches ---
@@ -101,8 +94,7 @@ class PatchSampling:
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
     random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
-    """Share of patches around labelled voxels with "foreground", 0 to 1. A third is what nnU-Net and MONAI's examples
-    come to."""
+    """Share of patches around labelled voxels with "foreground", 0 to 1; nnU-Net's and that of MONAI's examples."""
     codes: Tuple[Tuple[int, ...], ...] = ()
     """Label codes of each region to be found with "foreground"."""
     overlap: float = OVERLAP
@@ -116,57 +108,38 @@ class PatchSampling:
     """Whether cases come in another order every epoch. The patches of a grid stay together and in order."""
 
     def __post_init__(self):
-        size = len(self.shape) == 3 and all(isinstance(n, numbers.Integral) and n >= 1 for n in self.shape)
-        rules = (
+        size = len(self.shape) == 3 and all(is_integer(n, 1) for n in self.shape)
+        require(
             ("sampling", f"one of {', '.join(SAMPLINGS)}", self.sampling, self.sampling in SAMPLINGS),
             ("extent", f"one of {', '.join(EXTENTS)}", self.extent, self.extent in EXTENTS),
             ("patch_shape", "three positive integers, voxels X, Y, Z", self.shape, size),
             ("foreground", "in [0, 1], a share of the patches", self.foreground, 0 <= self.foreground <= 1),
             ("overlap", "in [0, 1), a share of a patch", self.overlap, 0 <= self.overlap < 1),
         )
-        refuse(f"{name} must be {rule}, got {value!r}; give another" for name, rule, value, holds in rules if not holds)
 
     @cached_property
     def per_case(self) -> int:
         """Patches of a case in one epoch: 1, or as many as cover the grid."""
-        if self.sampling != "grid":
-            return 1
-        return math.prod(map(len, grid_starts(self.grid, self.shape, self.overlap)))
+        starts = grid_starts(self.grid, self.shape, self.overlap) if self.sampling == "grid" else ()
+        return math.prod(map(len, starts))
 
 
-@dataclass(frozen=True)
-class PatchSample(Sample):
-    """The patch that is drawn at one position of the run."""
-
-    region: Region
-    """Where in the case. It may reach outside of the volume, where there is nothing but zeros."""
-
-
-def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> PatchSample:
+def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> Sample:
     """The patch at `position` of an endless stream over `records`: an epoch takes `per_case` patches of each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
     case without the regions gives a random patch. Raises ValueError for a negative position or no records.
     """
-    per_case = sampling.per_case
-    visit, place = divmod(position, per_case)
+    visit, place = divmod(position, sampling.per_case)
     drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
-    record, how = records[drawn.index], sampling.sampling
-    if how == "grid":
-        around = case_region(record, sampling.grid, sampling.extent)
-        region = patch_grid(around, sampling.shape, sampling.overlap)[place]
-    elif how == "centre":
-        region = case_region(record, tuple(sampling.shape), sampling.extent)
-    elif how == "foreground" and wants_foreground(position, sampling.foreground):
-        region = _foreground_region(position, sampling, record)
+    record, shape = records[drawn.index], tuple(sampling.shape)
+    if sampling.sampling == "grid":
+        region = patch_grid(case_region(record, sampling.grid, sampling.extent), shape, sampling.overlap)[place]
+    elif sampling.sampling == "centre":
+        region = case_region(record, shape, sampling.extent)
     else:
-        region = _random_region(position, sampling, record)
-    return PatchSample(position, drawn.epoch, drawn.index, region)
-
-
-def wants_foreground(position: int, share: float) -> bool:
-    """Whether the patch at `position` is to be one of the `share`: evenly spread, so that every batch has its part."""
-    return math.floor((position + 1) * share) > math.floor(position * share)
+        region = Region(_drawn_start(position, sampling, record), shape)
+    return drawn._replace(position=position, region=region)
 
 
 def grid_starts(size: Shape3, patch: Shape3, overlap: float) -> Tuple[Tuple[int, ...], ...]:
@@ -207,17 +180,14 @@ class Share:
     samples are dealt one at a time, none is left out, and some workers may have one fewer."""
 
     def __post_init__(self):
-        refuse(
-            f"{name} must be an integer of at least {low}, got {value!r}; give another"
-            for name, value, low in (("rank", self.rank, 0), ("workers", self.workers, 1), ("batch", self.batch, 0))
-            if not isinstance(value, numbers.Integral) or value < low
+        least = {"rank": 0, "workers": 1, "batch": 0}.items()
+        require(
+            *((n, f"an integer of at least {m}", getattr(self, n), is_integer(getattr(self, n), m)) for n, m in least)
         )
-        if self.rank >= self.workers:
-            raise InputError(f"rank must be below the {self.workers} workers, got {self.rank}; ranks begin at 0")
-        if self.batch % self.workers:
-            more = self.batch + self.workers - self.batch % self.workers
-            rule = f"batch must be a multiple of the {self.workers} workers"
-            raise InputError(f"{rule}, got {self.batch}; give {more}, or another number of workers")
+        require(
+            ("rank", f"below the {self.workers} workers", self.rank, self.rank < self.workers),
+            ("batch", f"a multiple of the {self.workers} workers", self.batch, self.batch % self.workers == 0),
+        )
 
     @property
     def part(self) -> int:
@@ -235,82 +205,45 @@ class Share:
 
     def indices(self, start: int, stop: int) -> range:
         """This worker's samples at the positions `start` up to `stop`."""
-        return range(self._before(start), self._before(stop))
+        steps = [divmod(position, self.workers * self.part) for position in (start, stop)]
+        return range(*(step * self.part + min(max(n - self.rank * self.part, 0), self.part) for step, n in steps))
 
     def positions(self, start: int, stop: int) -> Tuple[int, ...]:
         """The positions from `start` up to `stop` that are this worker's; without steps, rank, rank + workers, ..."""
         return tuple(map(self.position, self.indices(start, stop)))
-
-    def whole_steps(self, count: int) -> int:
-        """Of the first `count` positions, those that make up whole steps; without steps all of them."""
-        return count - count % self.batch if self.batch else count
-
-    def problems(self, *, start: int, stop: Optional[int], batch: int) -> List[str]:
-        """What is wrong with a stream over these positions in batches of `batch`: it must be made of whole steps."""
-        if not self.batch:
-            return []
-        found = [
-            f"{name} must be a multiple of the {self.batch} samples of a step, got {value};"
-            f" give {value // self.batch * self.batch}, where the step begins"
-            for name, value in (("start", start), ("stop", stop))
-            if value is not None and value % self.batch
-        ]
-        if self.part % batch:
-            found.append(f"batch must divide a worker's {self.part} samples of a step, got {batch}; give another")
-        return found
-
-    # --- Private helpers ---
-
-    def _before(self, position: int) -> int:
-        """This worker's samples before a position."""
-        step, place = divmod(position, self.workers * self.part)
-        return step * self.part + min(max(place - self.rank * self.part, 0), self.part)
 
 
 ALL = Share()
 """Of a single worker: all samples, in any number."""
 
 
-# --- Private helpers ---
-
 _PLACE, _CENTRE = 0x706C616365, 0x63656E747265
 """Keys of the random streams, so that one draw does not shift another's."""
 
 
-def _random_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
-    units = random_units(sampling.seed, position, _PLACE)
-    start = [low + int(next(units) * (high - low + 1)) for low, high in _room(sampling, record)]
-    return Region(tuple(start), tuple(sampling.shape))
-
-
-def _foreground_region(position: int, sampling: PatchSampling, record: CaseRecord) -> Region:
-    """Around a voxel of a region that occurs: the region is drawn first, then its code, so that small ones come up."""
-    units = random_units(sampling.seed, position, _CENTRE)
-    present = [[code for code in codes if record.centres.get(code)] for codes in sampling.codes]
-    present = [codes for codes in present if codes]
-    if not present:
-        return _random_region(position, sampling, record)
-    code = _pick(next(units), _pick(next(units), present))
-    centre = _pick(next(units), record.centres[code])
-    start = []
-    for voxel, size, (low, high) in zip(centre, sampling.shape, _room(sampling, record)):
-        before = size // 4 + int(next(units) * max(size // 2, 1))
-        start.append(min(max(voxel - before, low), high))
-    return Region(tuple(start), tuple(sampling.shape))
-
-
-def _pick(unit: float, choices: Sequence):
-    return choices[int(unit * len(choices))]
-
-
-def _room(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
-    """First and last place for a patch to start along each axis: within the extent, or one place around it."""
-    inside = record.box if sampling.extent == "brain" else whole(record.shape)
-    around = centred(inside, sampling.shape, record.shape)
-    return tuple(
+def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
+    """Where a patch begins: anywhere in the extent, or around a voxel of a region that occurs in the case."""
+    shape, inside = sampling.shape, record.box if sampling.extent == "brain" else whole(record.shape)
+    # First and last place along each axis: within the extent, or one place around it.
+    room = [
         (start, start) if want >= n else (a, a + n - want)
-        for start, want, a, n in zip(around.start, sampling.shape, inside.start, inside.size)
-    )
+        for start, want, a, n in zip(centred(inside, shape, record.shape).start, shape, inside.start, inside.size)
+    ]
+    present, share = [], sampling.foreground if sampling.sampling == "foreground" else 0
+    # Evenly spread, so that every batch has its part.
+    if math.floor((position + 1) * share) > math.floor(position * share):
+        present = [[code for code in codes if record.centres.get(code)] for codes in sampling.codes]
+        present = [codes for codes in present if codes]
+    if not present:
+        units = random_units(sampling.seed, position, _PLACE)
+        return tuple(low + int(next(units) * (high - low + 1)) for low, high in room)
+    units = random_units(sampling.seed, position, _CENTRE)
+    of_code, of_region, of_centre = (next(units) for _ in range(3))
+    codes = present[int(of_region * len(present))]  # a region and then its code, so that small ones come up
+    centres = record.centres[codes[int(of_code * len(codes))]]
+    centre = centres[int(of_centre * len(centres))]
+    before = [size // 4 + int(next(units) * max(size // 2, 1)) for size in shape]
+    return tuple(min(max(voxel - n, low), high) for voxel, n, (low, high) in zip(centre, before, room))
 
 
 def _mix(word: int) -> int:

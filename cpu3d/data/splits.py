@@ -23,14 +23,12 @@ Split = Dict[str, Tuple[str, ...]]
 TABLE = "table"
 """The rule by which a case's patient is known, where a table tells it."""
 
-# --- Patients ---
-
 
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
 
-    All of its lines, a header among them, and at least `case_ids`. Raises InputError for a file that cannot be read,
-    for lines that are no pair, and for a case of `case_ids` that has no patient or two.
+    All of its lines, a header among them. Raises InputError for a file that cannot be read, for lines that are no pair,
+    for a case with two patients, and for one of `case_ids` that has none.
     """
     name = f"--patients {path}"
     try:
@@ -43,16 +41,12 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
-        if not any(row):
-            continue
-        if len(row) != 2 or not all(row):
+        if any(row) and (len(row) != 2 or not all(row)):
             problems.append(f"{name}:{number} must be a case and its patient, got {row}; mend the line")
-        elif patients.setdefault(*row) != row[1]:
-            two = f"{patients[row[0]]} and {row[1]}"
-            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {two}; keep one")
-    refuse(problems)
-    lacking = sorted(set(case_ids) - set(patients))
-    refuse(f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking)
+        elif any(row) and patients.setdefault(*row) != row[1]:
+            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one")
+    lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
+    refuse([*problems, *(f"{name} must give case {one} a patient, got none; add a line" for one in lacking)])
     return patients
 
 
@@ -62,21 +56,15 @@ def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:
     return [f"{count(number, 'case')}: {rule}" for rule, number in found.items() if number]
 
 
-# --- Splits ---
-
-
 def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:
     """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
 
     `patients` maps case id -> patient id. Every split with a fraction above 0 gets at least one patient, then always
-    the one furthest behind its share. Case ids come back sorted. Raises InputError for shares that are none, for too
-    few patients.
+    the one furthest behind its share. Case ids come back sorted. Raises InputError for bad shares or too few patients.
     """
-    fractions = tuple(float(fraction) for fraction in fractions)
     total = sum(fractions)
-    if len(fractions) != 3 or min(fractions) < 0 or not 0 < total < math.inf:
-        rule = "--split must be three shares, none negative, one positive"
-        raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
+    if min(fractions) < 0 or not 0 < total < math.inf:
+        raise InputError(f"--split must be three shares from 0 on, one above it, got {fractions}; try --split 8 1 1")
     order = _dealing_order(patients.values(), seed)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
@@ -92,11 +80,10 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
 def deal_cases(
     split: Mapping[str, Sequence[str]], patients: Mapping[str, str], new: Mapping[str, str], *, seed: int
 ) -> Split:
-    """The split with the new cases in it. `patients` and `new` map case id -> patient id.
+    """The split with the new cases in it; nothing moves. `patients` and `new` map case id -> patient id.
 
-    Nothing moves. A case of a known patient goes where that patient is. The other patients are dealt as `split_cases`
-    deals: as many to each split as brings it nearest to the share of the patients that it had; a split that had none
-    gets none.
+    A case of a known patient goes where that patient is. The others are dealt as `split_cases` deals: as many to each
+    split as brings it nearest to the share of the patients that it had; a split that had none gets none.
     """
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
@@ -112,47 +99,41 @@ def deal_cases(
     }
 
 
-# --- Cross-validation ---
-
-
 def parse_fold(fold: str) -> Tuple[int, int]:
     """ "2/5" as (2, 5): the second of five parts. Raises InputError for what is no fold."""
     found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
     part, parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= part <= parts or parts < 2:
-        rule = "fold must be I/K with 1 <= I <= K and K >= 2"
-        raise InputError(f"{rule}, got {fold}; 1/5 holds out the first of five parts")
+        raise InputError(f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five")
     return part, parts
 
 
 def with_fold(store: Store, fold: str) -> Store:
-    """The store as a run of `fold` sees it: "val" is that part of its training and validation cases, "train" the rest.
-
-    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
-    views are between them all other cases, each once. "" is the store itself. Raises InputError for what is no fold,
-    for more parts than there are patients to deal out, and where identical images come apart.
-    """
+    """The store as a run of `fold` sees it; "" is the store itself. As `with_folds`."""
     return with_folds(store, [fold]) if fold else store
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """As `with_fold`, with the parts of several folds in "val"."""
+    """The store with the parts of `folds` of its training and validation cases in "val", and the rest in "train".
+
+    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
+    views are between them all other cases, each once. Raises InputError for what is no fold, for more parts than there
+    are patients to deal out, and where identical images come apart.
+    """
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
     entries = list(heads(manifest.cases))
     patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
-    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)["val"]}
+    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
-    problems = split_problems(split, entries)
-    refuse(problems)
+    refuse(split_problems(split, entries))
     return store.with_split(split)
 
 
-def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
-    """The cases of "train" and "val", sorted. `patients` maps case id -> patient id, and a patient is in one part.
+def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
+    """The cases that `fold` holds out, sorted. `patients` maps case id -> patient id.
 
-    Patients are dealt out one to each part in turn, so that the parts differ by one patient at most. Raises InputError
-    as `with_fold`.
+    Patients are dealt out one to each part in turn: parts differ by one at most. Raises InputError as `with_folds`.
     """
     part, parts = parse_fold(fold)
     order = _dealing_order(patients.values(), seed)
@@ -160,11 +141,7 @@ def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Split:
         rule = f"fold must have at most as many parts as there are patients to train and validate on, {len(order)}"
         raise InputError(f"{rule}, got {fold}; use fewer parts")
     chosen = set(order[part - 1 :: parts])
-    held_out = tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
-    return {"train": tuple(sorted(set(patients) - set(held_out))), "val": held_out}
-
-
-# --- Private helpers ---
+    return tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
 
 
 def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:

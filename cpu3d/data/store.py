@@ -45,8 +45,12 @@ T = TypeVar("T")
 TRIES = 5
 """Manifests that may follow each other while a store is opened."""
 
+ADVICE = "restore it, or delete manifest.json and run `prepare` again"
+
 KEPT = 2048
 """Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
+
+_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
 class CaseIndex(Sequence[CaseRecord]):
@@ -57,14 +61,30 @@ class CaseIndex(Sequence[CaseRecord]):
     """
 
     def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
-        # Of its own, because a cache of this object's methods would be a cycle: the file would wait for the collector.
-        self._lines = _Lines(Path(path), tuple(case_ids), size_bytes)
-        self._parsed = functools.lru_cache(KEPT)(self._lines.parsed)
-        self._places: Sequence[int] = range(len(case_ids))
+        self._path, self._ids, self._places = path, tuple(case_ids), range(len(case_ids))
+        try:
+            self._handle = open_regular(path)
+            weakref.finalize(self, os.close, self._handle)
+            found = os.fstat(self._handle).st_size
+        except (FileNotFoundError, NotRegularError) as error:
+            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
+        if found != size_bytes:
+            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; {ADVICE}")
+        ends, start = [np.zeros(1, np.int64)], 0
+        with open(self._handle, "rb", closefd=False) as file:
+            for piece in iter(lambda: file.read(1 << 20), b""):
+                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
+                start += len(piece)
+        self._ends = np.concatenate(ends)
+        """In bytes from the start: 0, then of each line one past its newline."""
+        found = len(self._ends) - 1
+        if found != len(case_ids):
+            raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {found}; {ADVICE}")
+        self._record = functools.lru_cache(KEPT)(self._parsed)
 
     def select(self, places: Sequence[int]) -> "CaseIndex":
         """Some of the records, by place, without making them."""
-        selected = copy.copy(self)
+        selected = copy.copy(self)  # its records are parsed, and kept, by the index that it is of
         selected._places = [self._places[place] for place in places]
         return selected
 
@@ -72,33 +92,40 @@ class CaseIndex(Sequence[CaseRecord]):
         return len(self._places)
 
     def __getitem__(self, place: Union[int, slice]):
-        if isinstance(place, slice):
-            return self.select(range(len(self))[place])
-        return self._parsed(self._places[place])
+        return self.select(range(len(self))[place]) if isinstance(place, slice) else self._record(self._places[place])
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     __hash__ = None
 
-    def head(self, place: int) -> RecordHead:
-        """The first things of a record, in a tenth of the time that the record takes."""
-        return self._lines.parsed(self._places[place], RecordHead)
+    def _parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
+        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
+        start, end = map(int, self._ends[place : place + 2])
+        line = os.pread(self._handle, end - start, start)
+        try:
+            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
+            if record.case_id == self._ids[place]:
+                return record
+            reason = f"case {record.case_id}"
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            reason = str(error)[:300]
+        rule = f"store file {self._path} must hold case {self._ids[place]} in line {place + 1}"
+        raise InputError(f"{rule}, got {reason}; {ADVICE}")
 
 
 def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
-    """That of every case, without the time and memory of whole records where they lie in a file."""
+    """That of every case, in a tenth of the time that whole records take where they lie in a file."""
     if isinstance(cases, CaseIndex):
-        return map(cases.head, range(len(cases)))
+        return (cases._parsed(place, RecordHead) for place in cases._places)
     return (RecordHead(*(getattr(case, name) for name in RecordHead.__struct_fields__)) for case in cases)
 
 
 def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
     """The first record of every stem; those that share its arrays are not made."""
-    seen = set()
+    first: Dict[str, int] = {}
     for place, head in enumerate(heads(cases)):
-        if head.stem not in seen:
-            seen.add(head.stem)
+        if first.setdefault(head.stem, place) == place:
             yield cases[place]
 
 
@@ -123,14 +150,14 @@ class Store:
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only.
 
-        A map of which no voxel is read before it is touched, where a .npy file holds the whole grid; else a copy in
-        memory. Raises InputError when the file is not as long as its record says, so a short file is never mapped.
+        A map, where a .npy file holds the whole grid; else a copy in memory. Raises InputError when the file is not as
+        long as its record says, so a short file is never mapped.
         """
-        return self._whole(self.case(case_id), "x")
+        return self._on_grid(case_id, "x")
 
     def label(self, case_id: str) -> np.ndarray:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
-        return self._whole(self.case(case_id), "y")
+        return self._on_grid(case_id, "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
@@ -144,14 +171,13 @@ class Store:
 
     def check_split(self) -> None:
         """Read every record. Raises InputError where a patient or image is in two splits, or the split is another."""
-        manifest = self._made
-        entries = list(heads(manifest.cases))
+        manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
         if split_hash(manifest.split, entries) != manifest.split_hash:
-            rule = f"split of store {self.folder} must have hash {manifest.split_hash}, as it was made"
-            raise InputError(f"{rule}, got another; restore its manifest.json, or run `prepare` again")
+            raise InputError(f"split of store {self.folder} must have the hash {manifest.split_hash}; {ADVICE}")
 
-    def _whole(self, record: CaseRecord, part: str) -> np.ndarray:
+    def _on_grid(self, case_id: str, part: str) -> np.ndarray:
+        record = self.case(case_id)
         array = on_grid(self._reader.array(record, part), record)
         array.flags.writeable = False
         return array
@@ -168,16 +194,15 @@ def open_store(folder: Union[str, Path]) -> Store:
     Raises InputError when there is no manifest, when it was edited or the records beside it are damaged, when it is of
     another schema, or when a case is in two splits.
     """
-    folder = Path(folder)
-    content = read_manifest(folder)
-    for _ in range(TRIES):
+    folder, before = Path(folder), None
+    for tried in range(TRIES + 1):
+        content = read_manifest(folder)
         try:
             return _opened(folder, content)
         except InputError:
-            before, content = content, read_manifest(folder)
-            if content == before:
+            if content == before or tried == TRIES:
                 raise
-    return _opened(folder, content)
+            before = content
 
 
 def read_manifest(folder: Path) -> Dict[str, Any]:
@@ -188,15 +213,12 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
     try:
         content = read_json(path)
         if content["schema"] != SCHEMA:
-            rule = f"store {folder} must have schema {SCHEMA}, got {content['schema']}"
-            raise InputError(f"{rule}; run `prepare` again with this version")
+            raise InputError(f"store {folder} must have schema {SCHEMA}, got {content['schema']}; `prepare` another")
         # A records file of another name could lie outside of the store.
         if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
-            rule = f"store manifest {path} must be as it was written"
-            raise InputError(f"{rule}, got an edited one; restore it or run `prepare` again")
+            raise InputError(f"store manifest {path} must be as it was written, got an edited one; {ADVICE}")
     except (ValueError, KeyError, TypeError) as error:
-        rule = f"store manifest {path} must be JSON with a schema, and complete"
-        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
+        raise InputError(f"store manifest {path} must be complete JSON, got {error!r}; {ADVICE}") from None
     return content
 
 
@@ -236,11 +258,6 @@ def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
         raise InputError(f"{what} must be among {', '.join(there)}, each once, got {', '.join(wanted) or 'none'}")
 
 
-# --- Private helpers ---
-
-_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
-
-
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
@@ -250,46 +267,4 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         records = content["records"]
         return Store(folder, manifest_from_json(fields, CaseIndex(folder / records["file"], ids, records["bytes"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        rule = f"store manifest {folder / 'manifest.json'} must be complete"
-        raise InputError(f"{rule}, got {error!r}; run `prepare` again") from None
-
-
-class _Lines:
-    """The file of a `CaseIndex`, open as long as this lives."""
-
-    def __init__(self, path: Path, case_ids: Tuple[str, ...], size_bytes: int):
-        self.path, self.case_ids = path, case_ids
-        rule = f"store file {path} must be {size_bytes} bytes long"
-        try:
-            self.handle = open_regular(path)
-        except (FileNotFoundError, NotRegularError) as error:
-            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-            raise InputError(f"{rule}, got {found}; run `prepare` again") from None
-        weakref.finalize(self, os.close, self.handle)
-        found = os.fstat(self.handle).st_size
-        if found != size_bytes:
-            raise InputError(f"{rule}, got {found}; run `prepare` again")
-        ends, start = [np.zeros(0, np.int64)], 0
-        with open(self.handle, "rb", closefd=False) as file:
-            for piece in iter(lambda: file.read(1 << 20), b""):
-                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
-                start += len(piece)
-        self.ends = np.concatenate(ends)
-        """Of each line, one past its newline, in bytes from the start."""
-        if len(self.ends) != len(case_ids):
-            rule = f"store file {path} must hold {len(case_ids)} cases"
-            raise InputError(f"{rule}, got {len(self.ends)}; run `prepare` again")
-
-    def parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
-        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
-        start = int(self.ends[place - 1]) if place else 0
-        line = os.pread(self.handle, int(self.ends[place]) - start, start)
-        try:
-            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
-            if record.case_id == self.case_ids[place]:
-                return record
-            reason = f"case {record.case_id}"
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            reason = str(error)[:300]
-        rule = f"store file {self.path} must hold case {self.case_ids[place]} in line {place + 1}"
-        raise InputError(f"{rule}, got {reason}; run `prepare` again")
+        raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None

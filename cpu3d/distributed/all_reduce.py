@@ -41,8 +41,7 @@ PIECE = 4 * 2**20
 class Exchange:
     """The workers of a run. This one is for a run without others: the sum is what is put in."""
 
-    rank = 0
-    count = 1
+    rank, count = 0, 1
     plan: Any = None
     """What the chief has sent to all as they met."""
 
@@ -54,8 +53,7 @@ class Exchange:
     def sum(self, vector: Any) -> Any:
         """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone.
 
-        It is noticed at once when its process has ended, within SILENCE_S when it is stopped or cut off. For one that
-        lives and does not come it waits for ever.
+        At once when its process has ended, within SILENCE_S when it is cut off. It waits for one that lives.
         """
         return vector
 
@@ -67,15 +65,9 @@ ALONE = Exchange()
 
 
 def join(
-    cluster: Cluster,
-    *,
-    plan: Any = None,
-    meeting_s: float = MEETING_S,
-    say: Callable[[str], None] = lambda line: None,
+    cluster: Cluster, *, plan: Any = None, meeting_s: float = MEETING_S, say: Callable[[str], None] = lambda line: None
 ) -> Exchange:
-    """Wait for the other workers and return the exchange with them. Alone, at once and at no cost.
-
-    The chief's `plan`, anything of JSON, is the `plan` of every worker's exchange.
+    """Wait for the other workers and return the exchange with them, whose `plan` is the chief's, anything of JSON.
 
     Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line when the others
     take long, and a warning of that server. Raises InputError when this worker's port is taken or the engine is not
@@ -84,7 +76,7 @@ def join(
     if cluster.workers == 1:
         return ALONE
     if cluster.engine == HOROVOD:
-        exchange = _Joined(cluster, _horovod_sum(cluster), None)
+        exchange = _Joined(cluster, _horovod_sum(), None)
         exchange.plan = json.loads(text_from_chief(exchange, json.dumps(plan)))
         return exchange
     peers, plan = meet(cluster, meeting_s, say, plan)
@@ -93,10 +85,9 @@ def join(
         return _Joined(cluster, lambda vector: sum_of_arrays(np.asarray(vector)), plan)
     for peer in peers.values():
         peer.close()
-    port = cluster.addresses[cluster.rank].rpartition(":")[2]
     say(
-        f"warning: TensorFlow serves port {port} of this host on all its networks and asks for no password: whoever "
-        "reaches it can read and write files as you; train on a network that is yours alone (docs/workers.md)"
+        f"warning: TensorFlow serves port {cluster.addresses[cluster.rank].rpartition(':')[2]} of this host on all "
+        "networks, with no password: whoever reaches it can read and write files as you (docs/workers.md)"
     )
     return _Joined(cluster, _tensorflow_sum(cluster), plan)
 
@@ -156,20 +147,13 @@ class _Joined(Exchange):
             self.sum(self._tf.zeros([1]))
 
 
-def _horovod_sum(cluster: Cluster) -> Callable[[Any], Any]:
-    """Join the others, where the variables of `horovodrun` tell, and return the function that sums a tensor.
-
-    Raises InputError when Horovod is not installed, or when the process was not started by `horovodrun`.
-    """
+def _horovod_sum() -> Callable[[Any], Any]:
+    """The function that sums a tensor among the processes of one `horovodrun`. Raises InputError without Horovod."""
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
-        todo = "run `./run.sh setup --horovod`, or leave --engine away"
-        raise InputError(f"engine horovod must be installed, got {error}; {todo}") from None
+        raise InputError(f"horovod must be installed, got {error}; run `./run.sh setup --horovod`") from None
     hvd.init()
-    if (hvd.rank(), hvd.size()) != (cluster.rank, cluster.workers):
-        got = f"{hvd.rank()} of {hvd.size()}; start it by `launch --engine horovod` or horovodrun"
-        raise InputError(f"worker {cluster.rank} of {cluster.workers} must be that in Horovod too, got {got}")
     return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")
 
 
@@ -178,7 +162,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
     The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
     the bits, the speed and the memory of a process without it. Raises WorkerLostError where a worker has gone since
-    they met, or its port is taken, and RuntimeError when TensorFlow has computed before.
+    they met, and RuntimeError when TensorFlow has computed before.
     """
     import tensorflow as tf
     from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
@@ -227,9 +211,8 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 # --- The sum between workers of one host, in memory that they share ---
 
-# No server and no port, other than TensorFlow's collectives. Each worker copies a piece of its vector to its part of
-# the memory, adds up its share of all parts in the order of ranks, and copies the whole sum. Where one waits for the
-# others, each tells the chief that it is ready, and the chief tells all.
+# Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
+# ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
 
 MEMORY_BYTES = 32 * 2**20
 """Of all parts."""
@@ -239,10 +222,9 @@ WORD = struct.Struct("<q")
 
 
 def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that sums a float32 array (n,) over all workers.
+    """The function that sums a float32 array (n,) over all workers; `peers` are the connections of `meet`.
 
-    `peers` are the connections of `meet`, by rank: the chief's to all others, another's to the chief. The function
-    raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
+    It raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
     """
     try:
         if cluster.is_chief:  # makes the memory, a file without a name, and hands it to the others
@@ -264,7 +246,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
     halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
 
-    def tell(word: int) -> None:
+    def send(word: int) -> None:
         for peer in peers.values():
             with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
                 peer.send(WORD.pack(word))
@@ -272,21 +254,21 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     def wait_for_all(size: int) -> None:
         """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
         if not cluster.is_chief:
-            tell(size)
+            send(size)
         for rank, peer in peers.items():
             peer.settimeout(None)
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
                 if cluster.is_chief:
-                    tell(-1 - rank)
+                    send(-1 - rank)
                 raise lost_worker(cluster, rank, GONE) from None
             if word < 0:
                 raise lost_worker(cluster, -1 - word, "no answer to worker 0")
             if cluster.is_chief and word != size:
                 raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
         if cluster.is_chief:
-            tell(size)
+            send(size)
 
     def sum_over_workers(vector: np.ndarray) -> np.ndarray:
         total = np.empty_like(vector)
@@ -305,31 +287,29 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     return sum_over_workers
 
 
-# --- A worker that is lost, in one sentence ---
+# --- A worker that is lost ---
 
 GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
-"""How it is lost, in words."""
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
     """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
     name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
-    rule, todo = f"must answer worker {cluster.rank}", "the logs may tell why"
-    if rank == cluster.rank:
-        name, rule, todo = f"{name}, this one,", "must reach the others", "mend its network"
-    return WorkerLostError(f"{name} {rule}, got {reason}; {todo}, the same command continues from the last checkpoint")
+    rule = "must reach the others" if rank == cluster.rank else f"must answer worker {cluster.rank}"
+    todo = "see the logs, the same command continues from the last checkpoint"
+    return WorkerLostError(f"{name} {rule}, got {reason}; {todo}")
 
 
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The same from an engine's message, some twenty lines from C++: which worker is gone, as far as known, and how."""
-    told = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
-    reason = told[:160] or "an error without words"
+    text = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
+    reason = text[:160] or "an error without words"
     if re.search(r"heartbeat|deadline.exceeded", message, re.IGNORECASE):
         reason = SILENT
-    elif re.search(r"connect|connection|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):
+    elif re.search(r"connect|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):
         reason = GONE
-    named = [int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)]
-    known = sorted((rank for rank in named if rank < cluster.workers), key=lambda rank: rank == cluster.rank)
-    if not known and "CoordinationService/" in message and not cluster.is_chief:
-        known = [0]  # that service is the chief's
+    named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
+    if not named and "CoordinationService/" in message and not cluster.is_chief:
+        named = {0}  # that service is the chief's
+    known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
     return lost_worker(cluster, known[0] if known else None, reason)

@@ -30,23 +30,21 @@ HELLO_BYTES, PLAN_BYTES = 4096, 2**24
 PIECE_BYTES = 2**15
 """Sent at a time: a socket of the host takes no larger message."""
 
-Check = Callable[..., None]
-
 
 def meet(
     cluster: Cluster, limit_s: float, say: Callable[[str], None] = lambda line: None, plan: Any = None
 ) -> Tuple[Dict[int, socket.socket], Any]:
-    """Return when all workers of the cluster are there: (connections by rank, the chief's plan).
+    """Return when all workers of the cluster are there: (connections by rank, the chief's `plan`, of JSON).
 
-    `plan` is what JSON can hold; only the chief's counts. `say` gets a line when some take long. The connections, which
-    the caller closes, are the chief's to all others, and another's to the chief.
+    `say` gets a line when some take long. The connections, which the caller closes, are the chief's to all others, and
+    another's to the chief.
 
     Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
     WorkerLostError on all that have come when others do not within `limit_s`.
     """
     until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
-    def check(missing: Sequence[int], is_over: bool = False) -> None:
+    def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
         """Say once, after a while, for whom we wait. Raises WorkerLostError when the time is over."""
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
@@ -60,9 +58,21 @@ def meet(
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
         if cluster.is_chief:
-            return _gather(listeners, cluster, check, plan), plan
-        connection, plan = _report(cluster, check, until_s)
-        return {0: connection}, plan
+            return _gather(listeners, cluster, wait_for, plan), plan
+        while True:
+            answer: Dict[str, Any] = {}
+            with contextlib.suppress(OSError), contextlib.ExitStack() as to_chief:
+                connection = to_chief.enter_context(connect(cluster))
+                if not _is_stranger(cluster, connection):
+                    _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
+                    answer = _receive(connection, until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
+                if "go" in answer:
+                    to_chief.pop_all()
+                    return {0: connection}, answer.get("plan")
+            if "wrong" in answer:
+                raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
+            wait_for(answer.get("missing", [0]), "missing" in answer)
+            time.sleep(TRY_AGAIN_S)
 
 
 def connect(cluster: Cluster) -> socket.socket:
@@ -86,7 +96,8 @@ def _listeners(cluster: Cluster) -> List[socket.socket]:
     Else at each address of the worker's host name that others can reach, so that no other network reaches it, and at
     all of the host where there is none: a name may stand for 127.0.1.1 on its own host, or for a translated address.
     """
-    host, port = host_and_port(cluster.addresses[cluster.rank])
+    address = cluster.addresses[cluster.rank]
+    host, port = host_and_port(address)
     try:
         if cluster.engine == MEMORY:
             listener = _of_host(cluster, cluster.rank, "bind")
@@ -97,13 +108,11 @@ def _listeners(cluster: Cluster) -> List[socket.socket]:
         if own:
             kinds = [(one, socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own]
             return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in kinds]
-        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-        return [socket.create_server(("", port), backlog=1024, **both)]
+        return [socket.create_server(("", port), backlog=1024)]
     except OSError as error:
-        raise InputError(
-            f"port {port} of worker {cluster.rank} ({cluster.addresses[cluster.rank]}) must be free, got "
-            f"{os.strerror(error.errno)}; end the process that has it, a former run's perhaps, or choose another port"
-        ) from None
+        rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
+        todo = "end the process that has it, a former run's perhaps, or choose another port"
+        raise InputError(f"{rule}; {todo}") from None
 
 
 def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
@@ -125,18 +134,20 @@ def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     return user != os.geteuid()
 
 
-def _gather(listeners: Sequence[socket.socket], cluster: Cluster, check: Check, plan: Any) -> Dict[int, socket.socket]:
+def _gather(
+    listeners: Sequence[socket.socket], cluster: Cluster, wait_for: Callable[[Sequence[int]], None], plan: Any
+) -> Dict[int, socket.socket]:
     """The chief's part. Each caller is heard in a thread of its own, so that a silent one holds up nobody."""
     here: Dict[int, socket.socket] = {}
-    turn, missing = threading.Lock(), range(1, cluster.workers)
+    turn, others = threading.Lock(), range(1, cluster.workers)
 
     def hear(connection: socket.socket) -> None:
-        hello = _receive(connection, HELLO_S, HELLO_BYTES)
+        hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
         rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
         with turn:
             if hello.get("cluster") != digest(cluster):
                 problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
-            elif rank in here or rank not in range(1, cluster.workers):
+            elif rank in here or rank not in others:
                 problem = f"workers must each have a rank of their own below {cluster.workers}, got {rank} twice"
             else:
                 here[rank] = connection
@@ -145,49 +156,26 @@ def _gather(listeners: Sequence[socket.socket], cluster: Cluster, check: Check, 
             _send(connection, {"wrong": problem})
         connection.close()
 
+    missing = list(others)
     try:
-        while True:
-            with turn:
-                for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
-                    here.pop(rank).close()  # they have nothing to say while they wait: this one has gone again
-                missing = [rank for rank in range(1, cluster.workers) if rank not in here]
-            if not missing:
-                break
-            check(missing)
+        while missing:
+            wait_for(missing)
             for listener in select.select(listeners, [], [], POLL_S)[0]:
                 listener.settimeout(POLL_S)
                 with contextlib.suppress(OSError):  # who has gone again by now
-                    connection = listener.accept()[0]
-                    if _is_stranger(cluster, connection):
-                        connection.close()
-                    else:
-                        threading.Thread(target=hear, args=(connection,), daemon=True).start()
+                    threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
+            with turn:
+                for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
+                    here.pop(rank).close()  # they have nothing to say while they wait: this one has gone again
+                missing = [rank for rank in others if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
         return here
     except BaseException:
         for connection in here.values():
-            _send(connection, {"missing": list(missing)})
+            _send(connection, {"missing": missing})
             connection.close()
         raise
-
-
-def _report(cluster: Cluster, check: Check, until_s: float) -> Tuple[socket.socket, Any]:
-    """The other workers' part: the connection to the chief once all have come, and its plan."""
-    while True:
-        answer: Dict[str, Any] = {}
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            connection = stack.enter_context(connect(cluster))
-            if not _is_stranger(cluster, connection):
-                _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
-                answer = _receive(connection, until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
-            if "go" in answer:
-                stack.pop_all()
-                return connection, answer.get("plan")
-        if "wrong" in answer:
-            raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
-        check(answer.get("missing", [0]), "missing" in answer)
-        time.sleep(TRY_AGAIN_S)
 
 
 def _send(connection: socket.socket, content: Any) -> None:

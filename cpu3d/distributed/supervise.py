@@ -8,7 +8,6 @@ system, which may stop to answer, is read in a thread of its own.
 """
 
 import contextlib
-import os
 import shlex
 import signal
 import socket
@@ -19,11 +18,11 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
 from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
-from cpu3d.util.child import family, forward_signals, how_ended, last_words, start
+from cpu3d.util.child import forward_signals, how_ended, last_words, start
 
 LOST = WorkerLostError.exit_code
 
@@ -37,20 +36,20 @@ WORDS = {
     DivergedError.exit_code: "it diverged",
     MemoryRunsOutError.exit_code: "memory was running out, and it saved",
     LOST: "it lost another worker, or hung",
-    128 + signal.SIGINT: "told by SIGINT",
-    128 + signal.SIGTERM: "told by SIGTERM, and it saved",
-    -signal.SIGTERM: "told to end before it could save",
+    128 + signal.SIGINT: "stopped by SIGINT",
+    128 + signal.SIGTERM: "stopped by SIGTERM, and it saved",
+    -signal.SIGTERM: "ended before it could save",
     -signal.SIGKILL: "killed by someone, or by the kernel for want of memory",
 }
 """What exit codes say, and signals, as negative numbers."""
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
-"""How a worker ends that was told to."""
+"""How a worker ends that was asked to."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long each wait may take, in seconds. A worker that hangs ends by its own watchdog, or a second Ctrl-C."""
+    """How long each wait may take, in seconds."""
 
     poll_s: float = 0.2
     settle_s: float = 8.0  # from the first failure until the others are asked to end: they hear of it, the chief saves
@@ -67,17 +66,13 @@ class WorkerFailedError(InputError):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class Job:
-    """A worker to start."""
+class Job(NamedTuple):
+    """A worker to start, such as "worker 1": its whole environment, and the log that what it says is added to."""
 
     name: str
-    """Such as "worker 1"."""
     command: Tuple[str, ...]
     environ: Mapping[str, str]
-    """All of its environment."""
     log: Path
-    """What it says is added to it; its folder exists."""
 
 
 def supervise(
@@ -90,9 +85,9 @@ def supervise(
 ) -> None:
     """Run all `jobs` of a run until each has ended well. Call it in the main thread.
 
-    `show` is called many times a second, in another thread, `say` with what is to be told at once. SIGINT and SIGTERM
-    are passed on, and when all have ended so raised as Interrupted. Raises WorkerFailedError, of the first that failed.
-    When we are killed the workers get SIGTERM.
+    `show` is called many times a second, in another thread. SIGINT and SIGTERM are passed on, and when all have ended
+    so raised as Interrupted. Raises WorkerFailedError, of the first that failed. When we are killed the workers get
+    SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
@@ -109,13 +104,12 @@ def supervise(
                 return
             failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
             if failed and not said:
-                said = True
                 say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
+            said = bool(failed)
             for worker in left:
-                # It may be a process below, where the worker is Horovod's launcher.
-                hangs = next((hanging[pid] for pid in family(worker.child.pid) if pid in hanging), "")
                 if any(now - other.ended_s >= patience.settle_s for other in failed):
                     worker.ask_to_end()
+                hangs = hanging.get(worker.child.pid, "")
                 if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
                     worker.kill(hangs)
             time.sleep(patience.poll_s)
@@ -147,10 +141,7 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
     Raises InputError where they go on for `most_s` and three of their steps, as those of a run that lives do.
     """
     until_s, said = time.monotonic() + most_s, False
-    while True:
-        left = _beats_here(run)
-        if not left:
-            return
+    while left := _beats_here(run):
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
         if time.monotonic() > until_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
@@ -166,13 +157,10 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 class _Worker:
     """A worker that was started, and what is known of it until it has ended."""
 
-    hangs = ""
-    """How one knows that it does."""
-
     def __init__(self, job: Job):
-        self.job = job
+        self.job, self.ended_s = job, 0.0
         self.asked_s: Optional[float] = None  # when it was asked to end, because others had failed
-        self.ended_s = 0.0
+        self.hangs = ""  # how one knows that it does
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with job.log.open("ab") as file:
             file.write(f"--- {now} {job.name}: {shlex.join(job.command)}\n".encode())
@@ -199,11 +187,9 @@ class _Worker:
             self.child.terminate()
 
     def kill(self, hangs: str = "") -> None:
-        """With all that it has started."""
+        """End it at once."""
         self.hangs = self.hangs or hangs
-        for pid in family(self.child.pid) if self.child.poll() is None else ():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        self.child.kill()
 
     def failed(self, signals: Sequence[int]) -> bool:
         """Whether it ended in a way that ends all."""
@@ -212,10 +198,9 @@ class _Worker:
     @property
     def followed(self) -> int:
         """0 where it failed by itself, 1 where it lost another worker, 2 where we have ended it."""
-        if self.hangs:
-            return 0
-        asked = self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL)
-        return 1 if self.code == LOST else 2 * asked
+        if self.hangs or self.code == LOST:
+            return int(not self.hangs)
+        return 2 * (self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL))
 
     @property
     def ending(self) -> str:
@@ -242,9 +227,8 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
                     if seen.get(beat.pid, (None, 0.0))[0] != beat.beat:
                         seen[beat.pid] = beat.beat, time.monotonic()
                     silent_s, suspended = time.monotonic() - seen[beat.pid][1], is_suspended(beat.pid)
-                    if silent_s <= (patience.suspended_s if suspended else patience.silent_s):
-                        continue
-                    if suspended or beat.exit_code is None:  # one that has ended waits for the chief
+                    is_silent = silent_s > (patience.suspended_s if suspended else patience.silent_s)
+                    if is_silent and (suspended or beat.exit_code is None):  # one that has ended waits for the chief
                         with tempfile.TemporaryFile(dir=run) as file:  # raises on a full disk, where beats are lost
                             file.write(bytes(2**16))
                         why = "as a signal has stopped it" if suspended else "though it lives"
@@ -260,12 +244,13 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
 
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
+    """The error that names the worker, with its last words and how the others ended."""
     job, words = failed.job, ["(no word: its file system does not answer)"]
     reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(LAST_LOOK_S)
-    lines = [words[0], "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)]
-    lines[1:] = [f"the others: {lines[1]}"] if lines[1] else []
+    others = "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)
+    lines = [words[0], *([f"the others: {others}"] if others else [])]
     if failed.followed == 1:
         lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
     place = f"{job.name} on {socket.gethostname()} (process {failed.child.pid})"

@@ -30,27 +30,27 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
 
     A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower. What is
-    in force `host.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the environment.
-    Raises RuntimeError when TensorFlow is already imported: it has read its environment and would not look again.
+    in force `thread_plan.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the
+    environment. Raises RuntimeError when TensorFlow is already imported: it has read its environment by then.
     """
     installed(engine)
     if "tensorflow" in sys.modules:
         raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
-    if plan.cpus and hasattr(os, "sched_setaffinity") and set(plan.cpus) != os.sched_getaffinity(0):
-        for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
-                os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
-    policy = memory_policy()
-    if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
-        set_memory_policy(plan.memory_policy, plan.memory_nodes)
     if engine is not None:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
     major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
+    if plan.cpus and hasattr(os, "sched_setaffinity") and set(plan.cpus) != os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+                os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
+    policy = memory_policy()
+    if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
+        set_memory_policy(plan.memory_policy, plan.memory_nodes)
 
 
 def import_tensorflow(engine: Optional[str] = None) -> Any:
@@ -61,24 +61,22 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
     if not installed(engine):
-        raise InputError(
-            "engine must be installed, got itex without intel-extension-for-tensorflow; run `./run.sh setup` with "
-            "Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
-        )
-    fresh = "tensorflow" not in sys.modules
-    threads = [os.environ.get(name, "0") for name in THREADS[:2]]  # 0 leaves it to TensorFlow
-    for name, value in zip(THREADS, threads):
+        todo = "run `./run.sh setup` with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
+        raise InputError(f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}")
+    threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
+    for name, value in threads.items():
         if not value.isdigit():
-            rule = f"{name} must be a whole number of threads, got {value!r}"
-            raise InputError(f"{rule}; unset it to let the host decide")
+            raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
+    fresh = "tensorflow" not in sys.modules
     with _hidden_plugins() if (engine or "").startswith("stock") else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
     if fresh:
-        tf.config.threading.set_intra_op_parallelism_threads(int(threads[0]))
-        tf.config.threading.set_inter_op_parallelism_threads(int(threads[1]))
+        intra_op, inter_op = map(int, threads.values())
+        tf.config.threading.set_intra_op_parallelism_threads(intra_op)
+        tf.config.threading.set_inter_op_parallelism_threads(inter_op)
     return tf
 
 
@@ -88,10 +86,9 @@ def set_up(
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
     What every command that computes begins with. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. A card is used only where it is
-    named, such as "gpu:0". Where the process has imported TensorFlow before, the plan is only returned; engine and
-    device are still checked, and RuntimeError is raised where it computes on another device. Raises InputError for
-    numbers of workers that `thread_plans` refuses.
+    the host; it gets its part of the cores, and the host that is returned is all of it. Where the process has imported
+    TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is raised where
+    it computes on another device. Raises InputError for numbers of workers that `thread_plans` refuses.
     """
     topology = read_topology()
     fresh = "tensorflow" not in sys.modules
@@ -112,14 +109,12 @@ def in_force(plan: ThreadPlan) -> Dict[str, str]:
 def engine_name(tf: Any) -> str:
     """The engine that really runs, such as "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0".
 
-    From evidence, not from the wish: the libraries mapped into this process, and TensorFlow's own answer on oneDNN.
+    From the libraries mapped into this process, and TensorFlow's own answer on oneDNN.
     """
     from tensorflow.python.util import _pywrap_util_port
 
-    parts = [f"TensorFlow {tf.__version__}", "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"]
-    if _itex_is_loaded():
-        parts.append(f"ITEX {installed_versions()[1]}")
-    return ", ".join(parts)
+    onednn = "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"
+    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {installed_versions()[1]}" * _itex_is_loaded()
 
 
 def installed(engine: Optional[str]) -> bool:
@@ -166,7 +161,5 @@ def _check_keras(tf: Any) -> None:
     except ImportError as error:
         package, found = "none", str(error)
     if package != "tf_keras" and not found.startswith("keras 2."):
-        raise InputError(
-            f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; unset TF_USE_LEGACY_KERAS and "
-            f"install tf_keras of TensorFlow's version, or run `./run.sh setup`"
-        )
+        todo = "unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or run `./run.sh setup`"
+        raise InputError(f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; {todo}")

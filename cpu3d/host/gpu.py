@@ -26,9 +26,6 @@ QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", 
 TIMEOUT_S = 60.0
 """For its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up."""
 
-SPLIT = " (MIG)"
-"""What a split card's name ends in."""
-
 CUDA_PACKAGE = "nvidia-cudnn-cu12"
 """What requirements-gpu.txt brings and the other requirements do not."""
 
@@ -40,10 +37,8 @@ class Gpu:
     index: int
     """As TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves."""
     name: str
-    memory_bytes: Optional[int]
-    """All of it; None where the driver does not tell, or where MIG splits it and an instance has a part."""
+    memory_bytes: Optional[int]  # None where the driver does not tell, or where MIG splits it, as for the next
     free_bytes: Optional[int]
-    """Of it, what nobody has taken; None as for `memory_bytes`."""
     compute_capability: Tuple[int, int]
     """Of its instructions, (major, minor); (0, 0) where the driver does not tell."""
 
@@ -68,12 +63,11 @@ class HostGpus(Sequence[Gpu]):
     @functools.cached_property
     def _found(self) -> Tuple[Gpu, ...]:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(
-            OSError, subprocess.SubprocessError, UnicodeDecodeError
-        ):  # no driver, or one that fails
+        try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-            return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return ()
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+            return ()
+        return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
@@ -81,27 +75,23 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
 
     Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
     As CUDA does, cards are taken in the named order, by number or by the beginning of an id, up to the first that is
-    not there. The ids of instances of a split card, "MIG-...", are not in the answer: the oldest split card is taken.
+    not there. The ids of a split card's instances, "MIG-...", are not in the answer, so such a card is named by number.
     """
     found: Dict[Tuple[str, str], Gpu] = {}  # by number and id
     for line in text.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) != len(QUERY) or not values[0].isdigit():
+        number, *more = (value.strip() for value in line.split(","))
+        if len(more) != len(QUERY) - 1 or not number.isdigit():
             continue
-        number, name, total, free, capability, uuid, mig = values
-        split = mig == "Enabled"
-        memory, left = (int(size) * 2**20 if size.isdigit() and not split else None for size in (total, free))
+        name, total, free, capability, uuid, mig = more
+        memory, left = (int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else None for mib in (total, free))
         version = re.fullmatch(r"(\d+)\.(\d+)", capability)
         since = (int(version[1]), int(version[2])) if version else (0, 0)
-        found[number, uuid] = Gpu(len(found), f"{name}{SPLIT}" if split else name, memory, left, since)
+        found[number, uuid] = Gpu(len(found), name, memory, left, since)
     if visible is None:
         return tuple(found.values())
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
         matching = [gpu for (number, uuid), gpu in found.items() if word == number or (word and uuid.startswith(word))]
-        if word.startswith("MIG-"):
-            split_cards = [gpu for gpu in found.values() if gpu.name.endswith(SPLIT)]
-            matching = sorted(split_cards, key=lambda gpu: gpu.compute_capability)[:1]
         if len(matching) != 1:
             break
         taken.append(dataclasses.replace(matching[0], index=len(taken)))
@@ -123,35 +113,33 @@ def pick_device(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
     with most free memory, and only where a TensorFlow for cards is installed. Raises InputError for a card that is not
     there.
     """
-    if asked is None:
-        if mode != "patch" or not gpus or not cuda_is_installed():
-            return CPU
-        return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
-    return asked if asked == CPU else card_of(asked, gpus).device
-
-
-def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
-    """The card that "gpu:0" and so on names. Raises InputError for one that is not there, and for what is no card."""
-    if not re.fullmatch(r"gpu:\d+", device):
-        raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
-    found = {gpu.device: gpu for gpu in gpus}
-    if device not in found:
-        got = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
-        raise InputError(
-            f"device must be a GPU of this host, got {device} with {got} found; use --device "
-            f"{next(iter(found), CPU)}, or see what `nvidia-smi` says"
-        )
-    return found[device]
+    if asked is not None:
+        return asked if asked == CPU else card_of(asked, gpus).device
+    if mode != "patch" or not gpus or not cuda_is_installed():
+        return CPU
+    return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
 
 
 def why_no_card(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
     """A line to print where `pick_device` has chosen the CPU although there is a card; else nothing."""
     if asked is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
-    return [
-        f"{gpus[0].device} ({gpus[0].name}) is not used: this TensorFlow is without CUDA; `./run.sh setup --gpu`, or "
-        f"--device {gpus[0].device} where CUDA is there in another way"
-    ]
+    device = gpus[0].device
+    why = "this TensorFlow is without CUDA; `./run.sh setup --gpu`, or"
+    return [f"{device} ({gpus[0].name}) is not used: {why} --device {device} where CUDA is there in another way"]
+
+
+def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
+    """The card that "gpu:0" and so on names. Raises InputError for one that is not there, and for what is no card."""
+    if not re.fullmatch(r"gpu:\d+", device):
+        raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
+    for gpu in gpus:
+        if gpu.device == device:
+            return gpu
+    got = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
+    use = gpus[0].device if gpus else CPU
+    rule = f"device must be a GPU of this host, got {device} with {got} found"
+    raise InputError(f"{rule}; use --device {use}, or see what `nvidia-smi` says")
 
 
 def cuda_is_installed() -> bool:
@@ -170,11 +158,9 @@ def use_device(tf: Any, device: str) -> None:
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
-        why = "which found no CUDA libraries or no driver" if tf.test.is_built_with_cuda() else "built without CUDA"
-        got, todo = f"TensorFlow {tf.__version__}, {why}", f"run `./run.sh setup --gpu`, or use --device {CPU}"
-        if cards:
-            got, todo = f"{len(cards)} seen", f"use --device gpu:{len(cards) - 1}, or unset CUDA_VISIBLE_DEVICES"
-        raise InputError(f"device must be a GPU that TensorFlow sees, got {device} with {got}; {todo}")
+        built = f"built {'with' if tf.test.is_built_with_cuda() else 'without'} CUDA, and {len(cards)} seen"
+        rule = f"device must be a GPU that TensorFlow sees, got {device} with TensorFlow {tf.__version__}, {built}"
+        raise InputError(f"{rule}; run `./run.sh setup --gpu`, name another, or use --device {CPU}")
     try:
         if cards:
             tf.config.set_visible_devices(wanted, "GPU")
@@ -193,10 +179,10 @@ def memory_device(device: str) -> str:
 
 @contextlib.contextmanager
 def fits_memory(what: str, advice: str) -> Iterator[None]:
-    """Compute in here: where TensorFlow finds no memory, DoesNotFitError says so with `advice`.
+    """Compute `what`, such as "a training step", in here: DoesNotFitError with `advice` where memory runs out.
 
-    `what` is what asked for it, such as "a training step". TensorFlow tells of a card, and of a host whose limit makes
-    a request fail; a process that the kernel kills says nothing.
+    TensorFlow tells of a card, and of a host whose limit makes a request fail; a process that the kernel kills says
+    nothing.
     """
     try:
         yield

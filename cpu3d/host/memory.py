@@ -19,13 +19,11 @@ class Resident:
     time_s: float
     """Of the clock of `time.time`."""
     anonymous_bytes: int
-    """Heap, stacks and TensorFlow's pool: nobody can take it back without swap."""
+    """Heap, stacks, shared memory and TensorFlow's pool: nobody can take it back without swap."""
     file_bytes: int
     """Pages of files: the libraries' code, a mapped store. The kernel may drop those that nobody wrote to."""
     swapped_bytes: int = 0
     """Of its own data, what lies in swap and so in no memory."""
-    address_bytes: int = 0
-    """All that is mapped, touched or not: what `ulimit -v` counts."""
 
     @property
     def total_bytes(self) -> int:
@@ -34,27 +32,26 @@ class Resident:
 
 def peak_rss_bytes() -> int:
     """The process's largest resident set so far (VmHWM), mapped file pages included."""
-    fields = _status("self")
-    if "VmHWM" in fields:
-        return fields["VmHWM"]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _status("self").get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
-    """What a process holds now; None where there is no /proc, or no such process any more.
-
-    Shared memory counts as anonymous: the kernel cannot drop it either.
-    """
-    fields = _status(pid)
-    if "RssAnon" not in fields:
+    """What a process holds now; None where there is no /proc, or no such process any more."""
+    sizes = _status(pid)
+    if "RssAnon" not in sizes:
         return None
-    return Resident(
-        time_s=time.time(),
-        anonymous_bytes=fields["RssAnon"] + fields.get("RssShmem", 0),
-        file_bytes=fields["RssFile"],
-        swapped_bytes=fields.get("VmSwap", 0),
-        address_bytes=fields.get("VmSize", 0),
-    )
+    anonymous = sizes["RssAnon"] + sizes.get("RssShmem", 0)
+    return Resident(time.time(), anonymous, sizes["RssFile"], sizes.get("VmSwap", 0))
+
+
+def _status(pid: Union[int, str]) -> Dict[str, int]:
+    """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.splitlines() if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
 
 
 # --- NUMA nodes, by system call without libnuma; of the calling thread, and of what it starts from then on ---
@@ -101,24 +98,10 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     return os.strerror(error) if error else ""
 
 
-# --- Private helpers ---
-
-
-def _status(pid: Union[int, str]) -> Dict[str, int]:
-    """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.splitlines() if line.endswith(" kB"))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
-
-
 def _call(which: int, *arguments) -> int:
     """The error number of a system call, 0 for none."""
-    numbers: Dict[str, Tuple[int, int]] = _CALLS if sys.platform == "linux" else {}
-    if platform.machine() not in numbers:
+    if sys.platform != "linux" or platform.machine() not in _CALLS:
         return errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
-    number = ctypes.c_long(numbers[platform.machine()][which])
+    number = ctypes.c_long(_CALLS[platform.machine()][which])
     return ctypes.get_errno() if libc.syscall(number, *arguments) else 0

@@ -14,11 +14,10 @@ import math
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.util.child import ROOT, how_ended, last_words
@@ -52,34 +51,27 @@ class Check:
     """What to do; "" where there is nothing."""
 
 
-def self_test(engine: Optional[str] = None) -> Iterator[Check]:
-    """Try an engine out in a fresh process; yields each result when it is there.
+def self_test(engine: Optional[str] = None) -> List[Check]:
+    """Try an engine out in a fresh process, within LIMIT_S; the result of each test, in order.
 
-    A failed check is the last, as what comes after it would not say anything. So is that of a process which dies or
-    is not done after LIMIT_S. Closing the iterator ends the process.
+    A failed one is the last, as what comes after it would not say anything. A process that dies, or is not done in
+    time, fails the test that it was at.
     """
-    command, pipe = [*PROGRAM, *([engine] if engine else [])], subprocess.PIPE
-    with (
-        tempfile.NamedTemporaryFile() as errors,
-        subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=errors, text=True, errors="replace") as process,
-    ):
-        timer = threading.Timer(LIMIT_S, process.kill)
-        timer.start()
-        try:
-            for name, _ in TESTS:
-                check = _next_check(process.stdout)
-                if check is None:
-                    words = [how_ended(process.wait()), last_words(Path(errors.name), count=1).strip()]
-                    found, todo = f"the process ended with {': '.join(filter(None, words))}", "run `./run.sh setup`"
-                    if not timer.is_alive():
-                        found, todo = f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet"
-                    check = Check(name, "fail", found, todo)
-                yield check
-                if check.state == "fail":
-                    return
-        finally:
-            timer.cancel()
-            process.kill()
+    checks: List[Check] = []
+    with tempfile.NamedTemporaryFile() as words, tempfile.NamedTemporaryFile() as errors:
+        end, todo = f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command = [*PROGRAM, *([engine] if engine else [])]
+            done = subprocess.run(command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False)
+            said = last_words(Path(errors.name), count=1).strip()
+            end, todo = ": ".join(filter(None, [how_ended(done.returncode), said])), "run `./run.sh setup`"
+            end = f"the process ended with {end}"
+        for line in Path(words.name).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(TypeError, ValueError):
+                checks.append(Check(**json.loads(line)))
+                if checks[-1].state == "fail":
+                    return checks
+    return checks if len(checks) >= len(TESTS) else [*checks, Check(TESTS[len(checks)][0], "fail", end, todo)]
 
 
 def main(engine: Optional[str]) -> None:
@@ -101,27 +93,40 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
 
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Seconds of a small training step, two convolutions and their gradients, in float32 and in bfloat16."""
+    """Seconds of a small training step, two convolutions and their filters' gradients, in float32 and in bfloat16."""
     if not host.fast_bfloat16:
         return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
-    steps = {dtype: _step(tf, dtype) for dtype in (tf.float32, tf.bfloat16)}
-    answers = {dtype: step().numpy() for dtype, step in steps.items()}  # traces them too
-    seconds = {dtype: float("inf") for dtype in steps}
-    for _ in range(4):  # the fastest counts
-        for dtype, step in steps.items():
-            seconds[dtype] = min(seconds[dtype], _seconds(step)[0])
-    exact, rounded = answers[tf.float32], answers[tf.bfloat16]
-    error = abs(rounded - exact).max() / abs(exact).max()
-    gain = seconds[tf.float32] / seconds[tf.bfloat16]
+
+    def step_in(dtype: Any) -> Callable[[], Any]:
+        """A function that computes the gradients, in float32 numbers whatever the dtype."""
+        uniform, shape = tf.random.stateless_uniform, (3, 3, 3, STEP_CHANNELS, STEP_CHANNELS)
+        image = tf.cast(uniform((1, *STEP_SHAPE, STEP_CHANNELS), (1, 2), -1.0, 1.0), dtype)
+        filters = [tf.cast(uniform(shape, (3, n), -0.1, 0.1), dtype) for n in range(2)]
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                tape.watch(filters)
+                hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
+                loss = tf.reduce_mean(tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2)
+            return tf.concat([tf.cast(one, tf.float32) for one in tape.gradient(loss, filters)], 0)
+
+        return step
+
+    steps = [step_in(dtype) for dtype in (tf.float32, tf.bfloat16)]
+    exact, rounded = (step().numpy() for step in steps)  # traces them too
+    times = [[_seconds(step)[0] for step in steps] for _ in range(4)]
+    slow_s, fast_s = map(min, zip(*times))  # the fastest counts
+    error, gain = abs(rounded - exact).max() / abs(exact).max(), slow_s / fast_s
     found = (
-        f"{gain:.2f} times as fast as float32: {format_seconds(seconds[tf.bfloat16])} against "
-        f"{format_seconds(seconds[tf.float32])} a small step, filter gradients within {error:.1%}"
+        f"{gain:.2f} times as fast as float32: {format_seconds(fast_s)} against {format_seconds(slow_s)} a small step, "
+        f"filter gradients within {error:.1%}"
     )
     if not error < 0.1:
         return Check("bfloat16", "fail", found, "train with --dtype float32, and report it")
-    slow = gain < 1.2  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
-    advice = "try again when the host is quiet, or train with --dtype float32" if slow else ""
-    return Check("bfloat16", "warn" if slow else "ok", found, advice)
+    if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
+        return Check("bfloat16", "warn", found, "try again when the host is quiet, or train with --dtype float32")
+    return Check("bfloat16", "ok", found)
 
 
 def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
@@ -146,40 +151,12 @@ def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
     return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
 
 
-TESTS: Tuple[Tuple[str, Callable[[Any, Host, str], Check]], ...] = (
+TESTS: Tuple[Tuple[str, Callable[[Any, Host, Optional[str]], Check]], ...] = (
     ("engine", engine_in_force),
     ("bfloat16", bfloat16_gain),
     ("large tensor", large_tensor),
 )
 """In this order; the first also says whether TensorFlow can be imported at all."""
-
-
-# --- Private helpers ---
-
-
-def _next_check(lines: Iterable[str]) -> Optional[Check]:
-    """The first of `lines` that holds a result; None where none does."""
-    for line in lines:
-        with contextlib.suppress(TypeError, ValueError):
-            return Check(**json.loads(line))
-    return None
-
-
-def _step(tf: Any, dtype: Any) -> Callable[[], Any]:
-    """A function that computes the filter gradients of two convolutions, in float32 numbers whatever the dtype."""
-    image = tf.cast(tf.random.stateless_uniform((1, *STEP_SHAPE, STEP_CHANNELS), (1, 2), -1.0, 1.0), dtype)
-    shape = (3, 3, 3, STEP_CHANNELS, STEP_CHANNELS)
-    filters = [tf.cast(tf.random.stateless_uniform(shape, (3, n), -0.1, 0.1), dtype) for n in range(2)]
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            tape.watch(filters)
-            hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
-            loss = tf.reduce_mean(tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2)
-        return tf.concat([tf.cast(one, tf.float32) for one in tape.gradient(loss, filters)], 0)
-
-    return step
 
 
 def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:

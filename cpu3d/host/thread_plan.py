@@ -3,16 +3,21 @@
 plans = thread_plans(topology, default_workers(topology))    # one a socket
 plan = thread_plan(host)                                     # for one process that has the host to itself
 
-`host.apply` carries a plan out.
+`host.apply` carries a plan out; `describe` tells what of it is in force.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from cpu3d.errors import InputError
-from cpu3d.host.topology import Cpu, Topology
+from cpu3d.host.memory import memory_policy
+from cpu3d.host.topology import Cpu, Topology, cpu_ranges
+from cpu3d.util.records import count
 from memory_estimator.host import Host
+from memory_estimator.table import Table
+from memory_estimator.units import format_bytes
 
 Cores = Sequence[Tuple[Cpu, ...]]
 """The CPUs of each core, in the order of sockets and nodes."""
@@ -33,13 +38,9 @@ class ThreadPlan:
     """What one training process on one host should set before TensorFlow is imported."""
 
     intra_op: int
-    """Threads inside one operation."""
-    inter_op: int
-    """Operations at a time."""
-    omp_threads: int
-    """Threads of the OpenMP pool that ITEX runs oneDNN on; the same cores as `intra_op`, never both at once."""
+    """Threads inside one operation, TensorFlow's or those of the OpenMP pool that ITEX runs oneDNN on."""
     environment: Mapping[str, str]
-    """Every variable to set, these three among them. A variable the user has set himself wins."""
+    """Every variable to set, those of THREADS among them. A variable the user has set himself wins."""
     cpus: Tuple[int, ...] = ()
     """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it is."""
     memory_nodes: Tuple[int, ...] = ()
@@ -54,9 +55,7 @@ class ThreadPlan:
     @property
     def memory_policy(self) -> str:
         """ "" for the kernel's own, "preferred" or "interleaved"."""
-        if not self.memory_nodes:
-            return ""
-        return "preferred" if len(self.memory_nodes) == 1 else "interleaved"
+        return ("", "preferred", "interleaved")[min(len(self.memory_nodes), 2)]
 
 
 def thread_plan(host: Host) -> ThreadPlan:
@@ -72,21 +71,18 @@ def thread_plan(host: Host) -> ThreadPlan:
 def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     """The plan of each worker on a host, by its index there.
 
-    Workers get whole sockets where they are as many or fewer, else parts of one, whole NUMA nodes where they come out
-    even, and never a part of a core. A worker is held to its cores with both hyper-threads: one computes, the other is
-    for the threads that read and augment, which else would take turns with those that compute.
+    Workers get whole sockets, else equal parts of one, and never a part of a core. A worker is held to its cores with
+    both hyper-threads: one computes, the other is for the threads that read and augment. Its memory comes from its one
+    node first, and from others rather than be killed; over several nodes pages take turns, because one thread often
+    touches first what all of them use. Under a quota nothing is bound, as every container of the host would be bound to
+    the same first CPUs.
 
-    What a worker touches should lie near: on one node it is taken from there first, and from others rather than be
-    killed; over several nodes pages take turns, because one thread often touches first what all of them use. Under a
-    quota nothing is bound, as every container of the host would be bound to the same first CPUs.
-
-    Raises InputError, with the numbers that do, for workers of whom one would have to share a core, or a socket with
-    less than a whole other one: they wait for the slowest at every step.
+    Raises InputError, with the numbers that do, for workers that cannot be dealt cores so.
     """
     host, possible = topology.host, possible_workers(topology)
     if workers not in possible:
         *first, last = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
-        have = f"{host.cores} cores on {host.sockets} socket{'s' * (host.sockets > 1)}"
+        have = f"{host.cores} cores on {count(host.sockets, 'socket')}"
         rule = "have whole sockets or equal parts of them, and a core each"
         if host.cpu_quota is not None:
             have, rule = f"{host.usable_cores} cores' worth of quota", "have a whole CPU's worth of time each"
@@ -97,10 +93,10 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
     plans = []
     for share in _shares(topology.cores, workers):
+        cpus = [cpu for core in share for cpu in core]
         plan = _plan(len(share), binds=host.numa_nodes > 1)
-        cpus = tuple(sorted(cpu.number for core in share for cpu in core))
-        nodes = {cpu.node for core in share for cpu in core} & with_memory
-        plans.append(dataclasses.replace(plan, cpus=cpus, memory_nodes=tuple(sorted(nodes))))
+        nodes = tuple(sorted({cpu.node for cpu in cpus} & with_memory))
+        plans.append(dataclasses.replace(plan, cpus=tuple(sorted(cpu.number for cpu in cpus)), memory_nodes=nodes))
     return tuple(plans)
 
 
@@ -112,66 +108,120 @@ def default_workers(topology: Topology) -> int:
 
 def possible_workers(topology: Topology) -> List[int]:
     """The numbers of workers that `thread_plans` has plans for."""
-    cores = topology.cores
     if topology.host.cpu_quota is not None:
         return list(range(1, topology.host.usable_cores + 1))
+    cores = topology.cores
     return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers)]
 
 
-def share_of(host: Host, workers: int, *, cpus_apart: bool = False) -> Host:
+def share_of(host: Host, workers: int) -> Host:
     """The part of a host that one of its workers has: cores, quota and free memory divided.
 
-    With `cpus_apart` the host is what a worker sees that is held to CPUs of its own, as by Slurm: those stay as they
-    are. `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share
-    the cores unevenly it is the smallest part.
+    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share the
+    cores unevenly it is the smallest part.
     """
     if workers == 1:
         return host
     used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
-    part = dataclasses.replace(
+    names = ("sockets", "cores", "logical_cpus", "numa_nodes")
+    return dataclasses.replace(
         host,
+        **{name: max(1, getattr(host, name) // workers) for name in names},
         available_bytes=host.available_bytes // workers,
         cgroup_limit_bytes=limit and used + (limit - used) // workers,
+        cpu_quota=host.cpu_quota and host.cpu_quota / workers,
     )
-    if cpus_apart:
-        return part
-    counts = {
-        name: max(1, getattr(host, name) // workers) for name in ("sockets", "cores", "logical_cpus", "numa_nodes")
-    }
-    return dataclasses.replace(part, **counts, cpu_quota=host.cpu_quota and host.cpu_quota / workers)
+
+
+# --- Lines and tables to print ---
+
+
+def host_lines(host: Host) -> List[str]:
+    """Two lines on what a host has."""
+    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
+    limit = "" if host.cgroup_limit_bytes is None else f", limit {format_bytes(host.cgroup_limit_bytes)}"
+    return [
+        f"host: {host.cpu_model}, {count(host.cores, 'core')} on {count(host.sockets, 'socket')} and "
+        f"{count(host.numa_nodes, 'NUMA node')}, {count(host.logical_cpus, 'CPU')}{quota}, "
+        f"{'fast' if host.fast_bfloat16 else 'no fast'} bfloat16",
+        f"memory: {format_bytes(host.memory_bytes)}{limit}, {format_bytes(host.free_bytes)} free",
+    ]
+
+
+def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
+    """Lines on a process that is set up, before its work starts; `engine` as `host.apply.engine_name` tells it.
+
+    What is in force, asked of the environment and of the kernel, for a user's own setting wins over the plan's. A
+    number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for everybody, and many cores idle.
+    """
+    tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
+    threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
+    lines = [*host_lines(host), f"engine: {engine}", f"threads: {threads}"]
+    policy, places = memory_policy(), []
+    if plan.cpus and len(plan.cpus) < host.logical_cpus:
+        held = hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) == set(plan.cpus)
+        places.append(f"{'' if held else 'not held to '}CPUs {cpu_ranges(plan.cpus)}")
+    if policy and policy.mode != "default":
+        places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
+    elif plan.memory_nodes:
+        places.append(f"memory not {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}")
+    lines += [f"places: {', '.join(places)}"] * bool(places)
+    for name in THREADS:
+        if tuning.get(name) != plan.tuning.get(name):
+            rule = f"must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your environment"
+            lines.append(f"warning: {name} {rule}; `unset {name}`, unless you want it so")
+    return lines
+
+
+def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
+    """One line a worker: where it runs, where its memory comes from, its threads. Below, what goes for all of them."""
+    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
+    share = format_bytes(topology.host.free_bytes // len(plans))
+    kernel = "the one node" if len(topology.nodes) == 1 else "where the kernel takes it"
+    order = {"preferred": "node {} first, then others", "interleaved": "nodes {} in turns", "": kernel}
+    rows = []
+    for index, plan in enumerate(plans):
+        cpus = cpu_ranges(plan.cpus) if plan.cpus else f"any of {cpu_ranges(core_of)}"
+        memory = order[plan.memory_policy].format(cpu_ranges(plan.memory_nodes))
+        cores = str(len({core_of[cpu] for cpu in plan.cpus})) if plan.cpus else "not bound"
+        rows.append((str(index), cpus, memory, cores, share, str(plan.intra_op)))
+    by_worker = THREADS[::2]
+    alike = [f"{name}={value}" for name, value in plans[0].tuning.items() if name not in by_worker]
+    caption = "\n".join([*alike, f"{' and '.join(by_worker)}: the threads above"])
+    columns = ("worker", "CPUs", "memory from", "cores", "free for it", "threads")
+    return Table(columns, rows, title=f"What it would set for {count(plans, 'worker')}", caption=caption, names=3)
 
 
 # --- Private helpers ---
 
+SWITCHES = {
+    # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
+    # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
+    # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
+    "KMP_BLOCKTIME": "1",
+    # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (records).
+    "TF_ENABLE_ONEDNN_OPTS": "1",
+    # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
+    "TF_USE_LEGACY_KERAS": "1",
+    # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
+    # A real error reaches Python as an exception whatever this says.
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "ITEX_CPP_MIN_LOG_LEVEL": "2",
+    # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+"""What every process sets."""
+
 
 def _plan(threads: int, *, binds: bool) -> ThreadPlan:
-    """A plan of so many threads; `binds` where each of them should stay on a core of its own."""
-    environment = {
-        "TF_NUM_INTRAOP_THREADS": str(threads),
-        "TF_NUM_INTEROP_THREADS": "1",
-        "OMP_NUM_THREADS": str(threads),
-        # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
-        # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
-        # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
-        "KMP_BLOCKTIME": "1",
-        # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (records).
-        "TF_ENABLE_ONEDNN_OPTS": "1",
-        # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
-        "TF_USE_LEGACY_KERAS": "1",
-        # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
-        # A real error reaches Python as an exception whatever this says.
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "ITEX_CPP_MIN_LOG_LEVEL": "2",
-        # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
-    if binds:
-        # Assumed, from the same guide: each thread stays on its core, so that memory it touched first stays near.
-        # Not on one node, where nothing is far and a bound thread cannot make way for a data thread. Intel's OpenMP
-        # lays them within the CPUs that the process is held to, one a core before a second on any. Python's threads
-        # stay free: it is a thread of TensorFlow's pool that enters an operation and is bound as the first.
-        environment["KMP_AFFINITY"] = KMP_AFFINITY
-    return ThreadPlan(intra_op=threads, inter_op=1, omp_threads=threads, environment=environment)
+    """A plan of so many threads; `binds` where each of them should stay on a core of its own.
+
+    That is assumed to pay, from the same guide, on several nodes alone: memory stays near the thread that touched it.
+    Intel's OpenMP lays its threads within the CPUs that the process is held to. Python's threads stay free: it is a
+    thread of TensorFlow's pool that enters an operation and is bound as the first.
+    """
+    numbers = dict(zip(THREADS, (str(threads), "1", str(threads))))
+    return ThreadPlan(threads, {**numbers, **SWITCHES, **({"KMP_AFFINITY": KMP_AFFINITY} if binds else {})})
 
 
 def _shares(cores: Cores, workers: int) -> List[Cores]:

@@ -19,7 +19,6 @@ axes turned, so scores on it are scores on the original grid.
 import datetime
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +32,9 @@ from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.runs import (
-    Ensemble,
     Inference,
     RunOptions,
     describe,
@@ -45,7 +43,7 @@ from cpu3d.inference.runs import (
     store_of_run,
     trained_predictors,
 )
-from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in, score_case
+from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, metrics_in, score_case
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
@@ -101,36 +99,34 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     out = options.out.resolve() if options.out else runs[0]
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
-    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds]
-    crossed = len(runs) > 1 and any(folds) and options.split == "val"
-    if len(runs) > 1 and any(folds) and options.split == "train":
+    several_folds = len(runs) > 1 and any(folds)
+    if several_folds and options.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
-    folder = writable_folder(scores_path(out, options.split).parent, "evaluation")
+    crossed = several_folds and options.split == "val"
+    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else None
+    path = scores_path(out, options.split)
+    folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_others(folder)
     predictors = trained_predictors(runs, chosen.weights, inference)
     messages = Console(stderr=True)
     if options.split != UNTOUCHED:
         messages.print(f"[bold yellow]{warning(options.split)}")
-    about = [describe(*one) for one in zip(runs, configs, predictors)]
-    if crossed:
-        about = [{**one, "held_out": list(case_ids)} for one, case_ids in zip(about, held_out)]
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            Ensemble(predictors, held_out) if crossed else joined(predictors),
+            joined(predictors, held_out),
             with_folds(store, folds) if crossed else with_fold(store, folds[0]),
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
-            about=about[0] if len(runs) == 1 else {"runs": about},
+            about=describe(runs, configs, predictors, held_out),
         )
     if options.json:
-        json.dump(scores, sys.stdout, indent=1)
-        print()
+        print(json.dumps(scores, indent=1))
     else:
         print_scores(scores, Console())
-        messages.print(f"written: {scores_path(out, options.split)}", soft_wrap=True)
+        messages.print(f"written: {path}", soft_wrap=True)
     return 0
 
 
@@ -284,7 +280,7 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
         ("region", *(cell for metric in metrics.values() for cell in (metric.heading, "median"))),
         rows,
         title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
-        caption=f"mean \u00b1 sd; surface Dice at {scores['tolerance_mm']:g} mm",
+        caption=f"mean \u00b1 sd; {metric_notes(tuple(metrics), scores['tolerance_mm'])}",
     )
 
 
@@ -330,12 +326,7 @@ class _Run(TypedDict, total=False):
     held_out: List[str]
 
 
-class _CaseTimes(TypedDict, total=False):
-    predict_s: float
-    score_s: float
-
-
-class _Case(_CaseTimes):
+class _Case(TypedDict("_Times", {"predict_s": float, "score_s": float}, total=False)):
     case_id: str
     mean_dice: float
     regions: Dict[str, _Region]
@@ -403,6 +394,5 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         for record in records
         if not record.has_label
     ]
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return records

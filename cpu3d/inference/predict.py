@@ -36,7 +36,7 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.runs import (
     Inference,
@@ -107,6 +107,16 @@ class Codes:
     """The run's regions, in its order, in these codes."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """A case to predict."""
+
+    files: CaseFiles
+    channels: Tuple[str, ...]
+    """Of its image: those of the run's store, or just the run's own."""
+    codes: Codes
+
+
 OPTIONS = (RunOptions, Options, ZeroNan, Inference)
 
 
@@ -115,39 +125,30 @@ def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: In
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
-    predictor = joined(predictors)
-    about = [describe(*one) for one in zip(chosen.run, configs, predictors)]
-    about = {**(about[0] if len(about) == 1 else {"runs": about}), "weights": chosen.weights}
-    cases, problems = find_cases(options.image, predictor.channels, predictor.inputs)
+    predictor, about = joined(predictors), {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
+    cases, problems = find_cases(options.image, predictor, options.codes)
     check_out(options.out, options.image, cases)
     zero_nan = background.zero_nan or zeroes_nan(configs)
-    with_codes: List[Tuple[CaseFiles, Codes]] = []
-    for files in cases:
-        try:
-            with_codes.append((files, codes_for(predictor, files, options.codes)))
-        except InputError as error:
-            problems += error.problems
-    read = {path for files in cases for path in files.images}
+    read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
     console = Console()
-    for line in (*(f"not read: {path}" for path in unread), *_mapping(predictor, with_codes)):
+    for line in (*(f"not read: {path}" for path in unread), *_mapping(predictor, cases)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done, kind = [], InputError
-    with bar("predict", total=len(with_codes)) as advance:
-        for files, codes in with_codes:
-            how = {"codes": codes, "probabilities": options.probabilities, "zero_nan": zero_nan, "about": about}
+    with bar("predict", total=len(cases)) as advance:
+        for case in cases:
+            how = {"probabilities": options.probabilities, "zero_nan": zero_nan, "about": about}
             try:
-                done.append(predict_case(predictor, files, options.out, **how))
+                done.append(predict_case(predictor, case, options.out, **how))
             except InputError as error:
                 problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
+    regions = tuple(predictor.regions)
+    rows = [
+        (one["label"], *(f"{one['volumes_ml'][name]:.2f}" for name in regions), f"{one['seconds']:.1f}") for one in done
+    ]
     if done:
-        regions = tuple(predictor.regions)
-        rows = [
-            (one["label"], *(f"{one['volumes_ml'][name]:.2f}" for name in regions), f"{one['seconds']:.1f}")
-            for one in done
-        ]
         console.print(Table(("file", *(f"{name} ml" for name in regions), "seconds"), rows, title="predictions").rich())
     for content in done:
         if content["zeroed_voxels"]:
@@ -159,46 +160,39 @@ def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: In
 
 def check_there(name: str, paths: Sequence[Path]) -> None:
     """Raise InputError for each of the `paths` of an option that does not exist."""
-    missing = [f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists()]
-    if missing:
-        raise InputError(*missing)
+    refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
 
 
 def predict_case(
     predictor: Any,
-    files: CaseFiles,
+    case: Case,
     out: Path,
     *,
-    codes: Optional[Codes] = None,
     probabilities: bool = False,
     zero_nan: bool = False,
     about: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, Any]:
     """Segment one case into `out`; returns the content of its sidecar.
 
-    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. The image has
-    the channels of its store or just its own inputs; which, is told by their number. A label among `files` is not read.
-    `codes` are what `codes_for` gives. Files that are there are replaced only when their sidecar says that they were
-    written here.
+    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. A label among
+    the case's files is not read. Files that are there are replaced only when their sidecar says that they were written
+    here.
 
     Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
     overwritten that was not written here.
     """
-    begin = time.monotonic()
-    out, codes = Path(out), codes or codes_for(predictor, files)
+    begin, out, files, codes = time.monotonic(), Path(out), case.files, case.codes
     names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
     label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
     _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
-    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
-    channels = channels_of(files, predictor.channels, predictor.inputs)
-    case = load_case(
-        files, channels=channels, labels=None, dataset_folder=Path(files.images[0]).parent, zero_nan=zero_nan
-    )
-    geometry = case.record.geometry
-    answers = predictor.probabilities(case.image, case.record, channels)
+    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is an error at once
+    folder = Path(files.images[0]).parent
+    loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
+    record, geometry = loaded.record, loaded.record.geometry
+    answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
     label = label_from_regions(answers, codes.regions)
-    voxel_ml = float(np.prod(case.record.spacing_mm)) / 1000.0
+    voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
     content = {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -215,9 +209,9 @@ def predict_case(
         "threshold": THRESHOLD,
         "probabilities": names,
         "axes": geometry.axes,
-        "spacing_mm": list(case.record.spacing_mm),
-        "zeroed_voxels": case.record.zeroed_voxels,
-        "sources": [dataclasses.asdict(source) for source in case.record.sources],
+        "spacing_mm": list(record.spacing_mm),
+        "zeroed_voxels": record.zeroed_voxels,
+        "sources": [dataclasses.asdict(source) for source in record.sources],
         **(about or {}),
     }
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
@@ -230,13 +224,11 @@ def predict_case(
     return content
 
 
-def find_cases(
-    paths: Sequence[Path], channels: Sequence[str], inputs: Sequence[str]
-) -> Tuple[List[CaseFiles], List[str]]:
+def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
     """The cases that `paths` name, and what is wrong with those that cannot be one.
 
     A folder is a case, a 4D file is a case, 3D files are put together as `grouped_by_case` says. A case has a file for
-    each of `channels`, the store's, or else for each of `inputs`, the run's own.
+    each of the channels of the run's store, or else for each of the run's own. `codes` is what --codes takes.
     """
     alone, together, groups, cases, problems = [], [], [], [], []
     for path in paths:
@@ -246,22 +238,21 @@ def find_cases(
             problems.extend(error.problems)
     damaged = bool(problems)
     try:
-        groups = grouped_by_case(together, inputs)
+        groups = grouped_by_case(together, predictor.inputs)
     except InputError as error:
         problems.extend(error.problems)
     for group in [*([path] for path in alone), *groups]:
         try:
-            cases.append(_case(group, channels, inputs))
+            files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))
         except InputError as error:
             if len(group) == 1 or not damaged:  # a damaged file is the reason why the others make no case
                 problems.extend(error.problems)
+            continue
+        try:
+            cases.append(Case(files, channels, codes_for(predictor, files, codes)))
+        except InputError as error:
+            problems.extend(error.problems)
     return cases, problems
-
-
-def channels_of(files: CaseFiles, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
-    """The channels of a case that `find_cases` found."""
-    count = len(files.images) if len(files.images) > 1 else _channel_count(files.images[0])
-    return _fitting(count, channels, inputs)
 
 
 def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
@@ -270,55 +261,54 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
     Left open they are those of the case's own data set, or the store's where those are not known or lack a region of
     the run. Raises InputError where codes that were chosen lack one.
     """
+    stores = Codes(STORE, predictor.labels, predictor.regions)
     of, labels = (choice, LABEL_CODES.get(choice)) if choice != AUTO else label_codes_of(files) or (STORE, None)
     if labels is None:
-        return Codes(STORE, predictor.labels, predictor.regions)
+        return stores
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
-    if choice == AUTO and not set(predictor.regions) <= set(regions):
-        return Codes(STORE, predictor.labels, predictor.regions)
-    problems = [
+    missing = [name for name in predictor.regions if name not in regions]
+    if missing and choice == AUTO:
+        return stores
+    there = ", ".join(f"{code} {label}" for code, label in labels.items())
+    refuse(
         f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
-        f" written, got {', '.join(f'{code} {label}' for code, label in labels.items())}; choose other --codes"
-        for name in predictor.regions
-        if name not in regions
-    ]
-    if problems:
-        raise InputError(*problems)
+        f" written, got {there}; choose other --codes"
+        for name in missing
+    )
     return Codes(of, labels, {name: regions[name] for name in predictor.regions})
 
 
-def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[CaseFiles]) -> None:
+def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
     """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
     problems = [
         f"--out {out} must not be a folder that is predicted on, got {path}; choose another folder"
         for path in inputs
         if path.is_dir() and path.resolve() == out.resolve()
     ]
-    by_id: Dict[str, List[CaseFiles]] = {}
-    for files in cases:
-        by_id.setdefault(files.case_id, []).append(files)
-    for case_id, same in by_id.items():
-        if len(same) > 1:
-            where = ", ".join(str(files.images[0]) for files in same)
-            problems.append(f"case ids must differ, got {case_id} for each of {where}; predict them into folders apart")
-    if problems:
-        raise InputError(*problems)
+    by_id: Dict[str, List[str]] = {}
+    for case in cases:
+        by_id.setdefault(case.files.case_id, []).append(str(case.files.images[0]))
+    problems += [
+        f"case ids must differ, got {case_id} for each of {', '.join(same)}; predict them into folders apart"
+        for case_id, same in by_id.items()
+        if len(same) > 1
+    ]
+    refuse(problems)
 
 
 # --- Private helpers ---
 
 
-def _mapping(predictor: Any, cases: Sequence[Tuple[CaseFiles, Codes]]) -> List[str]:
+def _mapping(predictor: Any, cases: Sequence[Case]) -> List[str]:
     """The codes that are written, as lines; cases in codes of their own are told apart."""
-    by_owner: Dict[str, List[Tuple[CaseFiles, Codes]]] = {}
+    by_owner: Dict[str, List[Case]] = {}
     for case in cases:
-        by_owner.setdefault(case[1].of, []).append(case)
+        by_owner.setdefault(case.codes.of, []).append(case)
     lines, in_store = [], own_codes(predictor.regions)
-    for of, same in by_owner.items():
-        (files, codes), own = same[0], own_codes(same[0][1].regions)
-        more = f" and {count(len(same) - 1, 'more case')}" if len(same) > 1 else ""
-        advice = "; --codes chooses others" if of == STORE else ""
-        lines.append(f"{files.case_id}{more}: label codes of {of}{advice}")
+    for of, (case, *others) in by_owner.items():
+        codes, own = case.codes, own_codes(case.codes.regions)
+        more = f" and {count(others, 'more case')}" if others else ""
+        lines.append(f"{case.files.case_id}{more}: label codes of {of}{'; --codes chooses others' * (of == STORE)}")
         was = {own[name][0]: in_store[name][0] for name in own if own[name] and in_store[name]}
         lines += [
             f"  code {code}: {meaning}" + (f" ({was[code]} in {STORE})" if was.get(code, code) != code else "")
@@ -327,19 +317,15 @@ def _mapping(predictor: Any, cases: Sequence[Tuple[CaseFiles, Codes]]) -> List[s
     return lines
 
 
-def _case(paths: List[Path], channels: Sequence[str], inputs: Sequence[str]) -> CaseFiles:
+def _files(paths: List[Path], channels: Tuple[str, ...], inputs: Tuple[str, ...]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
     if len(paths) == 1 and paths[0].is_file():
-        return case_files(paths, _fitting(_channel_count(paths[0]), channels, inputs))
+        own = inputs if _channel_count(paths[0]) == len(inputs) != len(channels) else channels
+        return case_files(paths, own), own
     try:
-        return case_files(paths, channels)
+        return case_files(paths, channels), channels
     except InputError:
-        return case_files(paths, inputs)
-
-
-def _fitting(count: int, channels: Sequence[str], inputs: Sequence[str]) -> Tuple[str, ...]:
-    """The run's own channels for as many as those, else the store's."""
-    return tuple(inputs if count == len(inputs) != len(channels) else channels)
+        return case_files(paths, inputs), inputs
 
 
 def _channel_count(path: Path) -> int:
@@ -368,12 +354,9 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
         found = read_json(sidecar)
         ours = isinstance(found, dict) and found.get("written_by") == WRITER
     except (OSError, ValueError):
-        ours = not sidecar.exists() and not any(path.exists() for path in outputs)
-    problems = []
-    for path in (sidecar, *outputs):
-        if path.resolve() in sources:
-            problems.append(f"{path} must not be overwritten, it is a source image; choose another --out")
-        elif path.exists() and not ours:
-            problems.append(f"{path} must not be overwritten, it was not written by predict; choose another --out")
-    if problems:
-        raise InputError(*problems)
+        ours = False
+    reasons = {path: "is a source image" for path in (sidecar, *outputs) if path.resolve() in sources}
+    if not ours:
+        others = [path for path in (sidecar, *outputs) if path.exists() and path not in reasons]
+        reasons.update(dict.fromkeys(others, "was not written by predict"))
+    refuse(f"{path} must not be overwritten, it {why}; choose another --out" for path, why in reasons.items())

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -23,14 +23,12 @@ from cpu3d.data.sampling import OVERLAP
 from cpu3d.data.splits import parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.conversion import settings_of
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import CPU, Gpu, HostGpus, pick_device, why_no_card
+from cpu3d.host.gpu import CPU, HostGpus, pick_device, why_no_card
 from cpu3d.settings import AUTO, RunConfig, left_open, load_config
 from cpu3d.util.records import listed
 from memory_estimator.schema import check, option
-
-T = TypeVar("T")
 
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 """Settings that runs must share to be averaged. The split is one of them: with another, test cases of one run are
@@ -71,10 +69,7 @@ class Inference:
         one_of="size",
     )
     one_pass: bool = option(
-        False,
-        help="the whole volume at once, also for a run on patches",
-        group=GROUP,
-        one_of="size",
+        False, help="the whole volume at once, also for a run on patches", group=GROUP, one_of="size"
     )
     overlap: float = option(
         OVERLAP,
@@ -85,9 +80,7 @@ class Inference:
         group=GROUP,
     )
     flips: bool = option(
-        False,
-        help="mean of the logits over eight mirror images, in eight times the time",
-        group=GROUP,
+        False, help="mean of the logits over eight mirror images, in eight times the time", group=GROUP
     )
     device: str = option(
         AUTO,
@@ -115,8 +108,7 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
 
 def check_inference(config: RunConfig, inference: Inference) -> None:
     """Raise InputError, all problems together, where the run's network cannot be applied so."""
-    problems = []
-    window = window_of(config, inference)
+    problems, window = [], window_of(config, inference)
     if window and config.resolution < 1:
         problems.append(f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out")
     elif window:
@@ -129,8 +121,7 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
             "--flips must come with a run that was trained on mirror images, got one without (--no-flip or "
             "--no-augment); leave it out"
         )
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
 
 
 # --- The store ---
@@ -185,7 +176,13 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: O
     configs = [load_config(run) for run in runs]
     for config in configs:
         check_inference(config, inference)
-    set_up(device=_device(configs, inference, HostGpus()))
+    # Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory.
+    mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
+    chosen, gpus = left_open(inference.device), HostGpus()
+    device = pick_device(chosen, mode, gpus)
+    for line in why_no_card(chosen, mode, gpus) if device == CPU else ():
+        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    set_up(device=device)
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
 
     return [load_predictor(run, weights, inference) for run in runs]
@@ -225,16 +222,28 @@ class Ensemble:
         return mean
 
 
-def joined(predictors: Sequence[Any]) -> Any:
-    """The mean of several, or the only one."""
-    return predictors[0] if len(predictors) == 1 else Ensemble(predictors)
+def joined(predictors: Sequence[Any], held_out: Optional[Sequence[Sequence[str]]] = None) -> Any:
+    """Several as an `Ensemble`, or the only one."""
+    return predictors[0] if len(predictors) == 1 else Ensemble(predictors, held_out)
 
 
-def describe(run: Path, config: RunConfig, predictor: Any) -> Dict[str, Any]:
-    """What is written beside an answer of this run, as JSON: the folder, the fold, and how the network was applied."""
-    window = predictor.window
-    how = {**predictor.inference.to_json(), "window": window and list(window), "one_pass": not window}
-    return {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
+def describe(
+    runs: Sequence[Path],
+    configs: Sequence[RunConfig],
+    predictors: Sequence[Any],
+    held_out: Optional[Sequence[Sequence[str]]] = None,
+) -> Dict[str, Any]:
+    """What is written beside an answer, as JSON: the folder, the fold, and how the network was applied.
+
+    Of several runs that is a list, "runs", with the cases that each has held out.
+    """
+    about = []
+    for number, (run, config, predictor) in enumerate(zip(runs, configs, predictors)):
+        window = predictor.window
+        how = {**predictor.inference.to_json(), "window": window and list(window), "one_pass": not window}
+        own = {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
+        about.append({**own, "held_out": list(held_out[number])} if held_out else own)
+    return about[0] if len(about) == 1 else {"runs": about}
 
 
 # --- Which runs may answer together ---
@@ -266,8 +275,7 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
             if getattr(config, name) != getattr(configs[0], name)
         ]
         problems += _fold_problems(runs, [config.fold for config in configs], some_folds)
-    if problems:
-        raise InputError(*problems)
+    refuse(problems)
     return configs
 
 
@@ -281,34 +289,23 @@ def _words(value: Any) -> str:
 def _fold_problems(runs: Sequence[Path], folds: Sequence[str], some_folds: bool) -> List[str]:
     if not any(folds):
         return []
-    if not all(folds):
-        bare = " and ".join(str(run) for run, fold in zip(runs, folds) if not fold)
+    by_fold: Dict[str, List[str]] = {}
+    for run, fold in zip(runs, folds):
+        by_fold.setdefault(fold, []).append(str(run))
+    if "" in by_fold:
+        bare = " and ".join(by_fold[""])
         return [f"runs must all be of folds, or none of them, got no fold for {bare}; leave out one kind"]
     problems = [
-        f"runs must be of different folds, got {fold} for "
-        f"{' and '.join(str(run) for run, other in zip(runs, folds) if other == fold)}; leave one out"
-        for fold in dict.fromkeys(folds)
-        if folds.count(fold) > 1
+        f"runs must be of different folds, got {fold} for {' and '.join(same)}; leave one out"
+        for fold, same in by_fold.items()
+        if len(same) > 1
     ]
-    parsed = sorted({parse_fold(fold) for fold in folds})
+    parsed = sorted(map(parse_fold, by_fold))
     there, parts = [f"{part}/{parts}" for part, parts in parsed], parsed[0][1]
     if any(other != parts for _, other in parsed):
         return [*problems, f"runs must be folds of one number of parts, got {listed(there)}; leave some out"]
-    missing = [fold for fold in (f"{part}/{parts}" for part in range(1, parts + 1)) if fold not in there]
+    missing = ", ".join(fold for fold in (f"{part}/{parts}" for part in range(1, parts + 1)) if fold not in there)
     if missing and not some_folds:
-        problems.append(
-            f"runs must be all folds of {parts}, got {listed(there)}, missing {', '.join(missing)}; train those, or "
-            "add --some-folds"
-        )
+        rule = f"runs must be all folds of {parts}, got {listed(there)}, missing {missing}"
+        problems.append(f"{rule}; train those, or add --some-folds")
     return problems
-
-
-def _device(configs: Sequence[RunConfig], inference: Inference, gpus: Sequence[Gpu]) -> str:
-    """Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory."""
-    mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
-    asked = left_open(inference.device)
-    device = pick_device(asked, mode, gpus)
-    if device == CPU:
-        for line in why_no_card(asked, mode, gpus):
-            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
-    return device

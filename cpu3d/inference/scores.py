@@ -1,12 +1,10 @@
 """The metrics of one case, per region: one table of them, METRICS, computed from boolean masks and a voxel spacing.
 
-A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions, those of
-MONAI's metrics and so comparable with published tables:
+A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions are MONAI's,
+comparable with published tables:
 
 - *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
 - *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
-- *HD95*: the larger of the two directed 95th percentiles (linear between ranks). BraTS ranks by this one, too.
-- *Surface Dice*: the share of all surface voxels, of both masks together, within a tolerance (<=) of the other surface.
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as can be (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
@@ -62,9 +60,13 @@ class Metric:
     """Its value where both masks are empty."""
     worst: Optional[float]
     """Its value where one of them is; None is the diagonal of the image grid in mm."""
+    description: str = ""
+    """What it measures, in a sentence."""
     unit: str = ""
     digits: int = 3
     """After the point, in tables."""
+    has_tolerance: bool = False
+    """Whether it depends on the tolerance of an evaluation."""
 
     @property
     def larger_is_better(self) -> bool:
@@ -78,10 +80,29 @@ class Metric:
 
 
 METRICS: Dict[str, Metric] = {
-    "dice": Metric("Dice", lambda masks: dice_coefficient(masks.truth, masks.prediction), 1.0, 0.0),
-    "hd95_mm": Metric("HD95", lambda masks: hausdorff95_mm(*masks.distances_mm), 0.0, None, "mm", 2),
+    "dice": Metric(
+        "Dice",
+        lambda masks: dice_coefficient(masks.truth, masks.prediction),
+        1.0,
+        0.0,
+        "Twice the voxels that both masks share over the sum of both",
+    ),
+    "hd95_mm": Metric(
+        "HD95",
+        lambda masks: hausdorff95_mm(*masks.distances_mm),
+        0.0,
+        None,
+        "The larger of the two directed 95th percentiles of surface distances, linear between ranks",
+        unit="mm",
+        digits=2,
+    ),
     "surface_dice": Metric(
-        "surface Dice", lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm), 1.0, 0.0
+        "surface Dice",
+        lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm),
+        1.0,
+        0.0,
+        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface",
+        has_tolerance=True,
     ),
 }
 """By their names in scores.json."""
@@ -135,6 +156,13 @@ def metrics_in(scores: Mapping[str, Any]) -> Tuple[str, ...]:
     """The METRICS that a scores.json holds: those of later versions are not in files from before."""
     summary = next(iter(scores["summary"].values()))
     return tuple(name for name in METRICS if name in summary)
+
+
+def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
+    """What a table of these metrics says below it, as "HD95 in mm; surface Dice at 1 mm"."""
+    metrics = [METRICS[name] for name in names]
+    notes = [f"{one.label} in {one.unit}" for one in metrics if one.unit]
+    return "; ".join([*notes, *(f"{one.label} at {tolerance_mm:g} mm" for one in metrics if one.has_tolerance)])
 
 
 def dice_coefficient(truth: np.ndarray, prediction: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.region import bounding_box
-from memory_estimator.figure import PALETTE, new_figure, plain, png
+from memory_estimator.table import PALETTE, new_figure, plain, png
 
 PREDICTION_ONLY, TRUTH_ONLY, BOTH = "#ff4a33", "#2a66ff", "#c388ff"
 """Red, blue and purple as in the paper, set apart by lightness too, so that a colour-blind reader can tell them."""

@@ -79,6 +79,7 @@ def render(files: RunFiles) -> str:
         missing=_missing(files),
         warning=warning(scores["split"]) if scores and not scores["untouched"] else "",
         scores=scores,
+        metrics={name: METRICS[name] for name in metrics_in(scores)} if scores else {},
         score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
         cases=_overlays(files) if scores else [],

@@ -68,5 +68,5 @@ def median(values: Sequence[float]) -> Optional[float]:
 
 def last_end(events: Events) -> Mapping[str, Any]:
     """The event that ended the last attempt; empty when it has not ended, or was killed."""
-    last = (of_kind(events, "start", "end") or [{"event": "start"}])[-1]
-    return last if last["event"] == "end" else {}
+    last = next((event for event in reversed(events) if event["event"] in ("start", "step", "end")), {})
+    return last if last.get("event") == "end" else {}

@@ -84,7 +84,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
             self._buffered.close()
 
     def _shape_of(self, name: str) -> Tuple[int, ...]:
-        """What a member's header says, which must be as long as the member is: memory is taken by it."""
+        """What a member's header says, which must be as long as the member is."""
         with self._file.open(name) as member:
             version = np.lib.format.read_magic(member)
             shape, _, dtype = np.lib.format.read_array_header_1_0(member)
@@ -114,8 +114,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
     """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
 
-    What of `arrays` is no array yet, as a tensor, becomes one when its turn comes. Returns the size in bytes. Raises
-    OSError when the disk is full, with the old file untouched.
+    A tensor among `arrays` becomes an array when its turn comes. Returns the size in bytes. Raises OSError when the
+    disk is full, with the old file untouched.
     """
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
@@ -133,7 +133,7 @@ def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]
 
 
 def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
-    """The arrays and the state of `save_checkpoint`. Every byte is checked against its CRC before this returns.
+    """The arrays and the state of `save_checkpoint`, every byte checked against its CRC.
 
     Raises InputError when the file is missing or of another version, DamagedCheckpointError when its content shows that
     it is damaged, and OSError or MemoryError when it could not be read, which says nothing of its content.
@@ -202,8 +202,8 @@ def step_of(path: Path) -> int:
 def newest(run: Path) -> Optional[Found]:
     """The newest checkpoint that is whole; None where there is none at all.
 
-    Raises InputError where there are some and none is whole, or where one is of another version. Raises OSError or
-    MemoryError where one could not be read: it is not passed over for that.
+    Raises InputError where there are some and none is whole, or one is of another version, and as `load_checkpoint`
+    where one could not be read: it is not passed over for that.
     """
     there, damaged = checkpoints(run), {}
     for path in there:
@@ -250,15 +250,12 @@ def weights_file(run: Path, weights: str) -> Path:
 class _File(io.RawIOBase):
     """A file that keeps its I/O error, which `zipfile` would take for a file that is no zip."""
 
+    error: Optional[OSError] = None
+
     def __init__(self, path: Path):
-        self.error: Optional[OSError] = None
         self._file = io.FileIO(str(path))
-        self.fileno, self.seek = self._file.fileno, self._file.seek
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
+        self.fileno, self.seek, self.seekable = self._file.fileno, self._file.seek, self._file.seekable
+        self.readable = self._file.readable
 
     def readinto(self, buffer: Any) -> Optional[int]:
         try:

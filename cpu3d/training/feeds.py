@@ -24,7 +24,7 @@ class Feeds:
         """`share` is this worker's part of every batch, and of the held-out cases."""
         self.config = config
         self._store, self._share = store, share
-        self._train_cases = store.cases("train")
+        self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
         self.reading = open_reading(
             store,
             [split for split in ("train", "val") if store.cases(split)],
@@ -39,44 +39,47 @@ class Feeds:
         """Between a volume and what the network sees of it; None where that is the same."""
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
+        self._common = {
+            "extent": config.extent,
+            "channels": config.channels,
+            "regions": config.regions,
+            "dtype": config.unet.dtype,
+            "read_mode": self.reading,
+        }
 
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
 
         `watch` is told when one is waited for, and when it has come.
         """
-        config = self.config
+        config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
+        given = {"augment": config.augment, "share": self._share, **span, **self._common}
         if not config.is_patch:
-            volumes = self._volumes("train", augment=config.augment, share=self._share, **span)
-            return Parts(volumes, self.resizing and tf.function(self.resizing.shrink_pair), watch)
-        patches = patch_dataset(
-            self._store,
-            config.grid,
-            sampling="foreground",
-            foreground=config.foreground,
-            multiple=config.unet.divisor,
-            augment=config.augment,
-            threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
-            finished=False,
-            share=self._share,
-            **span,
-            **self._common(),
-        )
-        finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
-        return Parts(patches, tf.function(finish), watch)
+            dataset = volume_dataset(self._store, split="train", grid=self.volume_shape, **given)
+            finish = self.resizing and tf.function(self.resizing.shrink_pair)
+        else:
+            dataset = patch_dataset(
+                self._store,
+                config.grid,
+                sampling="foreground",
+                foreground=config.foreground,
+                multiple=config.unet.divisor,
+                threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
+                finished=False,
+                **given,
+            )
+            finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
+            finish = tf.function(finish)
+        return Parts(dataset, finish, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
         """This worker's held-out cases (1, X, Y, Z, ...), as they are, whole and at their own resolution."""
-        return Batches(self._volumes("val", stop=self.held_out, shuffle=False, share=self._share.singly()))
-
-    @property
-    def held_out(self) -> int:
-        """Held-out cases of all workers."""
-        return len(self._store.cases("val"))
+        given = {"stop": self.held_out, "shuffle": False, "share": self._share.singly(), **self._common}
+        return Batches(volume_dataset(self._store, split="val", grid=self.volume_shape, **given))
 
     def held_out_share(self) -> Tuple[int, ...]:
-        """Which of the held-out cases `validation` gives, in its order."""
+        """Which of the `held_out` cases of all workers `validation` gives, in its order."""
         return self._share.singly().positions(0, self.held_out)
 
     def case_ids(self, step: int) -> List[str]:
@@ -85,21 +88,6 @@ class Feeds:
         count, seed = len(self._train_cases), self.config.seed
         return [self._train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
 
-    # --- Private helpers ---
-
-    def _volumes(self, split: str, **more: Any) -> tf.data.Dataset:
-        return volume_dataset(self._store, split=split, grid=self.volume_shape, **self._common(), **more)
-
-    def _common(self) -> Any:
-        config = self.config
-        return {
-            "extent": config.extent,
-            "channels": config.channels,
-            "regions": config.regions,
-            "dtype": config.unet.dtype,
-            "read_mode": self.reading,
-        }
-
 
 class Parts:
     """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them.
@@ -107,12 +95,7 @@ class Parts:
     `finish` turns what the dataset gives into (image, target) where the step runs; its seconds are the step's.
     """
 
-    def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        finish: Optional[Callable] = None,
-        watch: Callable[[str], None] = lambda phase: None,
-    ):
+    def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch
         self.waited_s = 0.0
 

@@ -17,21 +17,14 @@ import psutil
 
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
-from cpu3d.errors import (
-    DivergedError,
-    InputError,
-    Interrupted,
-    MemoryRunsOutError,
-    WorkerLostError,
-    WorkersDifferError,
-)
+from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.plan import Plan
 from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
-from cpu3d.training.run_log import TensorBoard, TrainingBar, append_event, forget_after, read_events
+from cpu3d.training.run_log import append_event, forget_after, read_events, shown
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.records import versions
@@ -41,8 +34,6 @@ from memory_estimator.host import Host
 MEMORY = 1
 """A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
 
-STOPS = {MEMORY: "memory"}
-
 TIMED_STEPS = 3
 """Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
 
@@ -50,35 +41,26 @@ TIMED_STEPS = 3
 class Fit:
     """One run in its folder, from its last checkpoint, or from the start where it has none."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        exchange: Exchange = ALONE,
-        learner: Optional[Learner] = None,
-    ):
+    def __init__(self, plan: Plan, folder: Path, exchange: Exchange = ALONE, learner: Optional[Learner] = None):
         """`learner` is by default the plan's network."""
         self.store, self.folder, self.config = plan.store, Path(folder), plan.config
         self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
-        self.val_cases = self.store.cases("val")
         self.feeds = Feeds(self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch))
         self.learner = Learner(self.config, exchange) if learner is None else learner
-        self.workers = exchange.count
         self._exchange, self._guard = exchange, UNGUARDED
-        self.step = 0
+        self.step = self.stale_validations = 0
         self.best: Optional[float] = None
-        self.stale_validations = 0
-        self._owes_validation = False
+        self.owes_validation = False
         """Whether the run was stopped before it could validate the step it has reached."""
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
         self.waited_s = self.exchanged_s = self.stepped_s = 0.0
-        self._watchers: Tuple[Callable[[Dict[str, Any]], None], ...] = ()
+        self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         """Given every event as it is logged."""
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
-            forget_after(self.folder, self.step, owes_validation=self._owes_validation)
+            forget_after(self.folder, self.step, owes_validation=self.owes_validation)
 
     @property
     def has_open_length(self) -> bool:
@@ -106,26 +88,20 @@ class Fit:
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs, and what it was predicted to take."""
+        config, unet, store = self.config, self.config.unet, self.store
+        place = {"host": host.summary(), "versions": versions(), "engine": engine, "threads": threads}
+        data = {"store": str(store.folder), "split_hash": config.split_hash, "grid": list(config.grid)}
+        how = {"mode": config.mode, "device": config.device, "precision": unet.dtype, "policy": unet.policy}
         self._log(
             "start",
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            host=host.summary(),
-            versions=versions(),
-            engine=engine,
-            threads=threads,
-            store=str(self.store.folder),
-            split_hash=self.config.split_hash,
-            grid=list(self.config.grid),
             parameters=self.learner.parameters,
-            mode=self.config.mode,
-            device=self.config.device,
-            precision=self.config.unet.dtype,
-            policy=self.config.unet.policy,
             read_mode=self.feeds.reading.plan.mode,
-            micro_batch=self.config.micro,
+            micro_batch=config.micro,
             workers=self._exchange.count,
             steps=self.steps,
             predicted=predicted,
+            **{**place, **data, **how},
         )
 
     def run(self, guard: Unguarded = UNGUARDED) -> None:
@@ -137,69 +113,67 @@ class Fit:
         self._guard = guard
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
-        parts = self.feeds.training(self.step, self.steps, self._guard.phase)
-        with noted_signals() as noted, self._watched():
+        parts = self.feeds.training(self.step, self.steps, guard.phase)
+        with noted_signals() as noted, contextlib.ExitStack() as stack:
+            if self._exchange.is_chief:
+                size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
+                self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
+
+            def wish() -> int:
+                """What this worker tells the others when its gradients are ready."""
+                return max(noted, default=MEMORY if guard.why else 0)
+
             stop = 0
             while not (stop or self.is_over):
-                if not self._owes_validation:
-                    stop = self._train_step(parts, lambda: self._wish(noted))
-                    self._owes_validation = self._validation_is_due()
-                validated = self._owes_validation and not stop  # who asks us to stop may not wait for it
+                if not self.owes_validation:
+                    stop = self._train_step(parts, wish)
+                    self.owes_validation = self._validation_is_due()
+                validated = self.owes_validation and not stop  # who asks us to stop may not wait for it
                 if validated:
-                    stop = self._validate(lambda: self._wish(noted))
+                    stop = self._validate(wish)
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
-            reads = self.feeds.reading.reader.reads
-            reason = self.reason if self.is_over else STOPS.get(stop, "interrupted")
+            reason = self.reason if self.is_over else "memory" if stop == MEMORY else "interrupted"
             self._log(
                 "end",
                 reason=reason,
                 seconds=self.trained_s,
                 peak_rss_bytes=peak_rss_bytes(),
                 allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
-                wait_share=self.wait_share,
+                wait_share=self.waited_s / self.stepped_s if self.stepped_s else 0.0,
                 exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
-                bytes_read=reads.bytes_read,
-                zero_copy_ratio=reads.zero_copy_ratio,
             )
-        self._wait_for_the_chief()
+        if self._exchange.count > 1:  # leave only when the chief has written all; it leaves without the others
+            self._phase("waiting for the last checkpoint")
+            try:
+                self._exchange.sum(np.zeros(1, np.float32))
+            except WorkerLostError:
+                if not self._exchange.is_chief:
+                    raise
         if self.is_over:
             guard.note_end(reason)
-        if reason == "interrupted":
+        elif reason == "memory":
+            why = guard.why or "the memory of another worker runs out"
+            raise MemoryRunsOutError(f"{why}; stopped and saved after step {self.step}, the same command continues")
+        else:
             raise Interrupted(f"saved after step {self.step}; the same command continues", stop)
-        if reason == "memory":
-            raise MemoryRunsOutError(
-                f"{self._guard.why or 'the memory of another worker runs out'}; stopped and saved after step "
-                f"{self.step}, the same command continues"
-            )
-
-    def _wait_for_the_chief(self) -> None:
-        """Leave only when the chief has written all there is to write; it leaves without the others."""
-        if self._exchange.count == 1:
-            return
-        self._guard.phase("waiting for the last checkpoint", step=self.step)
-        try:
-            self._exchange.sum(np.zeros(1, np.float32))
-        except WorkerLostError:
-            if not self._exchange.is_chief:
-                raise
 
     def note_end(self) -> None:
         """Log the end of a run that was killed between its last checkpoint and that line."""
         events = read_events(self.folder)
         if not events or events[-1]["event"] == "end":
             return
-        steps = [event for event in events if event["event"] == "step"]
+        peak_bytes = max((event["rss_bytes"] for event in events if "rss_bytes" in event), default=None)
         self._log(
-            "end",
-            reason=self.reason,
-            seconds=self.trained_s,
-            peak_rss_bytes=max((event.get("rss_bytes", 0) for event in steps), default=None),
-            allocator_peak_bytes=None,
-            wait_share=sum(event.get("wait_s", 0) for event in steps)
-            / max(sum(event.get("step_s", 0) for event in steps), 1e-9),
+            "end", reason=self.reason, seconds=self.trained_s, peak_rss_bytes=peak_bytes, allocator_peak_bytes=None
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last epoch is done or patience has run out: nothing is left to do."""
+        stale = 0 < self.config.patience <= self.stale_validations
+        return not self.owes_validation and (stale or self.step >= self.steps)
 
     @property
     def reason(self) -> str:
@@ -207,11 +181,16 @@ class Fit:
         return "finished" if self.step >= self.steps else "early stop"
 
     @property
-    def wait_share(self) -> float:
-        """Part of the steps' wall time that was spent waiting for data, 0 to 1, of this attempt."""
-        return self.waited_s / self.stepped_s if self.stepped_s else 0.0
+    def longer(self) -> str:
+        """The option that lets a run go on which is over."""
+        if self.step < self.steps:
+            return "--patience"
+        return "--steps" if self.config.steps else "--epochs"
 
     # --- Steps ---
+
+    def _phase(self, name: str) -> None:
+        self._guard.phase(name, step=self.step)
 
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
         """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
@@ -246,42 +225,28 @@ class Fit:
 
     def _compute(self, parts: Parts, rate: float, wish: Callable[[], int] = lambda: 0) -> Tuple[Outcome, float]:
         """What the learner makes of the next parts, and the seconds that took."""
-        self._guard.phase("computing", step=self.step)
+        self._phase("computing")
         begin = time.perf_counter()
-        outcome = self.learner.step(parts, rate, wish, lambda: self._guard.phase("exchanging", step=self.step))
-        self._guard.phase("computing", step=self.step)
+        outcome = self.learner.step(parts, rate, wish, lambda: self._phase("exchanging"))
+        self._phase("computing")
         return outcome, time.perf_counter() - begin
-
-    def _wish(self, noted: List[int]) -> int:
-        """What this worker tells the others when its gradients are ready."""
-        return max(noted, default=MEMORY if self._guard.stop else 0)
 
     def _diverged(self, outcome: Outcome, names: List[str]) -> None:
         """Raise DivergedError with the cases whose loss is not finite, and the weights that still are."""
-        odd = [names[part * self.config.micro : (part + 1) * self.config.micro] for part in _not_finite(outcome.losses)]
-        cases = ", ".join(name for part in odd for name in part)
+        losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
+        bad = [name for name, loss in zip(names, losses) if not np.isfinite(loss)]
         with contextlib.suppress(OSError):  # what is raised says the same
-            self._log("diverged", case_id=cases.replace(",", ""), loss=str(outcome.loss))
-        raise DivergedError(
-            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {cases}; "
-            f"{self._way_back()}"
-        )
+            self._log("diverged", case_id=" ".join(bad), loss=str(outcome.loss))
+        got = f"{outcome.loss} at step {self.step + 1} on {', '.join(bad)}"
+        raise DivergedError(f"loss and gradients must be finite, got {got}; {self._way_back()}")
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        return not self._owes_validation and self._is_trained
-
-    @property
-    def _is_trained(self) -> bool:
-        return self.step >= self.steps or 0 < self.config.patience <= self.stale_validations
-
-    @property
-    def longer(self) -> str:
-        """The option that lets a run go on which is over."""
-        if self.step < self.steps:
-            return "--patience"
-        return "--steps" if self.config.steps else "--epochs"
+    def _way_back(self) -> str:
+        """What to do when training has diverged."""
+        there = checkpoints(self.folder)
+        if not there:
+            return "lower --learning-rate and train into another folder"
+        kept = f"{there[0]} still holds step {step_of(there[0])}"
+        return f"{kept}; train into another folder with a lower --learning-rate"
 
     def _validation_is_due(self) -> bool:
         count = self.config.validations
@@ -289,7 +254,7 @@ class Fit:
             due = self.step * count // self.steps > (self.step - 1) * count // self.steps
         else:
             due = self.step % (self.steps_per_epoch * self.config.validate_every) == 0
-        return bool(self.val_cases) and (due or self.step == self.steps)
+        return bool(self.feeds.held_out) and (due or self.step == self.steps)
 
     def _validate(self, wish: Callable[[], int]) -> int:
         """Score the held-out volumes; keeps the weights when their mean Dice is the best so far.
@@ -297,18 +262,14 @@ class Fit:
         Returns what stops the run after it, 0 for nothing: the same on all workers.
         """
         begin = time.perf_counter()
-
-        def phase(name: str) -> None:
-            self._guard.phase(name, step=self.step)
-
         with self._saved_where_one_is_lost():
-            found, stop = validate(self.feeds, self.learner, self._exchange, phase, wish)
+            found, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
         if found is None:
             return stop
         mean_dice = float(found.dice.mean())
         better = self.best is None or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1
-        self._owes_validation = False
+        self.owes_validation = False
         if better:
             self.best = mean_dice
             self._save_best()
@@ -324,11 +285,11 @@ class Fit:
         )
         return stop
 
-    # --- Checkpoints ---
+    # --- Files ---
 
     def _save(self) -> None:
         """Write a checkpoint. Raises OSError where it cannot, with what is there still; the chief's work alone."""
-        self._guard.phase("saving", step=self.step)
+        self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
         self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
@@ -339,14 +300,18 @@ class Fit:
             raise DivergedError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
         if not self._exchange.is_chief:
             return
-        if not self.val_cases:
+        if not self.feeds.held_out:
             self._save_best()
-        try:
+        with self._writing(f"step {self.step} could not be saved"):
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
-        except OSError as error:
-            raise OSError(f"step {self.step} could not be saved: {error}; {self._still_there()}") from error
         self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+
+    def _save_best(self) -> None:
+        if self._exchange.is_chief:
+            self._phase("saving")
+            with self._writing("the best weights could not be saved"):
+                write_best(self.folder, self.learner.weights(), self._state())
 
     @contextlib.contextmanager
     def _saved_where_one_is_lost(self) -> Iterator[None]:
@@ -360,30 +325,32 @@ class Fit:
                 raise
             try:
                 self._save()
-                told = f"saved after step {self.step}"
+                message = f"saved after step {self.step}"
             except (OSError, InputError) as also:
-                told = str(also)
-            raise WorkerLostError(f"{error}; {told}") from error
+                message = str(also)
+            raise WorkerLostError(f"{error}; {message}") from error
 
-    def _save_best(self) -> None:
+    @contextlib.contextmanager
+    def _writing(self, problem: str) -> Iterator[None]:
+        """Raise an OSError again with what is wrong, and what the run can go on from."""
+        try:
+            yield
+        except OSError as error:
+            there = checkpoints(self.folder)
+            what = f"{there[0]} is whole" if there else "there is no checkpoint yet"
+            raise OSError(f"{problem}: {error}; {what}; free some space, and the same command continues") from error
+
+    def _log(self, event: str, **content: Any) -> None:
         if not self._exchange.is_chief:
             return
-        self._guard.phase("saving", step=self.step)
-        try:
-            write_best(self.folder, self.learner.weights(), self._state())
-        except OSError as error:
-            raise OSError(f"the best weights could not be saved: {error}; {self._still_there()}") from error
+        line = {"event": event, "step": self.step, **content}
+        with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
+            append_event(self.folder, line)
+        self._show(line)
 
     def _state(self) -> Dict[str, Any]:
-        return {
-            "step": self.step,
-            "best": self.best,
-            "stale_validations": self.stale_validations,
-            "owes_validation": self._owes_validation,
-            "trained_s": self.trained_s,
-            "split_hash": self.config.split_hash,
-            "seed": self.config.seed,
-        }
+        own = {name: getattr(self, name) for name in (*_State.__annotations__, "owes_validation")}
+        return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
 
     def _restore(self) -> List[str]:
         """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
@@ -394,61 +361,16 @@ class Fit:
             except ValueError as error:
                 raise InputError(f"checkpoint {found.path} must hold a run's state, got {error}; delete it") from None
             self.learner.restore(found.arrays)
-        told = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
-        if not told:
+        text = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
+        if not text:
             return []
         if self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
                 variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
-        state = json.loads(told)
-        self.step, self.best = state["step"], state["best"]
-        self.stale_validations, self.trained_s = state["stale_validations"], state["trained_s"]
-        self._owes_validation = state.get("owes_validation", False)  # older checkpoints came after it
+        state = {"owes_validation": False, **json.loads(text)}  # older checkpoints came after it
+        for name in (*_State.__annotations__, "owes_validation"):
+            setattr(self, name, state[name])
         return set_aside(found) if found else []
-
-    def _way_back(self) -> str:
-        """What to do when training has diverged."""
-        there = checkpoints(self.folder)
-        if not there:
-            return "lower --learning-rate and train into another folder"
-        return (
-            f"{there[0]} still holds step {step_of(there[0])}; train into another folder with a lower --learning-rate"
-        )
-
-    def _still_there(self) -> str:
-        """What a run can go on from where a file could not be written."""
-        there = checkpoints(self.folder)
-        what = f"{there[0]} is whole" if there else "there is no checkpoint yet"
-        return f"{what}; free some space, and the same command continues"
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Show the chief's events while they are logged."""
-        if not self._exchange.is_chief:
-            yield
-            return
-        bar = TrainingBar(self.steps, self.step, self.steps_per_epoch, self.config.batch)
-        with bar, TensorBoard(self.folder / "tensorboard") as board:
-            self._watchers = (bar.show, board.show)
-            yield
-
-    # --- Log ---
-
-    def _log(self, event: str, **content: Any) -> None:
-        if not self._exchange.is_chief:
-            return
-        line = {"event": event, "step": self.step, **content}
-        try:
-            append_event(self.folder, line)
-        except OSError as error:
-            raise OSError(
-                f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}: {error}; {self._still_there()}"
-            ) from error
-        for watch in self._watchers:
-            watch(line)
-
-
-# --- Private helpers ---
 
 
 class _State(TypedDict):
@@ -458,7 +380,3 @@ class _State(TypedDict):
     best: Optional[float]
     stale_validations: int
     trained_s: float
-
-
-def _not_finite(losses: np.ndarray) -> List[int]:
-    return [int(part) for part in np.flatnonzero(~np.isfinite(losses))]

@@ -12,7 +12,9 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
+
+import psutil
 
 from memory_estimator.files import read_json, typed
 
@@ -23,9 +25,6 @@ STEP_PHASES = ("waiting for data", "computing", "exchanging")
 
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
 """Those in which a worker waits for the others."""
-
-PHASES = ("starting", "waiting for data", "computing", "validating", "saving", *WAITING_PHASES, "ended")
-"""What a worker may be doing."""
 
 BEAT_S = 5.0
 """Time between two beats, and the most between a change of phase and the file."""
@@ -55,28 +54,18 @@ class Heartbeat:
     """Steps done."""
     steps: int
     """Steps of the run; 0 where that is not known."""
-    last_step_s: Optional[float] = None
-    median_step_s: Optional[float] = None
-    """Of the last hundred."""
-    longest_step_s: Optional[float] = None
-    """Of this attempt; the first compiles the step."""
-    anonymous_bytes: Optional[int] = None
-    """The process's own data; None where the system does not tell, as for all that follow."""
-    file_bytes: Optional[int] = None
-    """Mapped files."""
+    longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
+    anonymous_bytes: Optional[int] = None  # the process's own data; None where the system does not tell
+    file_bytes: Optional[int] = None  # mapped files
     swapped_bytes: Optional[int] = None
-    peak_bytes: Optional[int] = None
-    """The most that was in memory, files included."""
-    bound_bytes: Optional[int] = None
-    """The plan's upper bound."""
+    peak_bytes: Optional[int] = None  # the most that was in memory, files included
+    bound_bytes: Optional[int] = None  # the plan's upper bound
     free_bytes: Optional[int] = None
-    """What is left by the limit that leaves least."""
+    """What is left by the limit that leaves least, `free_of`, whose size is `limit_bytes`."""
     free_of: str = ""
-    """That limit."""
     limit_bytes: Optional[int] = None
-    """Its size."""
     checkpoint_step: Optional[int] = None
-    """Of the last checkpoint of this attempt."""
+    """Of the last checkpoint of this attempt, at `checkpoint_time`."""
     checkpoint_time: Optional[float] = None
     stalled: str = ""
     """Why the worker hangs, in a sentence."""
@@ -98,9 +87,8 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
     path = heartbeat_path(run, heartbeat.rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1)
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1), encoding="utf-8")
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -122,7 +110,7 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
     """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger.
 
-    A worker is alive while this is below SILENT_S: the one definition, whatever host looks.
+    A worker is alive while this is below SILENT_S, whatever host looks.
     """
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
@@ -146,27 +134,19 @@ def this_place() -> str:
 
 def process_start(pid: int) -> Optional[int]:
     """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
-
-
-def is_suspended(pid: int) -> bool:
-    """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
-    fields = _stat(pid)
-    return fields is not None and fields[0] in "Tt"
-
-
-# --- Private helpers ---
-
-
-def _stat(pid: int) -> Optional[List[str]]:
-    """/proc/PID/stat from the process's state on; None without such a process, or without a /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
-    return fields if len(fields) > 19 else None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
 def _read(path: Path) -> Any:
@@ -174,6 +154,7 @@ def _read(path: Path) -> Any:
         content = read_json(path)
         if content.pop("schema") != SCHEMA:
             return f"{path} must have schema {SCHEMA}; look with the version that runs"
-        return typed(content, Heartbeat, "heartbeat")
+        known = {field.name for field in dataclasses.fields(Heartbeat)}  # earlier versions had more
+        return typed({name: value for name, value in content.items() if name in known}, Heartbeat, "heartbeat")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{path} must be a whole heartbeat, got {error!r}; a worker that lives soon writes another"

@@ -1,10 +1,8 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
 
-A batch that is computed in parts is one compiled function for each part, which adds its gradients to sums, and one that
-updates the weights from them. Its peak is that of one part and one set of gradients.
-
-Several workers each compute their share of the parts. What they have added up is added up over all of them, once a
-step, and each updates its own weights from that: the same on all, to the bit.
+A batch in parts is one compiled function for each part, which adds its gradients to sums, and one that updates the
+weights from them. Its peak is that of one part and one set of gradients. The sums of several workers, each of which
+computes its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
 import contextlib
@@ -30,14 +28,14 @@ class Outcome:
     """Of one step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update, in the order of the batch; not finite also where its
-    gradients are not. Such a one is the last that its worker has computed: those after it are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. Such a one is
+    the last that its worker has computed: those after it are 0."""
     dice: np.ndarray
     """(batch, R) soft Dice before the update."""
     notes: np.ndarray
     """(workers,) what each worker has said besides."""
     exchange_s: float = 0.0
-    """Seconds in which the workers' gradients were summed, waiting for the slowest included."""
+    """Of summing the workers' gradients, waiting for the slowest included."""
 
     @property
     def loss(self) -> float:
@@ -57,11 +55,9 @@ class Learner:
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        # Not in a checkpoint: every step starts them at zero.
-        summed = self.model.trainable_variables if config.parts > 1 else []
+        summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        # Nothing in them branches on a tensor, and tracing is quicker where no code is rewritten for that.
-        compiled = functools.partial(tf.function, autograph=False)
+        compiled = functools.partial(tf.function, autograph=False)  # nothing in them branches on a tensor
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
         self._pack = compiled(self._packed)
@@ -79,8 +75,7 @@ class Learner:
         """One optimizer step on this worker's next parts of the batch, which are taken one after another.
 
         A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
-        gradients are there; all workers are told. With a loss that is not finite a batch in several parts ends early on
-        its worker, and no worker updates its weights.
+        gradients are there; all workers are told. With a loss that is not finite no worker updates its weights.
         Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
         WorkersDifferError where one has other weights than the chief.
         """
@@ -91,7 +86,7 @@ class Learner:
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
-        before = [moving.numpy() for moving in self._statistics] if self._exchange.count > 1 else []
+        before = [moving.numpy() for moving in self.model.non_trainable_variables] if self._exchange.count > 1 else []
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
         losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
@@ -110,7 +105,7 @@ class Learner:
             try:
                 losses, dice, notes = self._exchanged(losses, dice, own)
             except WorkerLostError:
-                for moving, value in zip(self._statistics, before):
+                for moving, value in zip(self.model.non_trainable_variables, before):
                     moving.assign(value)
                 raise
             exchange_s = time.perf_counter() - begin
@@ -123,10 +118,7 @@ class Learner:
         return self._predict(image)
 
     def arrays(self) -> Dict[str, tf.Tensor]:
-        """Every variable by a stable name: the network's, the optimizer's, the averaged ones.
-
-        As tensors that lie where the variables lie: a step that changes one while its tensor is held copies it.
-        """
+        """Every variable by a stable name, as a tensor that lies where it lies: a step that changes it copies it."""
         return {name: variable.read_value() for name, variable in self.named_variables().items()}
 
     @property
@@ -141,20 +133,15 @@ class Learner:
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""
-        variables = self.named_variables()
-        odd = sorted(set(arrays) ^ set(variables))
-        if odd:
-            raise InputError(
-                f"checkpoint must hold this run's {len(variables)} variables, got others at {', '.join(odd[:3])}; "
-                "it belongs to another run"
-            )
+        variables, todo = self.named_variables(), "it belongs to another run"
+        others = ", ".join(sorted(set(arrays) ^ set(variables))[:3])
+        if others:
+            rule = f"checkpoint must hold this run's {len(variables)} variables"
+            raise InputError(f"{rule}, got others at {others}; {todo}")
         for name, variable in variables.items():
-            array = arrays[name]
-            if tuple(array.shape) != tuple(variable.shape):
-                raise InputError(
-                    f"checkpoint array {name} must have shape {tuple(variable.shape)}, got {tuple(array.shape)}; "
-                    "it belongs to another run"
-                )
+            array, shape = arrays[name], tuple(variable.shape)
+            if tuple(array.shape) != shape:
+                raise InputError(f"checkpoint array {name} must have shape {shape}, got {tuple(array.shape)}; {todo}")
             variable.assign(array)
 
     def weights(self) -> Dict[str, tf.Tensor]:
@@ -184,22 +171,16 @@ class Learner:
         notes[self._exchange.rank] = note
         known = np.concatenate([losses, dice.ravel(), notes, prints])
         total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
-        told = total[-len(known) :].numpy()
-        losses, dice, notes, prints = np.split(told, np.cumsum([losses.size, dice.size, notes.size]))
-        odd = np.flatnonzero(prints != prints[0])
-        if odd.size:
+        sizes = np.cumsum([losses.size, dice.size, notes.size])
+        losses, dice, notes, prints = np.split(total[-len(known) :].numpy(), sizes)
+        others = ", ".join(f"worker {rank}" for rank in np.flatnonzero(prints != prints[0]))
+        if others:
             raise WorkersDifferError(
-                f"weights must be the same on all workers, got others on {', '.join(f'worker {rank}' for rank in odd)} "
-                "than on the chief; a host that computes wrong, or in another way, has to leave: the same command "
-                "continues from the last checkpoint"
+                f"weights must be the same on all workers, got others on {others} than on the chief; a host that "
+                "computes wrong has to leave: the same command continues from the last checkpoint"
             )
         self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes
-
-    @property
-    def _statistics(self) -> List[tf.Variable]:
-        """What a step moves besides the weights: batch norm's moving statistics, whose mean over the workers counts."""
-        return self.model.non_trainable_variables
 
     # --- Traced ---
 
@@ -207,13 +188,13 @@ class Learner:
         """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
         fingerprint = _fingerprint(self.model.trainable_variables)
         known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
-        shares = [moving / self._exchange.count for moving in self._statistics]
+        shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
         return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
 
     def _take_vector(self, total):
         """Put the summed gradients and statistics in their places."""
         begin = 0
-        for variable in (*self._sums, *self._statistics):
+        for variable in (*self._sums, *self.model.non_trainable_variables):
             size = variable.shape.num_elements()
             variable.assign(tf.reshape(total[begin : begin + size], variable.shape))
             begin += size

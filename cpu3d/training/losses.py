@@ -14,9 +14,9 @@ def dice_cross_entropy(target, logits, by_slabs: bool = False) -> Tuple[tf.Tenso
     """1 - mean soft Dice + mean binary cross-entropy of `logits` (N, X, Y, Z, R) against a 0/1 `target` alike.
 
     Returns the loss (scalar) and the soft Dice (N, R), which carries no gradient. Dice is taken per sample and region
-    and then averaged, so the loss of a batch is the mean of its samples' losses and an accumulated batch equals a full
-    one. The gradient is written out: automatic differentiation passes over the maps twice as often.
-    `by_slabs` computes it a slab of X at a time, and again for the gradient: no float32 map of the whole grid is made.
+    and then averaged, so an accumulated batch equals a full one. The gradient is written out: automatic differentiation
+    passes over the maps twice as often. `by_slabs` computes it a slab of X at a time, and again for the gradient: no
+    float32 map of the whole grid is made.
     """
     return _weighted_sum([target], [logits], [1.0], by_slabs)
 
@@ -94,16 +94,10 @@ def _at_once(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     dice = (2 * overlap + SMOOTH) / size
 
     def gradient(upstream):
-        # d loss / dz = p (1 - p) (a t + b) + c (p - t), with a and b per sample and region.
         scale = upstream / tf.cast(tf.size(dice), tf.float32)
         a, b, c = -2 * scale / size, scale * dice / size, upstream / voxels
         a, b = (_like_rows(weight, z) for weight in (a, b))
-        dz = a * t + b
-        with tf.control_dependencies([dz]):
-            dz = p * ((1 - p) * dz + c)
-        with tf.control_dependencies([dz]):
-            dz = dz - c * t
-        return tf.reshape(tf.cast(dz, logits.dtype), tf.shape(logits))
+        return tf.reshape(tf.cast(_slope(p, t, a, b, c), logits.dtype), tf.shape(logits))
 
     return 1 - tf.reduce_mean(dice) + cross_entropy, dice, gradient
 
@@ -149,23 +143,26 @@ def _by_slabs(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
                 z, t = maps(slab, found[-1:] or [a])
                 p = tf.sigmoid(z)
                 with tf.control_dependencies([p]):
-                    dz = own_a * t + own_b
-                with tf.control_dependencies([dz]):
-                    dz = p * ((1 - p) * dz + c)
-                with tf.control_dependencies([dz]):
-                    dz = dz - c * t
-                found.append(tf.cast(dz, logits.dtype)[0])
+                    found.append(tf.cast(_slope(p, t, own_a, own_b, c), logits.dtype)[0])
         return tf.reshape(tf.concat(found, 0), logits.shape)
 
     return 1 - tf.reduce_mean(dice) + cross_entropy, dice, gradient
 
 
+def _slope(p, t, a, b, c):
+    """d loss / dz = p (1 - p) (a t + b) + c (p - t), with a and b per sample and region, in this order."""
+    dz = a * t + b
+    with tf.control_dependencies([dz]):
+        dz = p * ((1 - p) * dz + c)
+    with tf.control_dependencies([dz]):
+        return dz - c * t
+
+
 def _rows(maps):
     """(N, X, Y, Z, R) -> (N, X * Y, Z * R) float32: broadcasting three values over the last axis is slow."""
     samples, size_x, size_y, size_z, regions = maps.shape
-    return tf.reshape(
-        tf.cast(maps, tf.float32), (-1 if samples is None else samples, size_x * size_y, size_z * regions)
-    )
+    shape = (-1 if samples is None else samples, size_x * size_y, size_z * regions)
+    return tf.reshape(tf.cast(maps, tf.float32), shape)
 
 
 def _per_region(rows, regions: int):

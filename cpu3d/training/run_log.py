@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -40,11 +40,9 @@ def read_events(run: Path) -> List[Dict[str, Any]]:
 
 def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
     """All events but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
-    path = Path(run) / "log.jsonl"
+    path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
         return []
-    others: List[Tuple[int, bytes]] = []
-    last: Deque[Tuple[int, bytes]] = collections.deque(maxlen=steps)
     with os.fdopen(open_regular(path), "rb") as file:
         for numbered in enumerate(file):
             (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
@@ -73,76 +71,46 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
 # --- What a person watches ---
 
 
-class TrainingBar:
-    """A context manager that shows steps and validations as they come, on stderr."""
+@contextlib.contextmanager
+def shown(
+    run: Path, *, steps: int, done: int, steps_per_epoch: int, batch: int
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yields a function that shows an event of the log: on stderr, as a bar on a terminal, and in run/tensorboard."""
+    import tensorflow as tf
 
-    def __init__(self, steps: int, done: int, steps_per_epoch: int, batch: int):
-        self._console = Console(stderr=True)
-        self._steps_per_epoch, self._batch = steps_per_epoch, batch
-        self._progress = Progress(
-            *columns(TextColumn("{task.fields[state]}")),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("train", total=steps, completed=done, state="")
+    console = Console(stderr=True)
+    bar = Progress(*columns(TextColumn("{task.fields[state]}")), console=console, disable=not console.is_terminal)
+    task = bar.add_task("train", total=steps, completed=done, state="")
+    writer = tf.summary.create_file_writer(str(Path(run) / "tensorboard"))
+    scalars = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
 
-    def __enter__(self) -> "TrainingBar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
-
-    def show(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the run's log: steps move the bar, validations and the end are printed."""
-        if event["event"] == "step":
-            state = (
-                f"loss {event['loss']:.3f}  {_dice(event['dice'])}  {event['step_s'] / self._batch:.2f} s/volume  "
-                f"{event['rss_bytes'] / GIB:.1f} GiB"
-            )
-            self._progress.update(self._task, completed=event["step"], state=state)
-            if not self._console.is_terminal and event["step"] % self._steps_per_epoch == 0:
-                self._print(f"epoch {event['epoch'] + 1}, step {event['step']}: {state}")
-        elif event["event"] == "validation":
-            best = ", best so far" if event["best"] else ""
-            self._print(
-                f"validation after step {event['step']}: Dice {_dice(event['dice'])} on {event['cases']} whole "
-                f"volumes, {event['seconds']:.1f} s{best}"
-            )
-        elif event["event"] == "end":
-            self._print(
-                f"{event['reason']} after step {event['step']}: {event['seconds']:.0f} s in all, "
+    def show(event: Mapping[str, Any]) -> None:
+        group, step, line = event["event"], event["step"], ""
+        dice = "  ".join(f"{name} {value:.3f}" for name, value in event.get("dice", {}).items())
+        if group == "step":
+            speed = f"{event['step_s'] / batch:.2f} s/volume  {event['rss_bytes'] / GIB:.1f} GiB"
+            state = f"loss {event['loss']:.3f}  {dice}  {speed}"
+            bar.update(task, completed=step, state=state)
+            if not console.is_terminal and step % steps_per_epoch == 0:
+                line = f"epoch {event['epoch'] + 1}, step {step}: {state}"
+        elif group == "validation":
+            took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
+            line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"
+        elif group == "end":
+            peak = (
                 f"{event['wait_share']:.1%} of the steps waiting for data, peak {event['peak_rss_bytes'] / GIB:.1f} GiB"
             )
-
-    def _print(self, line: str) -> None:
-        self._progress.console.print(line, highlight=False, soft_wrap=True)
-
-
-class TensorBoard:
-    """A context manager that writes steps and validations as scalars below `folder`."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def __enter__(self) -> "TensorBoard":
-        import tensorflow as tf
-
-        self._writer, self._scalar = tf.summary.create_file_writer(str(self._folder)), tf.summary.scalar
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._writer.close()
-
-    def show(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the run's log."""
-        names = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
-        group = event["event"]
-        with self._writer.as_default(step=event["step"]):
-            for name in names.get(group, ()):
-                self._scalar(f"{group}/{name}", event[name])
+            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, {peak}"
+        if line:
+            bar.console.print(line, highlight=False, soft_wrap=True)
+        with writer.as_default(step=step):
+            for name in scalars.get(group, ()):
+                tf.summary.scalar(f"{group}/{name}", event[name])
             for region, value in event.get("dice", {}).items():
-                self._scalar(f"{group}/dice/{region}", value)
+                tf.summary.scalar(f"{group}/dice/{region}", value)
+
+    with bar, contextlib.closing(writer):
+        yield show
 
 
 # --- Private helpers ---
@@ -150,15 +118,17 @@ class TensorBoard:
 _NEEDED = {"validation": {"mean_dice"}, "end": {"reason"}}
 """What an event of a kind is nothing without, besides its step."""
 
-_COUNTS = ("step", "steps", "epoch", "cases", "workers", "cores", "parameters")
-_NUMBERS = ("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share")
-_RECORDS = ("dice", "host", "threads", "versions", "predicted")
+_KINDS = {
+    **dict.fromkeys(("step", "steps", "epoch", "cases", "workers", "cores", "parameters"), int),
+    **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share"), float),
+    **dict.fromkeys(("dice", "host", "threads", "versions", "predicted"), dict),
+    **dict.fromkeys(("event", "reason", "engine"), str),
+    "grid": list,
+}
+"""What is written under a name; float also under what ends in _s or _bytes."""
+
 _UNKNOWN = ("peak_rss_bytes", "allocator_peak_bytes")
 """Those that may be null."""
-
-
-def _dice(dice: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.3f}" for name, value in dice.items())
 
 
 def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
@@ -175,19 +145,10 @@ def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
 
 def _is_as_logged(name: str, value: Any) -> bool:
     """Whether a value is of the kind that is written under its name, so that readers can count with it."""
-    if name in _RECORDS:
-        return isinstance(value, dict) and all(
-            _is_number(one) if name == "dice" else _is_as_logged(below, one) for below, one in value.items()
-        )
-    if name in _COUNTS:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-    if name == "grid":
-        return isinstance(value, list)
-    if name in ("event", "reason", "engine"):
-        return isinstance(value, str)
-    is_number = name in _NUMBERS or name.endswith(("_s", "_bytes"))
-    return not is_number or _is_number(value) or (value is None and name in _UNKNOWN)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+    kind = _KINDS.get(name, float if name.endswith(("_s", "_bytes")) else None)
+    if kind in (int, float):
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63
+        return (value is None and name in _UNKNOWN) or (is_number and (kind is float or value >= 0))
+    if kind is dict and isinstance(value, dict):
+        return all(_is_as_logged("seconds" if name == "dice" else below, one) for below, one in value.items())
+    return kind is None or isinstance(value, kind)

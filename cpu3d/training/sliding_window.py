@@ -21,11 +21,9 @@ SIGMA_SHARE = 1 / 8
 def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
     """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
 
-    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles cover the image evenly, each with
-    at least the share `overlap` of it covered by the next one along an axis, 0 or more and below 1; they are those of
-    `patch_grid`. In memory: the answer, a weight a voxel, and one tile's own.
-
-    Raises ValueError for an image smaller than the patch.
+    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are those of `patch_grid`, each
+    covered by the next one along an axis by at least the share `overlap`. In memory: the answer, a weight a voxel, and
+    one tile's own. Raises ValueError for an image smaller than the patch.
     """
     shape = tuple(int(n) for n in image.shape[1:4])
     if any(n < want for n, want in zip(shape, patch)):

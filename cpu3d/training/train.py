@@ -21,12 +21,11 @@ from rich.console import Console
 
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import join
-from cpu3d.distributed.cluster import Cluster, read_cluster, share_of_host
+from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.describe import describe
 from cpu3d.host.gpu import HostGpus, fits_memory
-from cpu3d.host.thread_plan import share_of
+from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
@@ -34,7 +33,6 @@ from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
-from cpu3d.util.records import count
 from memory_estimator.host import read_host
 from memory_estimator.schema import option
 from memory_estimator.units import format_seconds
@@ -58,18 +56,13 @@ def run(options: Options, settings: Dict[str, Any]) -> int:
 
 
 def train(
-    store_folder: Path,
-    run_folder: Path,
-    *,
-    settings: Optional[Dict[str, Any]] = None,
-    force: bool = False,
+    store_folder: Path, run_folder: Path, *, settings: Optional[Dict[str, Any]] = None, force: bool = False
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
 
-    Leaves plan.json, config.json, log.jsonl, checkpoints/, heartbeats/ and tensorboard/ in the run folder. SIGINT and
-    SIGTERM finish the step, save, and raise Interrupted. Before anything is written it raises InputError for bad
-    settings and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks for
-    none. While it trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is
+    SIGINT and SIGTERM finish the step, save, and raise Interrupted. Before anything is written it raises InputError for
+    bad settings and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks
+    for none. While it trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is
     saved.
 
     Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
@@ -78,8 +71,8 @@ def train(
     cluster = read_cluster(os.environ)
     store = open_store(store_folder)
     store.check_split()
-    place = share_of_host(cluster, os.environ)
-    host = share_of(read_host(), len(cluster.local_ranks), cpus_apart=place == (0, 1))
+    place = (cluster.local_index, len(cluster.local_ranks))
+    host = share_of(read_host(), place[1])
     gpus = HostGpus()
     engine, device, plan = left_open(settings.get("engine")), "cpu", None
 
@@ -110,7 +103,8 @@ def train(
 
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
-        with fits_memory("a training step", _smaller(config)):
+        smaller = "a smaller --patch" if config.is_patch else "--policy lean, or fewer --filters in another folder"
+        with fits_memory("a training step", f"train with {smaller}"):
             fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
                 refuse_what_does_not_fit()
@@ -141,7 +135,10 @@ def train(
                         save_config(config, run_folder)  # a restart keeps these steps
                         save_plan(dataclasses.replace(plan, config=config), run_folder)
                     guard.plan(steps=fit.steps)
-                    _say(_cut_line(config, whole, step_s))
+                    _say(
+                        f"budget of {config.budget_minutes:g} min: {config.steps} of {whole} steps, "
+                        f"{format_seconds(step_s)} each; --epochs {config.epochs} takes all"
+                    )
                 fit.log_start(host, engine, in_force(threads), plan.predicted)
                 fit.run(guard)
             exchange.close()
@@ -166,40 +163,13 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        _refuse_unknown(run_folder)
+        for path in (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder)):
+            if path.is_file() and path.stat().st_size and not (run_folder / "config.json").is_file():
+                rule = f"run {run_folder} must hold a config.json beside {path.relative_to(run_folder)}, found none"
+                raise InputError(f"{rule}; restore it, or choose another --run")
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield
-
-
-def _refuse_unknown(run_folder: Path) -> None:
-    """Raise InputError where a folder without a run's settings holds what a new run would replace."""
-    if (run_folder / "config.json").is_file():
-        return
-    for path in (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder)):
-        if path.is_file() and path.stat().st_size:
-            raise InputError(
-                f"run {run_folder} must hold a config.json beside {path.relative_to(run_folder)}, found none; restore"
-                " it, or choose another --run"
-            )
-
-
-def _cut_line(config: RunConfig, whole: int, step_s: float) -> str:
-    """What a budget of minutes leaves of the `whole` steps. It may be more than fits: those to the first validation."""
-    line = (
-        f"budget of {config.budget_minutes:g} min: {config.steps} of {whole} steps, {format_seconds(step_s)} each, "
-        f"{format_seconds(config.steps * step_s)} in all"
-    )
-    if config.steps == whole:
-        return line
-    return f"{line}; {whole - config.steps} are cut, --epochs {config.epochs} takes all"
-
-
-def _smaller(config: RunConfig) -> str:
-    """What to do where a step has run out of memory. A run that continues keeps its grid."""
-    if config.is_patch:
-        return "train into another folder with a smaller --patch, or with less --gpu-memory"
-    return "take --policy lean, or train into another folder with fewer --filters"
 
 
 def _changes(
@@ -207,17 +177,15 @@ def _changes(
 ) -> List[str]:
     """A line of warning where the run was computed in another way before."""
     starts = [event for event in read_events(run_folder) if event["event"] == "start"]
-    before = []
-    if starts and starts[-1].get("engine", engine) != engine:
-        before.append(f"on {starts[-1]['engine']}")
-    if starts and starts[-1].get("workers", 1) != workers:
-        before.append(f"of {count(starts[-1].get('workers', 1), 'worker')}")
-    if starts and starts[-1].get("threads", {}).get("OMP_NUM_THREADS") != threads.get("OMP_NUM_THREADS"):
-        before.append(f"with OMP_NUM_THREADS={starts[-1].get('threads', {}).get('OMP_NUM_THREADS')}")
-    if saved and saved.unet.policy != config.unet.policy:
-        before.append(f"under policy {saved.unet.policy}")
-    if saved and saved.device != config.device:
-        before.append(f"on device {saved.device}")
-    if saved and saved.micro != config.micro:
-        before.append(f"in micro-batches of {saved.micro}")
-    return [f"note: this run was {', '.join(before)} before, so it goes on alike but not to the bit"] if before else []
+    now = {"engine": engine, "workers": workers, "threads": threads}
+    last, saved = {**now, **(starts[-1] if starts else {})}, saved or config
+    ways = (  # before, now, in words
+        (last["engine"], engine, "on {}"),
+        (last["workers"], workers, "by {} workers"),
+        (last["threads"].get("OMP_NUM_THREADS"), threads.get("OMP_NUM_THREADS"), "with OMP_NUM_THREADS={}"),
+        (saved.unet.policy, config.unet.policy, "under policy {}"),
+        (saved.device, config.device, "on device {}"),
+        (saved.micro, config.micro, "in micro-batches of {}"),
+    )
+    before = ", ".join(words.format(then) for then, today, words in ways if then != today)
+    return [f"note: this run was {before} before, so it goes on alike but not to the bit"] if before else []

@@ -15,12 +15,11 @@ from cpu3d.training.sliding_window import sliding_window
 
 @dataclass(frozen=True)
 class Validation:
-    """Of one moment of a run."""
+    """Of one moment of a run, means over the cases."""
 
     loss: float
-    """Mean over the cases."""
     dice: np.ndarray
-    """(R,) hard Dice, mean over the cases."""
+    """(R,) hard Dice."""
     cases: int
 
 
@@ -55,8 +54,8 @@ def validate(
         phase("waiting for the others' validation")
         notes = np.zeros(exchange.count, np.float32)
         notes[exchange.rank] = wish()
-        told = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
-        rows, stop = told[: rows.size].reshape(rows.shape), int(max(told[rows.size :]))
+        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
+        rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
     mean = np.mean(rows, 0, dtype=np.float64)
     return Validation(float(mean[0]), mean[1:], count), stop
 
@@ -81,11 +80,7 @@ def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
     return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
 
 
-@tf.function
-def _loss(target, logits) -> tf.Tensor:
-    return dice_cross_entropy(target, logits, by_slabs=True)[0]
-
-
+_loss = tf.function(lambda target, logits: dice_cross_entropy(target, logits, by_slabs=True)[0], autograph=False)
 _counts = tf.function(hard_dice_counts)
 
 

@@ -3,26 +3,22 @@
     with Guard(run, say=print) as guard:
         guard.plan(bound_bytes=...)
         guard.phase("computing", step=12)
-        if guard.stop: ...  # save, then raise MemoryRunsOutError(guard.why)
+        if guard.why: ...  # save, then raise MemoryRunsOutError(guard.why)
 
 One thread takes samples and decides, another writes the heartbeat: a file system that does not answer must not keep the
 watch from saying so.
 """
 
-import collections
 import contextlib
 import faulthandler
 import os
-import resource
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
 from cpu3d.host.memory import peak_rss_bytes, resident
@@ -35,12 +31,12 @@ from cpu3d.training.heartbeat import (
     this_place,
     write_heartbeat,
 )
-from memory_estimator.host import available_bytes, meminfo, memory_high, memory_limit
+from memory_estimator.host import available_bytes, meminfo, memory_limit
 from memory_estimator.units import format_bytes, format_seconds
 
 # --- Memory ---
 
-MACHINE, CGROUP, ADDRESSES = "this machine", "the limit of this container or job", "the limit of addresses (ulimit -v)"
+MACHINE, CGROUP = "this machine", "the limit of this container or job"
 """The limits, as messages name them."""
 
 FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
@@ -48,12 +44,10 @@ FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
 
 
 class Room(NamedTuple):
-    """What a limit leaves."""
+    """What a limit leaves. Pages of files count as free, a mapped store's among them: the kernel drops them."""
 
     free_bytes: int
-    """What can still be filled. Pages of files count as free, a mapped store's among them: the kernel drops them."""
     total_bytes: int
-    """The limit itself."""
 
     @property
     def floor_bytes(self) -> int:
@@ -61,19 +55,16 @@ class Room(NamedTuple):
         return min(max(FLOOR_BYTES, self.total_bytes // 500), HIGHEST_FLOOR_BYTES)
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A process's memory and what is left to it, at one moment."""
 
     rooms: Dict[str, Room]
-    """By limit: that of the machine always, those of a cgroup and of addresses where set."""
+    """By limit: that of the machine always, that of a cgroup where set."""
     own_bytes: int = 0
     """The process's own data, in memory or swapped out: nobody can take it back."""
     file_bytes: int = 0
     """Pages of files that it has mapped: the libraries' code, a store."""
     swapped_bytes: int = 0
-    slow: Optional[Room] = None
-    """What is left to a cgroup's memory.high, beyond which the kernel makes its processes wait."""
 
 
 def take_sample(root: Path = Path("/")) -> Sample:
@@ -87,22 +78,16 @@ def take_sample(root: Path = Path("/")) -> Sample:
     limit, used = memory_limit(root, total)
     if limit is not None:
         rooms[CGROUP] = Room(max(0, limit - used), limit)
-    high, used = memory_high(root, total)
-    slow = None if high is None else Room(max(0, high - used), high)
-    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if addresses != resource.RLIM_INFINITY:
-        rooms[ADDRESSES] = Room(max(0, addresses - process.address_bytes), addresses)
-    swapped_bytes = process.swapped_bytes
-    return Sample(rooms, process.anonymous_bytes + swapped_bytes, process.file_bytes, swapped_bytes, slow)
+    swapped = process.swapped_bytes
+    return Sample(rooms, process.anonymous_bytes + swapped, process.file_bytes, swapped)
 
 
 class MemoryFloor:
     """Decides by samples whether a process goes on, stops after its step, or ends before the kernel kills it.
 
     At the top of a step, where the process holds again the most that it has held, a limit's floor and what a save takes
-    must be free. A run with a plan was let in while its bound fitted what was free, to the byte. So it keeps no more
-    than half of what the plan leaves free, and FLOOR_BYTES at least: else one within its plan would stop, and the same
-    command would stop again.
+    must be free. Of a run with a plan, which was let in while its bound fitted to the byte, it asks no more than half
+    of what the plan leaves free, and FLOOR_BYTES at least: else the same command would stop again.
     """
 
     def __init__(self, bound_bytes: Optional[int] = None, save_bytes: int = 0, here: int = 1):
@@ -116,44 +101,23 @@ class MemoryFloor:
         """("", "") to go on, ("stop", why) to save after this step, or ("end", why) to end at once."""
         first = self._first = self._first or sample
         self._most_bytes = max(self._most_bytes, sample.own_bytes)
-        action, why = "", ""
+        to_come, found = self._most_bytes - sample.own_bytes, ("", "")
         for name, room in sample.rooms.items():
             before, self._free_bytes[name] = self._free_bytes.get(name, 0), room.free_bytes
-            floor, to_come = room.floor_bytes, self._most_bytes - sample.own_bytes
-            keep = floor + self._save_bytes
+            floor, keep = room.floor_bytes, room.floor_bytes + self._save_bytes
             if self._bound_bytes and name in first.rooms:
                 to_take = max(0, self._bound_bytes - first.file_bytes - first.own_bytes)
                 spare = max(FLOOR_BYTES, (first.rooms[name].free_bytes - self._here * to_take) // 2)
                 floor, keep = min(floor, spare), min(keep, spare)
-            amounts = (room.free_bytes, first.rooms.get(name, room).free_bytes, sample.own_bytes, first.own_bytes)
-            cause = (
-                "{} free of {name}, {} at the beginning, and {} in this process, {} at the beginning; end other "
-                "programs, or go on with --policy lean or with more memory"
-            ).format(*map(format_bytes, amounts), name=name)
-            if name == ADDRESSES:  # mapped memory stays mapped, and the kernel does not kill for it: it refuses
-                floor = to_come = 0
+            got = (
+                f"{format_bytes(room.free_bytes)} free of {name} and {format_bytes(sample.own_bytes)} in this process, "
+                f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or go on with --policy lean or "
+                "with more memory"
+            )
             if room.free_bytes < min(floor // 2, before):
-                return "end", f"memory must last to the end of a step, got {cause}"
-            if room.free_bytes - to_come < keep:
-                action = "stop"
-                why = why or f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {cause}"
-        return action, why
-
-    def warnings(self, sample: Sample) -> Dict[str, str]:
-        """What is to be said of a sample, by its kind: each is said once in a run."""
-        found, slow, bound = {}, sample.slow, self._bound_bytes
-        own = sample.own_bytes + min(sample.file_bytes, (self._first or sample).file_bytes)  # the libraries' pages
-        if bound and own > bound:
-            found["bound"] = (
-                f"warning: memory must stay below the plan's upper bound of {format_bytes(bound)}, got "
-                f"{format_bytes(own - bound)} more; the run goes on while there is memory"
-            )
-        if slow and slow.free_bytes <= slow.total_bytes // 50:
-            found["slow"] = (
-                f"warning: memory must stay below {format_bytes(slow.total_bytes)}, the memory.high of this container "
-                f"or job, got {format_bytes(slow.free_bytes)} left: the kernel slows the run; raise it, or go "
-                "on with --policy lean"
-            )
+                return "end", f"memory must last to the end of a step, got {got}"
+            if room.free_bytes - to_come < keep and not found[0]:
+                found = "stop", f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {got}"
         return found
 
 
@@ -177,8 +141,8 @@ LAST_WORDS_S = 3.0
 class Unguarded:
     """Stands where no Guard is wanted: nothing is watched, nothing is written."""
 
-    stop: Optional[str] = None
     why = ""
+    """Why the run is to save and stop after this step; "" while it is not."""
 
     def phase(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -194,8 +158,6 @@ class Guard(Unguarded):
 
     def __init__(self, run: Path, *, say: Callable[[str], None], rank=0, workers=1, end=os._exit, **known: Any):
         """`end(exit_code)` ends the process; `known` is as in `plan`."""
-        self.stop = None
-        """None, or "memory": finish the step, save, and raise MemoryRunsOutError with `why`."""
         self._run, self._say, self._end = Path(run), say, end
         now, pid = time.time(), os.getpid()
         place = {"pid": pid, "process_start": process_start(pid) or 0, "place": this_place()}
@@ -205,27 +167,24 @@ class Guard(Unguarded):
         self._limits: Dict[str, Any] = {}
         self._stall_s = 60 * 15.0
         self._signs, self._called_at, self._in_step_s = 0, time.perf_counter(), 0.0
-        self._step_times: Deque[float] = collections.deque(maxlen=100)
         self._longest_s: Dict[str, float] = {}
         """By phase, the longest time between two signs of life, of waits that have ended."""
-        self._silent_s, self._seen_sign, self._looked_at = 0.0, -1, None
+        self._silent_s, self._seen_sign, self._looked_at = 0.0, -1, time.monotonic()
         self._messages = set()
         self._done, self._changed = threading.Event(), threading.Event()
         self._writing = threading.Lock()
-        self._threads: List[threading.Thread] = []
+        self._threads = [threading.Thread(target=work, name="guard", daemon=True) for work in (self._watch, self._beat)]
         self.plan(**known)
 
     @property
     def why(self) -> str:
-        """Why the run is to stop; "" where it is not."""
+        """As in Unguarded."""
         return self.now.stop
 
     def __enter__(self) -> "Guard":
         self.look()
-        for work in (self._watch, self._beat):
-            thread = threading.Thread(target=work, name=f"guard {work.__name__}", daemon=True)
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -237,7 +196,7 @@ class Guard(Unguarded):
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, one of PHASES, and how many steps are done. Every call is a sign of life.
+        """Note what begins now, such as "computing", and how many steps are done. Every call is a sign of life.
 
         Takes a few microseconds: call it for every volume of a long phase.
         """
@@ -249,9 +208,7 @@ class Guard(Unguarded):
             self._in_step_s += spent_s
         if step is not None and step != now.step:
             if step > now.step and self._in_step_s:  # a smaller one takes up a checkpoint
-                now.last_step_s = self._in_step_s
                 now.longest_step_s = max(now.longest_step_s or 0.0, self._in_step_s)
-                self._step_times.append(self._in_step_s)
             now.step, self._in_step_s = step, 0.0
         if name != now.phase:
             now.phase_since = time.time()
@@ -260,15 +217,14 @@ class Guard(Unguarded):
 
     def plan(
         self,
-        *,
         step: Optional[int] = None,
         steps: Optional[int] = None,
         stall_minutes: Optional[float] = None,
-        **limits: Optional[int],
+        **limits: Any,
     ) -> None:
         """Set what was not known when the guard was made; what is None stays. 0 `stall_minutes` never find a stall.
 
-        `limits` are those of MemoryFloor: the plan is held against what the process takes from here on.
+        `limits` are those of MemoryFloor, which begins anew.
         """
         self.now.step = self.now.step if step is None else step
         self.now.steps = self.now.steps if steps is None else steps
@@ -290,34 +246,34 @@ class Guard(Unguarded):
 
     def allowed_s(self, phase: str) -> float:
         """The silence that is no stall in `phase`."""
-        step_s = self.now.longest_step_s
+        step_s, seen = self.now.longest_step_s, dict(self._longest_s)
         if phase in WAITING_PHASES:  # what the others do is not known: all that any phase has taken here stands for it
-            waits = [seconds for name, seconds in list(self._longest_s.items()) if name != "starting"]
-            most_s = LONGER_THAN_BEFORE * max([*waits, step_s or 0.0])
-            return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, most_s)
-        first = 1 if phase in self._longest_s and step_s is not None else FIRST_TIME
-        return max(first * self._stall_s, LONGER_THAN_BEFORE * max(self._longest_s.get(phase, 0.0), step_s or 0.0))
+            longest_s = max([step_s or 0.0, *(seconds for name, seconds in seen.items() if name != "starting")])
+            return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, LONGER_THAN_BEFORE * longest_s)
+        times = 1 if phase in seen and step_s is not None else FIRST_TIME
+        return max(times * self._stall_s, LONGER_THAN_BEFORE * max(seen.get(phase, 0.0), step_s or 0.0))
 
     def look(self, since_s: float = SAMPLE_EVERY_S) -> float:
         """Take a sample, about `since_s` after the last, and do what it calls for; returns the time to the next."""
-        phase, floor, sample = self.now.phase, self._floor, take_sample()
-        action, why = floor.judge(sample)
-        tightest = min(sample.rooms, key=lambda name: sample.rooms[name].free_bytes)
-        self.now.free_of, (self.now.free_bytes, self.now.limit_bytes) = tightest, sample.rooms[tightest]
-        self.now.anonymous_bytes = sample.own_bytes - sample.swapped_bytes
-        self.now.file_bytes, self.now.swapped_bytes = sample.file_bytes, sample.swapped_bytes
-        self._count_silence(since_s)
-        if self.now.exit_code is None:
-            for kind, line in floor.warnings(sample).items():
-                self._say_once(kind, line)
+        now, sample = self.now, take_sample()
+        action, why = self._floor.judge(sample)
+        now.free_of, (now.free_bytes, now.limit_bytes) = min(sample.rooms.items(), key=lambda item: item[1].free_bytes)
+        now.anonymous_bytes, now.swapped_bytes = sample.own_bytes - sample.swapped_bytes, sample.swapped_bytes
+        now.file_bytes = sample.file_bytes
+        # A gap between two looks is nobody's silence: the process did not run.
+        time_s, sign = time.monotonic(), self._signs
+        passed_s = min(max(0.0, time_s - self._looked_at), 4 * since_s + 0.5)
+        self._silent_s = self._silent_s + passed_s if sign == self._seen_sign else 0.0
+        self._looked_at, self._seen_sign = time_s, sign
+        if now.exit_code is None:
             if action == "end":
                 self._end_at_once(why, MemoryRunsOutError.exit_code)
-            elif action == "stop" and self.stop is None and phase != "starting":  # nothing is to be saved then
-                self.now.stop, self.stop = why, "memory"
+            elif action == "stop" and not now.stop and now.phase != "starting":  # nothing is to be saved then
+                now.stop = why
                 self._say_once("stop", f"warning: {why}; saving after this step, then ending")
                 self._changed.set()
-            if self._stall_s and self._silent_s > self.allowed_s(phase):
-                self._stall(phase)
+            if self._stall_s and self._silent_s > self.allowed_s(now.phase):
+                self._stall(now.phase)
         little = any(room.free_bytes < 8 * room.floor_bytes for room in sample.rooms.values())
         return SAMPLE_SOON_S if little else SAMPLE_EVERY_S
 
@@ -342,27 +298,17 @@ class Guard(Unguarded):
     def _write(self) -> None:
         try:
             with self._writing:
-                times = self._step_times.copy()
-                self.now.median_step_s = statistics.median(times) if times else None
                 self.now.beat, self.now.peak_bytes = time.time(), peak_rss_bytes()
                 write_heartbeat(self._run, self.now)
         except Exception as error:  # a disk that is full, a folder that is gone, and what nobody thought of
             self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
 
-    def _count_silence(self, since_s: float) -> None:
-        """Add up the time without a sign of life. A gap between two looks is nobody's: the process did not run."""
-        now, sign = time.monotonic(), self._signs
-        passed = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), 4 * since_s + 0.5)
-        self._looked_at = now
-        self._silent_s = self._silent_s + passed if sign == self._seen_sign else 0.0
-        self._seen_sign = sign
-
     def _stall(self, phase: str) -> None:
         who = f"worker {self.now.rank} of {self.now.workers}" if self.now.workers > 1 else "the run"
         self.now.stalled = (
             f"{who} must give a sign of life within {format_seconds(self.allowed_s(phase))}, got none for "
-            f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether the file systems "
-            "of store and run and the other workers answer. The same command goes on from the last checkpoint"
+            f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether file systems and "
+            "other workers answer. The same command goes on from the last checkpoint"
         )
         with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stderr that is no file
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -392,9 +338,6 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     """(reason, exit code) of a process that ends by this exception, as the command line has it."""
     if error is None:
         return "finished", 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return "finished" if code == 0 else f"exit code {code}", code
     default = 130 if isinstance(error, KeyboardInterrupt) else 1
     first, name = str(error).strip().partition("\n")[0][:400], type(error).__name__
     reason = first if hasattr(error, "exit_code") else ": ".join(filter(None, (name, first)))

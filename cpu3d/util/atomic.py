@@ -42,11 +42,15 @@ def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
     sync_folder(path.parent)
 
 
+def write_bytes(path: Union[str, Path], content: bytes) -> None:
+    """Write `content`, atomically."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
 def write_json(path: Union[str, Path], content: Any) -> None:
     """Write `content` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
-    with atomic_write(path, "w") as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-        file.write("\n")
+    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 @contextlib.contextmanager

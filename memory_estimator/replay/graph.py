@@ -20,6 +20,16 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
 
+INLINE = frozenset(
+    (
+        *("Const", "_Arg", "_Retval", "NoOp", "Placeholder", "ControlTrigger", "VarHandleOp", "VariableShape"),
+        *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"),
+        *("Reshape", "ExpandDims", "Squeeze", "Shape", "ShapeN", "Rank", "Size", "BroadcastGradientArgs"),
+    )
+)
+"""Operations whose kernels say `IsExpensive() == false`. All others count as expensive for the first ~90 steps: the
+executor's estimate of their cost starts at 1e8 cycles and is averaged down by a tenth a step to its threshold, 8000."""
+
 
 @dataclass(frozen=True)
 class Output:
@@ -50,9 +60,7 @@ class Node:
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     """The nodes of `step` (a tf.function) on inputs like `specs` (tf.TensorSpec), producers first, and its trace.
-
-    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch.
-    """
+    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch."""
     import tensorflow as tf
 
     # Traced anew: the graphs of a function that has run before have been made, and are not handed out again.
@@ -64,9 +72,27 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
                 f"a step must have no loops or branches, got {definition.name} ({definition.op}), and the graph "
                 "does not tell how often they run; write the step without them"
             )
-    known = _known(trace)
+    # The passes keep the name of an operation they replace by another kernel or fuse with what was before it. Its last
+    # outputs may be unknown: the space that a fused norm reserves for its gradient.
+    known: Dict[str, List[Any]] = {}
+    for operation in trace.graph.get_operations():
+        fixed = itertools.takewhile(lambda t: t.shape.is_fully_defined() or not t.dtype.size, operation.outputs)
+        known[operation.name] = list(fixed)
+    known = {name: tensors for name, tensors in known.items() if tensors}
     tensors = {**_inferred(definitions, known), **known}
-    return [_node(definition, tensors[definition.name]) for definition in definitions], trace
+    nodes = []
+    for definition in definitions:
+        inputs = [source.partition(":") for source in definition.input if not source.startswith("^")]
+        node = Node(
+            name=definition.name,
+            op=definition.op,
+            inputs=tuple((name, int(index or 0)) for name, _, index in inputs),
+            after=tuple(source[1:] for source in definition.input if source.startswith("^")),
+            outputs=tuple(_output(definition, tensor) for tensor in tensors[definition.name]),
+            attributes=definition.attr,
+        )
+        nodes.append(node)
+    return nodes, trace
 
 
 def plain(op: str) -> str:
@@ -74,45 +100,36 @@ def plain(op: str) -> str:
     return re.sub("^_(ITEX|MklNative|Mkl)", "", op) if not op.startswith(("_Arg", "_Retval")) else op
 
 
-INLINE = frozenset(
-    (
-        *("Const", "_Arg", "_Retval", "NoOp", "Placeholder", "ControlTrigger", "VarHandleOp", "VariableShape"),
-        *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"),
-        *("Reshape", "ExpandDims", "Squeeze", "Shape", "ShapeN", "Rank", "Size", "BroadcastGradientArgs"),
-    )
-)
-"""Operations whose kernels say `IsExpensive() == false`. All others count as expensive for the first ~90 steps: the
-executor's estimate of their cost starts at 1e8 cycles and is averaged down by a tenth a step to its threshold, 8000."""
-
-
 def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
-    """`nodes` of a graph in the order they run.
-
-    The order in which the graph's inputs become ready comes from a set of addresses: it differs from
-    process to process. Each `chance` is one such order; 0 is the order of the graph.
-
-    What a finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one
-    at once when nothing else is waiting in line, and else from the top of a stack when the line is empty.
-    """
-    first, made_ready = _readiness(_as_constructed(nodes))
-    order: List[Node] = []
-    stack: List[Node] = []
+    """`nodes` of a graph in the order they run. The order in which the graph's inputs become ready comes from a set of
+    addresses: it differs from process to process. Each `chance` is one such order; 0 is the order of the graph. What a
+    finished operation makes ready runs as follows: the inexpensive ones first in, first out; an expensive one at once
+    when nothing else is waiting in line, and else from the top of a stack when the line is empty."""
+    # A node's readers become ready in the order in which TensorFlow built them: producers first, and of the nodes that
+    # could come next the one listed first.
+    place = {node.name: index for index, node in enumerate(nodes)}
+    ready, made_ready = _readiness(nodes)
+    heap = [place[node.name] for node in ready]
+    built: List[Node] = []
+    while heap:
+        built.append(nodes[heapq.heappop(heap)])
+        for reader in made_ready(built[-1]):
+            heapq.heappush(heap, place[reader.name])
+    first, made_ready = _readiness(built)
     if chance:
         random.Random(chance).shuffle(first)
+    order: List[Node] = []
+    stack: List[Node] = []
     line = deque(first)
     while line or stack:
-        done = line.popleft() if line else stack.pop()
-        order.append(done)
+        order.append(line.popleft() if line else stack.pop())
         expensive = []
-        for node in made_ready(done):
+        for node in made_ready(order[-1]):
             (line if node.op in INLINE else expensive).append(node)
         if expensive and not line:
             line.append(expensive.pop())
         stack.extend(expensive)
     return order
-
-
-# --- Private helpers ---
 
 
 def _optimized(trace: Any) -> Any:
@@ -140,37 +157,19 @@ def _optimized(trace: Any) -> Any:
     return max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node))
 
 
-def _known(trace: Any) -> Dict[str, List[Any]]:
-    """The tensors of the trace by the name of their operation, for operations that the trace fully knows.
-
-    The passes keep the name of an operation they replace by another kernel or fuse with what was before it.
-    """
-    known = {}
-    for operation in trace.graph.get_operations():
-        # The last outputs may be unknown: the space that a fused norm reserves for its gradient.
-        tensors = itertools.takewhile(lambda t: t.shape.is_fully_defined() or not _is_data(t.dtype), operation.outputs)
-        known[operation.name] = list(tensors)
-    return {name: tensors for name, tensors in known.items() if tensors}
-
-
 def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[str, List[Any]]:
-    """The tensors of the operations that the passes have added, by TensorFlow's own shape functions.
-
-    In a graph in which all that is known is a placeholder, for the plug-in's operations have no shape functions.
-    Constants stay: shapes are computed from them.
-    """
+    """The tensors of the operations that the passes have added, by TensorFlow's own shape functions. In a graph in
+    which all that is known is a placeholder, for the plug-in's operations have no shape functions. Constants stay:
+    shapes are computed from them."""
     import tensorflow as tf
 
-    added = [d.name for d in definitions if d.name not in known]
     graph = tf.compat.v1.GraphDef()
     # Without a version, a placeholder of shape () counts as one of unknown shape.
     graph.versions.producer = tf.version.GRAPH_DEF_VERSION
     renamed = {}
     for definition in definitions:
         if definition.name not in known or definition.op == "Const":
-            node = graph.node.add()
-            node.CopyFrom(_stand_in(definition))
-            node.device = ""
+            graph.node.append(_stand_in(definition))
             continue
         for index, tensor in enumerate(known[definition.name]):
             name = f"{definition.name}.{index}"
@@ -183,6 +182,7 @@ def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[s
     inferred = tf.Graph()
     with inferred.as_default():
         tf.graph_util.import_graph_def(graph, name="")
+    added = (definition.name for definition in definitions if definition.name not in known)
     return {name: list(inferred.get_operation_by_name(name).outputs) for name in added}
 
 
@@ -192,6 +192,7 @@ def _stand_in(definition: Any) -> Any:
 
     node = type(definition)()
     node.CopyFrom(definition)
+    node.device = ""
     if node.op == "_ITEXFusedRandom":
         # A dropout's mask: random numbers of a shape, compared and cast.
         node.op = "RandomUniform"
@@ -204,26 +205,13 @@ def _stand_in(definition: Any) -> Any:
             f"operation {definition.name} must be one whose shape TensorFlow can tell, got {definition.op}; "
             "estimate the step on the other engine"
         )
-    allowed = {attribute.name for attribute in known.attr}
-    for name in set(node.attr) - allowed:
+    for name in set(node.attr) - {attribute.name for attribute in known.attr}:
         del node.attr[name]
     return node
 
 
-def _node(definition: Any, tensors: Sequence[Any]) -> Node:
-    inputs = [source.partition(":") for source in definition.input if not source.startswith("^")]
-    return Node(
-        name=definition.name,
-        op=definition.op,
-        inputs=tuple((name, int(index or 0)) for name, _, index in inputs),
-        after=tuple(source[1:] for source in definition.input if source.startswith("^")),
-        outputs=tuple(_output(definition, tensor) for tensor in tensors),
-        attributes=definition.attr,
-    )
-
-
 def _output(definition: Any, tensor: Any) -> Output:
-    if not _is_data(tensor.dtype):
+    if not tensor.dtype.size:  # handles of variables and strings, which do not live in the allocator's memory
         return Output((), tensor.dtype.name, 0)
     if not tensor.shape.is_fully_defined():
         raise ValueError(
@@ -234,32 +222,9 @@ def _output(definition: Any, tensor: Any) -> Output:
     return Output(shape, tensor.dtype.name, math.prod(shape) * tensor.dtype.size)
 
 
-def _is_data(dtype: Any) -> bool:
-    """Whether tensors of this type live in the allocator's memory: not handles of variables, not strings."""
-    return dtype.size > 0
-
-
-def _as_constructed(nodes: Sequence[Node]) -> List[Node]:
-    """Producers first, and of the nodes that could come next the one listed first: how TensorFlow builds a graph.
-
-    A node's readers become ready in the order in which they were built.
-    """
-    place = {node.name: index for index, node in enumerate(nodes)}
-    first, made_ready = _readiness(nodes)
-    ready = [place[node.name] for node in first]
-    built = []
-    while ready:
-        built.append(nodes[heapq.heappop(ready)])
-        for reader in made_ready(built[-1]):
-            heapq.heappush(ready, place[reader.name])
-    return built
-
-
 def _readiness(nodes: Sequence[Node]) -> Tuple[List[Node], Callable[[Node], Iterator[Node]]]:
-    """The nodes that wait for none, and what gives those that a finished node makes ready.
-
-    First come the readers of its outputs, then those that only wait for it.
-    """
+    """The nodes that wait for none, and what gives those that a finished node makes ready. First come the readers of
+    its outputs, then those that only wait for it."""
     pending = {node.name: len(node.inputs) + len(node.after) for node in nodes}
     successors: Dict[str, List[Node]] = {node.name: [] for node in nodes}
     reads = [(source, node) for node in nodes for source, _ in node.inputs]

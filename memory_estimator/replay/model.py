@@ -8,7 +8,7 @@ import TensorFlow with it; for stock TensorFlow, without. Not counted: a second 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Sequence, Tuple, Union
 
 from memory_estimator.replay.graph import executed_graph, execution_order
 from memory_estimator.replay.lifetimes import program_of
@@ -40,29 +40,20 @@ def estimate_model(
     input_shape: Sequence[int],
     *,
     batch: int = 1,
-    loss: Union[str, Callable, None] = None,
+    loss: Union[str, Callable] = "mean_squared_error",
     optimizer: Any = "adam",
     target: Any = None,
-    engine: Optional[str] = None,
     threads: int = 2,
 ) -> Replay:
     """The training step of a Keras functional model on samples of `input_shape` (without the batch).
 
-    `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses; None is
-    the loss the model was compiled with, or else the mean squared error. `target` is the tf.TensorSpec of what the loss
-    compares with, batch included; None is float32 in the shape of the prediction. `optimizer` is a name or a
-    tf.keras.optimizers.Optimizer. Takes the memory of the weights and of the optimizer's slots.
-
-    Raises ValueError for an `engine` ("itex", "stock") that this process does not run, for shapes that do not fit the
-    model, and for a step with loops, whose memory cannot be read off a graph.
+    `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses, of each
+    output. `target` is the tf.TensorSpec of what the loss compares with, batch included; None is float32 in the shape
+    of the prediction. `optimizer` is a name or a tf.keras.optimizers.Optimizer. Takes the memory of the weights and of
+    the optimizer's slots. Raises ValueError for shapes that do not fit the model, and for a step with loops.
     """
     import tensorflow as tf
 
-    running = running_engine()
-    if engine not in (None, running):
-        raise ValueError(
-            f"engine must be the one that this process runs, {running}, got {engine}; import TensorFlow on {engine}"
-        )
     if len(model.inputs) != 1:
         raise ValueError(f"model must have one input, got {len(model.inputs)}; estimate its step with estimate_step")
     own = model.inputs[0].shape[0]
@@ -70,7 +61,6 @@ def estimate_model(
         raise ValueError(f"batch must be the model's, {own}, got {batch}; build the model for that batch")
     optimizer = tf.keras.optimizers.get(optimizer)
     optimizer.build(model.trainable_variables)
-    compute = _loss(model, loss)
     given = tf.TensorSpec((batch, *input_shape), model.inputs[0].dtype, name="input")
     if target is None:
         shapes = model.compute_output_shape((batch, *input_shape))
@@ -79,8 +69,13 @@ def estimate_model(
 
     def step(given, target):
         with tf.GradientTape() as tape:
-            found = compute(target, model(given, training=True))
-            found = found[0] if isinstance(found, (list, tuple)) else found
+            prediction = model(given, training=True)
+            if callable(loss):
+                found = loss(target, prediction)
+                found = found[0] if isinstance(found, (list, tuple)) else found
+            else:
+                pairs = zip(tf.nest.flatten(target), tf.nest.flatten(prediction))
+                found = tf.add_n([tf.reduce_mean(tf.keras.losses.get(loss)(*pair)) for pair in pairs])
         gradients = tape.gradient(found, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return found
@@ -93,27 +88,34 @@ def estimate_model(
 def estimate_step(
     step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2, region_bytes: int = 0
 ) -> Replay:
-    """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec).
-
-    `variables` are those that are there in the order they were made, which the allocator's regions depend on; those
-    that the step uses beside them are found. `region_bytes` is as of `memory_estimator.step.program.Program`.
-    Raises ValueError as `estimate_model`.
-    """
+    """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec). `variables` are those that
+    are there in the order they were made, which the allocator's regions depend on; those that the step uses beside them
+    are found. `region_bytes` is as of `memory_estimator.step.program.Program`. Raises ValueError as
+    `estimate_model`."""
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
-    held, made = _variables_made(list(unique.values()))
-    orders = (program_of(execution_order(nodes, order), held, made, threads) for order in range(ORDERS))
-    programs = (dataclasses.replace(program, region_bytes=region_bytes) for program in orders)
-    replays = sorted(((use(program), program) for program in programs), key=lambda replay: replay[0].peak_bytes)
+    held: List[Tensor] = []
+    made: List[StepOp] = []
+    for index, variable in enumerate(unique.values()):
+        size = variable.dtype.size * variable.shape.num_elements()
+        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
+        held.append(tensor)
+        is_kernel = variable.trainable and len(variable.shape) > 1  # made by Keras' usual three operations
+        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
+    replays = []
+    for chance in range(ORDERS):
+        program = program_of(execution_order(nodes, chance), held, made, threads)
+        program = dataclasses.replace(program, region_bytes=region_bytes)
+        replays.append((use(program), program))
+    replays.sort(key=lambda replay: replay[0].peak_bytes)
     used, program = replays[len(replays) // 2]
-    line = timeline(program)
     return Replay(
         program=program,
-        timeline=line,
+        timeline=timeline(program),
         allocator_peak_bytes=used.peak_bytes,
         resident_bytes=used.resident_bytes + used.small_bytes,
-        hidden_bytes=max(moment.hidden_bytes for moment in line.moments),
+        hidden_bytes=max(op.hidden_bytes for op in program.ops),
         range_bytes=(replays[0][0].peak_bytes, replays[-1][0].peak_bytes),
     )
 
@@ -123,34 +125,3 @@ def running_engine() -> str:
     from tensorflow.python.framework import op_def_registry
 
     return "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
-
-
-# --- Private helpers ---
-
-
-def _loss(model: Any, loss: Union[str, Callable, None]) -> Callable:
-    import tensorflow as tf
-
-    if loss is None:
-        loss = getattr(model, "loss", None) or "mean_squared_error"
-    if callable(loss) and not isinstance(loss, type):
-        return loss
-    single = tf.keras.losses.get(loss)
-
-    def mean_of_all(target, prediction):
-        pairs = zip(tf.nest.flatten(target), tf.nest.flatten(prediction))
-        return tf.add_n([tf.reduce_mean(single(each, found)) for each, found in pairs])
-
-    return mean_of_all
-
-
-def _variables_made(variables: Sequence[Any]) -> Tuple[List[Tensor], List[StepOp]]:
-    """The memory of `variables` (tf.Variable), and how they were made: a kernel by Keras' usual three operations."""
-    held, made = [], []
-    for index, variable in enumerate(variables):
-        size = variable.dtype.size * variable.shape.num_elements()
-        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
-        held.append(tensor)
-        is_kernel = variable.trainable and len(variable.shape) > 1
-        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
-    return held, made

@@ -1,22 +1,21 @@
-"""What each type of TensorFlow's operations does on a CPU: views, results in place, hidden outputs, scratch, work.
+"""What each type of TensorFlow's operations does on a CPU: views, results in place, hidden outputs, buffers, work.
 
 Read from the kernels' sources and held against the profiler's list of allocations.
 """
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple
 
 from memory_estimator.replay.graph import Node, Output, plain
 from memory_estimator.step.scratch import (
+    NONE,
+    Buffers,
     FilterGradient,
-    filter_gradient_bytes,
-    filter_gradient_touched,
-    hidden_filter_gradient_bytes,
+    filter_gradient_buffers,
     mask_bytes,
     mask_touched,
-    up_convolution_bytes,
+    up_convolution_buffers,
 )
 
 STAYS = {"_Arg": "input", "Const": "constants"}
@@ -72,31 +71,16 @@ KINDS = (
 )
 """Kind of operation by the start of its type, without the engine's prefix; what is not listed is pointwise."""
 
+MIRRORED = {"conv": "up_conv_input_gradient", "conv_input_gradient": "up_conv"}
+"""What a strided convolution counts as: the up-convolution's that it is the mirror of."""
 
 MATRIX = re.compile(r"_?(Fused)?(Batch)?MatMul")
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Memory of an operation that is neither its input nor its output, in bytes."""
-
-    scratch: Tuple[int, ...] = ()
-    """Of the allocator, for the duration of the operation."""
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
-    keeps: int = 0
-    """Of the allocator, from its first run on."""
-    hidden: int = 0
-    """Outside the allocator, for the duration of the operation."""
-
-
 def kind(node: Node) -> str:
-    """As of `StepOp.kind`. A strided convolution counts as the up-convolution it is the mirror of."""
+    """As of `StepOp.kind`."""
     found = next((kind for pattern, kind in KINDS if re.match(pattern, plain(node.op))), "pointwise")
-    if found.startswith("conv") and max(_strides(node), default=1) > 1:
-        mirrored = {"conv": "up_conv_input_gradient", "conv_input_gradient": "up_conv"}
-        return mirrored.get(found, "up_" + found)
-    return found
+    return MIRRORED.get(found, f"up_{found}") if found.startswith("conv") and _stride(node) > 1 else found
 
 
 def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
@@ -115,50 +99,43 @@ def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
     return None
 
 
-def is_in_place(node: Node) -> bool:
-    """Whether the kernel writes over an input: always, or where ITEX's passes saw that nobody else reads its norm's."""
-    return node.op in IN_PLACE or ("is_inplace" in node.attributes and node.attributes["is_inplace"].b)
-
-
 def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
     """All outputs of `node`, with those that no shape function knows."""
     name = plain(node.op)
+    if name == "FusedBatchNormEx":
+        # With its ReLU fused it keeps where that was open.
+        x, engine = inputs[0], "itex" if node.op.startswith("_ITEX") else "stock"
+        size = mask_bytes(math.prod(x.shape), x.shape[-1], x.dtype, engine)
+        return (*node.outputs[:5], Output((size,), "uint8", size, mask_touched(size, engine)))
     if name.startswith("FusedBatchNorm") and "Grad" not in name:
-        fused = name == "FusedBatchNormEx"
-        return (*node.outputs[:5], _norm_reserve(node.op, inputs[0]) if fused else _bytes(0))
+        return (*node.outputs[:5], Output((0,), "uint8", 0))
     if name in ("MaxPool", "MaxPool3D") and name != node.op:
         # Which element of its window was the largest: a byte each.
-        return (node.outputs[0], _bytes(math.prod(node.outputs[0].shape)))
+        size = math.prod(node.outputs[0].shape)
+        return (node.outputs[0], Output((size,), "uint8", size))
     if name.endswith("BackpropFilterWithBias"):
         return (node.outputs[0], Output(inputs[2].shape[-1:], inputs[2].dtype, 4 * inputs[2].shape[-1]))
     return node.outputs
 
 
 def buffers(node: Node, inputs: Sequence[Output], threads: int) -> Buffers:
-    """What a convolution holds beside its inputs and outputs.
-
-    ITEX takes it from the allocator: oneDNN's scratch, and the filter once more in the layout that oneDNN prefers,
-    which its forward kernels keep. Stock TensorFlow leaves both to oneDNN.
-    """
+    """What a convolution holds beside its inputs and outputs."""
     found, itex = kind(node), node.op.startswith("_ITEX")
     if "conv" not in found or MATRIX.match(plain(node.op)):
-        return Buffers()
+        return NONE
     if found.endswith("filter_gradient"):
-        job, dtype = _filter_gradient(node, inputs), inputs[0].dtype
-        if not itex:
-            return Buffers(hidden=hidden_filter_gradient_bytes(job, dtype, threads))
-        return Buffers(
-            scratch=(filter_gradient_bytes(job, dtype, threads), node.outputs[0].bytes),
-            touched=filter_gradient_touched(job, dtype, threads),
+        # A flat convolution has a depth of 1.
+        source, target = (((1,) + grid)[-3:] for grid in (inputs[0].shape[1:-1], inputs[2].shape[1:-1]))
+        shape, with_bias = node.outputs[0].shape, node.op.endswith("WithBias")
+        job = FilterGradient(
+            inputs[0].shape[0], source, target, *shape[-2:], shape[-3], _stride(node), with_bias, len(shape) == 4
         )
-    filter_bytes = inputs[1].bytes
+        return filter_gradient_buffers(job, inputs[0].dtype, threads, node.outputs[0].bytes, itex)
     if plain(node.op) in FORWARD:
-        return Buffers(keeps=filter_bytes if itex else 0)
-    # A strided one over three axes, as in an up-convolution, copies its input, a sample at a time.
+        return Buffers(keeps=inputs[1].bytes if itex else 0)
+    # A strided one over three axes, as in an up-convolution, copies its input.
     copied = inputs[2].bytes // inputs[2].shape[0] if found == "up_conv" and "Conv3D" in node.op else 0
-    if not itex:
-        return Buffers(hidden=copied)  # of a copy a thread, each thread's own share
-    return Buffers(scratch=(up_convolution_bytes(copied, threads), filter_bytes))
+    return up_convolution_buffers(copied, inputs[1].bytes, threads, itex)
 
 
 def filters(node: Node, inputs: Sequence[Output]) -> Tuple[int, ...]:
@@ -180,36 +157,5 @@ def flops(node: Node, inputs: Sequence[Output]) -> int:
     return 2 * math.prod(shape) * math.prod(coarse.shape[:-1])
 
 
-# --- Private helpers ---
-
-
-def _strides(node: Node) -> Sequence[int]:
-    return node.attributes["strides"].list.i if "strides" in node.attributes else ()
-
-
-def _filter_gradient(node: Node, inputs: Sequence[Output]) -> FilterGradient:
-    """As oneDNN sees it; a flat convolution has a depth of 1."""
-    shape = node.outputs[0].shape
-    source, target = (((1,) + grid)[-3:] for grid in (inputs[0].shape[1:-1], inputs[2].shape[1:-1]))
-    return FilterGradient(
-        batch=inputs[0].shape[0],
-        source=source,
-        target=target,
-        in_channels=shape[-2],
-        out_channels=shape[-1],
-        kernel=shape[-3],
-        stride=max(_strides(node)),
-        bias=node.op.endswith("WithBias"),
-        flat=len(shape) == 4,
-    )
-
-
-def _norm_reserve(op: str, x: Output) -> Output:
-    """What a norm fused with its ReLU keeps to know where the ReLU was open."""
-    engine = "itex" if op.startswith("_ITEX") else "stock"
-    size = mask_bytes(math.prod(x.shape), x.shape[-1], x.dtype, engine)
-    return Output((size,), "uint8", size, mask_touched(size, engine))
-
-
-def _bytes(size: int) -> Output:
-    return Output((size,), "uint8", size)
+def _stride(node: Node) -> int:
+    return max(node.attributes["strides"].list.i, default=1) if "strides" in node.attributes else 1

@@ -8,7 +8,7 @@ worker updates its own weights. A step lasts as long as
     in parts                     gradients are added up and the weights updated after, not both at once as by one worker
     packing                      all gradients into one float32 vector, and out of the sum
     the exchange                 a ring over all workers, host by host, for each 16 MiB of the vector (`exchange_s`)
-    data                         what reading the share takes longer than computing it, and a wait that is always there
+    data                         a wait that is always there; data are taken to be read in time
 
 one after the other: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one
 host what workers lose to each other; without its record it is assumed.
@@ -20,16 +20,10 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Estimate
 from memory_estimator.files import read_records
-from memory_estimator.job import DTYPE_BYTES, Job
-from memory_estimator.planner import Price
-from models.layer_plan import layer_plan
-
-PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "scaling.jsonl"
-"""The record that comes with the project; it may not be there."""
 
 ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
 """Rows of a record: one worker; one that adds its gradients up and updates apart, as several do; several that exchange;
@@ -40,9 +34,6 @@ PIECE_BYTES = 16 * 2**20
 
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
-
-MOST_HOSTS = 4096
-"""Where the search for a number of hosts ends."""
 
 EXCHANGED_COPIES = 4
 """Of the gradients, while they are summed over the workers: what is sent, what has come, and the network's buffers of
@@ -70,7 +61,6 @@ class ExchangeCosts:
     """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
     origin: str
     """Where these are from, for printing."""
-    is_measured: bool = True
 
 
 ASSUMED = ExchangeCosts(
@@ -82,7 +72,6 @@ ASSUMED = ExchangeCosts(
     spread=0.03,
     contention=0.0,
     origin="assumed: no record of `bench scaling` is there",
-    is_measured=False,
 )
 """Stands in for a measurement."""
 
@@ -90,12 +79,9 @@ ASSUMED = ExchangeCosts(
 def exchange_s(
     vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float = 0.0, call_s: float = 0.0
 ) -> float:
-    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker.
-
-    Each piece goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at
-    once with all others (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
-    Parallel Distrib. Comput. 69, 2009). The slowest link of the ring sets the pace.
-    """
+    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker. Each piece
+    goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at once with
+    all others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the pace."""
     if workers == 1:
         return 0.0
     pieces = math.ceil(vector_bytes / PIECE_BYTES)
@@ -103,10 +89,7 @@ def exchange_s(
 
 
 def largest_of(count: int) -> float:
-    """The largest of `count` standard normal values, on average; 0 of one.
-
-    Blom's approximation (1958): 0.589 of two, which is 0.564; closer for more.
-    """
+    """The largest of `count` standard normal values, on average; 0 of one. Blom's approximation (1958)."""
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -126,36 +109,17 @@ class Point:
     packing_s: float
     exchange_s: float
     data_s: float
+    step_s: float
+    """All parts one after the other."""
+    cases_per_s: float
+    network_share: float
+    """Of a step, exchanging."""
     efficiency: float
     """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
     epoch_s: Optional[float]
     """Whole batches only, as `train` counts them, and the validation; None without cases, or of fewer than a batch."""
-    epochs: int
-
-    @property
-    def step_s(self) -> float:
-        """All parts one after the other."""
-        return self.compute_s + self.slowest_s + self.in_parts_s + self.packing_s + self.exchange_s + self.data_s
-
-    @property
-    def cases_per_s(self) -> float:
-        """Of all workers."""
-        return self.batch / self.step_s
-
-    @property
-    def total_s(self) -> Optional[float]:
-        """All epochs; None where an epoch's time is unknown."""
-        return None if self.epoch_s is None else self.epochs * self.epoch_s
-
-    @property
-    def network_share(self) -> float:
-        """Of a step, exchanging."""
-        return self.exchange_s / self.step_s
-
-    def to_json(self) -> Dict[str, Any]:
-        """Fields and what follows from them."""
-        derived = ("step_s", "cases_per_s", "network_share", "total_s")
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
+    total_s: Optional[float]
+    """All epochs; None where an epoch's time is unknown."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +133,6 @@ class Scaling:
     costs: ExchangeCosts
     forward_s: float = 0.0
     """Seconds to predict a volume, for validation."""
-    case_bytes: int = 0
-    """Read of a store for a volume."""
     in_parts: bool = False
     """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
     workers_per_host: int = 1
@@ -178,10 +140,6 @@ class Scaling:
     """Of a host's link, each way, as it is sold."""
     latency_s: float = 50e-6
     """Of a message between two hosts; what a message costs inside one comes on top."""
-    storage_bytes_per_s: float = math.inf
-    """What each host reads by itself."""
-    shared_bytes_per_s: float = math.inf
-    """What all hosts together read, as from one file server."""
     cases: int = 0
     """Of an epoch; 0 is unknown."""
     epochs: int = 1
@@ -194,78 +152,78 @@ class Scaling:
 
     def point(self, hosts: int) -> Point:
         """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""
-        workers = hosts * self.workers_per_host
-        if self.batch % workers:
-            raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
-        return self._point(hosts)
-
-    def first(self, holds: Callable[[Point], bool]) -> Optional[Point]:
-        """The least number of hosts for which something holds, up to MOST_HOSTS or a volume a worker; None for none.
-
-        Of a fixed batch shares are taken as they come, whole or not.
-        """
-        most = min(MOST_HOSTS, self.batch // self.workers_per_host) if self.batch else MOST_HOSTS
-        return next((found for found in map(self._point, range(1, most + 1)) if holds(found)), None)
-
-    def limits(self) -> Dict[float, Optional[int]]:
-        """Share of a step -> from how many hosts on the exchange takes more than it; None where none do."""
-        found = {share: self.first(lambda point, share=share: point.network_share > share) for share in (0.1, 0.5)}
-        return {share: point and point.hosts for share, point in found.items()}
-
-    def rates(self, learning_rate: float, point: Point) -> Dict[str, float]:
-        """The learning rate at a point, from one that suits one worker; it does not change with a fixed batch.
-
-        "linear": Goyal et al. 2017, for SGD; "sqrt": Malladi et al. 2022, for Adam.
-        """
-        times = point.batch / (self.batch or self.batch_per_worker)
-        return {"sqrt": learning_rate * math.sqrt(times), "linear": learning_rate * times}
-
-    def _point(self, hosts: int) -> Point:
         costs, per_host = self.costs, self.workers_per_host
         workers = hosts * per_host
-        share = self.batch / workers if self.batch else self.batch_per_worker
+        if self.batch % workers:
+            raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
+        share = self.batch // workers or self.batch_per_worker
         slower = 1 + costs.contention * (per_host > 1)
         compute_s = share * self.volume_s * slower
         passed_bytes = self.gradient_bytes if workers > 1 else 0
         # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
         network_s, latency_s = (1 / self.network_bytes_per_s, self.latency_s) if hosts > 1 else (0, 0)
         passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
-        rate = min(self.storage_bytes_per_s, self.shared_bytes_per_s / hosts)
-        found = Point(
+        slowest_s = compute_s * costs.spread * largest_of(workers)
+        in_parts_s = passed_bytes * costs.in_parts_s_per_byte * (not self.in_parts)
+        packing_s = passed_bytes * costs.packing_s_per_byte
+        exchanging_s = exchange_s(self.gradient_bytes, workers, **passing, call_s=costs.call_s)
+        data_s = DATA_WAIT_SHARE * compute_s
+        step_s = compute_s + slowest_s + in_parts_s + packing_s + exchanging_s + data_s
+        batch, epoch_s = share * workers, None
+        if self.cases >= batch:
+            epoch_s = self.cases // batch * step_s + -(-self.validation_cases // workers) * self.forward_s * slower
+        return Point(
             hosts=hosts,
             workers=workers,
-            batch=round(share * workers),
+            batch=batch,
             compute_s=compute_s,
-            slowest_s=compute_s * costs.spread * largest_of(workers),
-            in_parts_s=passed_bytes * costs.in_parts_s_per_byte * (not self.in_parts),
-            packing_s=passed_bytes * costs.packing_s_per_byte,
-            exchange_s=exchange_s(self.gradient_bytes, workers, **passing, call_s=costs.call_s),
-            data_s=max(DATA_WAIT_SHARE * compute_s, share * per_host * self.case_bytes / rate - compute_s),
-            efficiency=1.0,
-            epoch_s=None,
-            epochs=self.epochs,
+            slowest_s=slowest_s,
+            in_parts_s=in_parts_s,
+            packing_s=packing_s,
+            exchange_s=exchanging_s,
+            data_s=data_s,
+            step_s=step_s,
+            cases_per_s=batch / step_s,
+            network_share=exchanging_s / step_s,
+            efficiency=share * self.volume_s * (1 + DATA_WAIT_SHARE) / step_s,
+            epoch_s=epoch_s,
+            total_s=None if epoch_s is None else self.epochs * epoch_s,
         )
-        alone_s = share * self.volume_s * (1 + DATA_WAIT_SHARE)
-        steps, epoch_s = self.cases // found.batch, None
-        if steps:
-            each = -(-self.validation_cases // workers)
-            validation_s = max(each * self.forward_s * slower, each * per_host * self.case_bytes / rate)
-            epoch_s = steps * found.step_s + validation_s
-        return dataclasses.replace(found, efficiency=alone_s / found.step_s, epoch_s=epoch_s)
 
 
-# --- Records of `bench scaling` ---
+def of_one(whole: Estimate, workers: int) -> Estimate:
+    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
+    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`."""
+    if workers == 1:
+        return whole
+    sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
+    bound = whole.upper_bound_bytes + EXCHANGED_COPIES * sums
+    return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The records in a file: the newest of each step, cores, engine and CPU.
+    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for a file that is
+    missing or has none, and for a line that is damaged or of another schema."""
 
-    Raises ValueError for a file that is missing or has none, and for a line that is damaged or of another schema.
-    """
-    found = dict(read_records(path, "scaling", _checked))
+    def checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
+        costs_of(record)
+        if not all(row["step_s"] > 0 for row in record["rows"]):
+            raise ValueError("steps without seconds")
+        names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
+        return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True), record
+
+    found = dict(read_records(path, "scaling", checked))
     if not found:
         raise ValueError(f"record file {path} must hold a record of `bench scaling`, got none; name another")
     return tuple(found.values())
+
+
+def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, Any]:
+    """One row of a record. Raises KeyError where there is none."""
+    for row in record["rows"]:
+        if row["name"] == name and row["workers"] == workers:
+            return row
+    raise KeyError(f"row {name} of {workers}")
 
 
 def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
@@ -287,84 +245,25 @@ def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
     )
 
 
-def pooled(records: Sequence[Mapping[str, Any]], file: str = "") -> ExchangeCosts:
-    """The medians over the records, of which there must be one; `file` is their name."""
+def pooled(records: Sequence[Mapping[str, Any]]) -> ExchangeCosts:
+    """The medians over the records, of which there must be one."""
     found = [costs_of(record) for record in records]
-    names = [field.name for field in dataclasses.fields(ExchangeCosts) if field.name not in ("origin", "is_measured")]
-    return ExchangeCosts(
-        **{name: statistics.median(getattr(one, name) for one in found) for name in names},
-        origin=f"{found[-1].origin}{f' ({file})' if file else ''}",
+    names = [field.name for field in dataclasses.fields(ExchangeCosts) if field.type is float]
+    return dataclasses.replace(
+        found[-1], **{name: statistics.median(getattr(one, name) for one in found) for name in names}
     )
 
 
-def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, Any]:
-    """One row of a record. Raises KeyError where there is none."""
-    for row in record["rows"]:
-        if row["name"] == name and row["workers"] == workers:
-            return row
-    raise KeyError(f"row {name} of {workers}")
-
-
 def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
-    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones.
-
-    Each is predicted from its own record's one worker and the constants of the *other* records. Where there is no
-    other, they are its own, which flatters.
-    """
+    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones. Each is
+    predicted from its own record's one worker and the constants of the *other* records. Where there is no other, they
+    are its own, which flatters."""
     errors = []
     for record in records:
-        others = [one for one in records if one is not record] or [record]
+        costs = pooled([one for one in records if one is not record] or [record])
         volume_s = row_of(record, ALONE, 1)["step_s"] / (1 + DATA_WAIT_SHARE)
-        one = Scaling(volume_s, record["gradient_bytes"], pooled(others))
-        one = dataclasses.replace(one, in_parts=record["batch"] > record["micro_batch"])
+        one = Scaling(volume_s, record["gradient_bytes"], costs, in_parts=record["batch"] > record["micro_batch"])
         for row in (row for row in record["rows"] if row["name"] == TOGETHER):
             predicted = dataclasses.replace(one, workers_per_host=row["workers"]).point(1)
             errors.append(predicted.step_s / row["step_s"] - 1)
     return errors
-
-
-# --- One worker's work and memory ---
-
-
-def gradient_bytes(job: Job) -> int:
-    """Of all gradients as they are exchanged: in float32, whatever they were computed in."""
-    return 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))
-
-
-def case_bytes(job: Job) -> int:
-    """What a store holds of the voxels that a volume has: int16 channels, or in part float16, and labels of a byte."""
-    return math.prod(job.shape) * (DTYPE_BYTES["bfloat16"] * job.unet.channels + 1)
-
-
-def of_one(whole: Estimate, workers: int) -> Estimate:
-    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
-
-    Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`.
-    """
-    if workers == 1:
-        return whole
-    sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
-    bound = whole.upper_bound_bytes + EXCHANGED_COPIES * sums
-    return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
-
-
-def price_of_one(price: Price, workers: int) -> Price:
-    """What a job takes on one of so many workers, each of which has a batch like the job's."""
-
-    def of_worker(job: Job) -> Estimate:
-        every = dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro, cases=0)
-        return of_one(price(every), workers)
-
-    return of_worker if workers > 1 else price
-
-
-# --- Private helpers ---
-
-
-def _checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
-    """Of a record that is complete, what tells it from records of other work, and itself."""
-    costs_of(record)
-    if not all(row["step_s"] > 0 for row in record["rows"]):
-        raise ValueError("steps without seconds")
-    names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
-    return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True), record

@@ -22,8 +22,6 @@ MIB = 2**20
 SMALL_BYTES = 256 * 1024
 """Requests below this go to malloc and are not counted (mkl_cpu_allocator.h)."""
 
-FIRST_REGION_BYTES = 2 * MIB
-
 SPARE_BYTES = 128 * MIB
 """A chunk with this much to spare is always split."""
 
@@ -58,8 +56,7 @@ class Use:
 
 
 class NoRegionError(MemoryError):
-    """The regions that are left under the limit hold no chunk of the size asked for; TensorFlow ends with
-    ResourceExhaustedError then."""
+    """No region under the limit holds a chunk of the size asked for: TensorFlow ends with ResourceExhaustedError."""
 
 
 def use(program: Program) -> Use:
@@ -69,7 +66,7 @@ def use(program: Program) -> Use:
     third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
     calls = requests(program, 3, after=True)
     allocator.play(itertools.islice(calls, third))
-    allocator.forget_peak()
+    allocator.peak_bytes = allocator.counted_bytes  # as `reset_memory_stats` does
     allocator.play(itertools.islice(calls, end - third))
     peak, resident = allocator.peak_bytes, allocator.resident_bytes
     allocator.play(calls)
@@ -78,11 +75,9 @@ def use(program: Program) -> Use:
 
 
 def fits_regions(program: Program, limit_bytes: int) -> bool:
-    """Whether three steps get through with regions of at most `limit_bytes` together.
-
-    With oneDNN on, the limit is the machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is
-    left, and a tensor never lies in two regions. So a job may fail whose tensors would fit one beside the other.
-    """
+    """Whether three steps get through with regions of at most `limit_bytes` together. With oneDNN on, the limit is the
+    machine's memory (mkl_cpu_allocator.h): the last region is cut down to what is left, and a tensor never lies in two
+    regions. So a job may fail whose tensors would fit one beside the other."""
     try:
         Allocator(limit_bytes).play(requests(program, 3, after=True))
     except NoRegionError:
@@ -114,8 +109,19 @@ def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host
     return size
 
 
+@dataclass(eq=False)
+class Chunk:
+    """A piece of a region, between its neighbours there."""
+
+    start: int
+    size: int
+    before: "Optional[Chunk]" = None
+    after: "Optional[Chunk]" = None
+    free: bool = True
+
+
 class Allocator:
-    """Takes and gives back by name; knows what is in use now and was at most since the last `forget_peak`."""
+    """Takes and gives back by name; knows what is in use now and was at most."""
 
     def __init__(self, limit_bytes: Optional[int] = None):
         """`limit_bytes` is the most that all regions may take together; None is without end."""
@@ -124,14 +130,14 @@ class Allocator:
         self.reserved_bytes = 0
         """All regions together."""
         self._limit_bytes = limit_bytes
-        self._next_region_bytes = FIRST_REGION_BYTES
+        self._next_region_bytes = 2 * MIB
         self._lowest = 2**62
         """Start of the last region. The system hands out mappings downwards."""
         self._touched: Set[Tuple[int, int]] = set()
         self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
         """(size, start) of free chunks, sorted."""
-        self._chunks: Dict[int, _Chunk] = {}
-        self._by_name: Dict[str, Optional[_Chunk]] = {}
+        self._chunks: Dict[int, Chunk] = {}
+        self._by_name: Dict[str, Optional[Chunk]] = {}
 
     def play(self, calls: Iterable[Request]) -> None:
         """Take and give back, as the requests' signs say."""
@@ -142,15 +148,16 @@ class Allocator:
                 self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's.
-
-        Raises NoRegionError where the limit leaves no region large enough.
-        """
+        """Allocate; `touched` is where bytes will be written, () everywhere. Below SMALL_BYTES it is malloc's. Raises
+        NoRegionError where the limit leaves no region large enough."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
         size = rounded(size_bytes)
-        chunk = self._find(size) or self._extend_and_find(size)
+        chunk = self._find(size)
+        if chunk is None:
+            self._extend(size)
+            chunk = self._find(size)
         for first, last in touched or ((0, size),):
             self._touched.add((chunk.start + first, chunk.start + last))
         self._by_name[name] = chunk
@@ -158,7 +165,7 @@ class Allocator:
         self.peak_bytes = max(self.peak_bytes, self.counted_bytes)
 
     def give_back(self, name: str) -> None:
-        """Free. Raises KeyError for a name that holds nothing."""
+        """Free, together with free neighbours. Raises KeyError for a name that holds nothing."""
         chunk = self._by_name.pop(name)
         if chunk is None:
             return
@@ -166,41 +173,42 @@ class Allocator:
         for neighbour in (chunk.after, chunk.before):
             if neighbour is not None and neighbour.free:
                 self._remove_free(neighbour)
-                chunk = self._merge(*((chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)))
+                chunk, second = (chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)
+                chunk.size, chunk.after = chunk.size + second.size, second.after
+                if second.after is not None:
+                    second.after.before = chunk
+                del self._chunks[second.start]
         self._add_free(chunk)
-
-    def forget_peak(self) -> None:
-        """Count the peak anew from what is in use now, as `reset_memory_stats` does."""
-        self.peak_bytes = self.counted_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks.
-
-        A chunk's spare end stays untouched. The tables are filled when a region is made.
-        """
+        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks. A
+        chunk's spare end stays untouched. The tables are filled when a region is made."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))
             end = max(end, last)
         return total
 
-    # --- Private helpers ---
-
-    def _find(self, size: int) -> "Optional[_Chunk]":
+    def _find(self, size: int) -> Optional[Chunk]:
         """The smallest free chunk that is large enough; of equals the one at the lowest address."""
         for free in self._bins[_bin(size) :]:
             index = bisect.bisect_left(free, (size, -1))
             if index < len(free):
                 chunk = self._chunks[free[index][1]]
                 self._remove_free(chunk)
-                if chunk.size >= 2 * size or chunk.size - size >= SPARE_BYTES:
-                    self._add_free(self._split(chunk, size))
                 chunk.free = False
+                if chunk.size >= 2 * size or chunk.size - size >= SPARE_BYTES:
+                    rest = Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
+                    if chunk.after is not None:
+                        chunk.after.before = rest
+                    chunk.after, chunk.size = rest, size
+                    self._add_free(rest)
                 return chunk
         return None
 
-    def _extend_and_find(self, size: int) -> "_Chunk":
+    def _extend(self, size: int) -> None:
+        """A region more, in which a chunk of this size fits."""
         doubled = False
         while size > self._next_region_bytes:
             self._next_region_bytes *= 2
@@ -215,45 +223,16 @@ class Allocator:
         self.reserved_bytes += region_bytes
         if not doubled:
             self._next_region_bytes *= 2
-        self._chunks[self._lowest] = _Chunk(self._lowest, region_bytes)
-        self._add_free(self._chunks[self._lowest])
-        return self._find(size)
+        self._add_free(Chunk(self._lowest, region_bytes))
 
-    def _split(self, chunk: "_Chunk", size: int) -> "_Chunk":
-        """Cut `chunk` down to `size`; returns the rest."""
-        rest = _Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
-        if chunk.after is not None:
-            chunk.after.before = rest
-        chunk.after, chunk.size = rest, size
-        self._chunks[rest.start] = rest
-        return rest
-
-    def _merge(self, first: "_Chunk", second: "_Chunk") -> "_Chunk":
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        del self._chunks[second.start]
-        return first
-
-    def _add_free(self, chunk: "_Chunk") -> None:
+    def _add_free(self, chunk: Chunk) -> None:
         chunk.free = True
+        self._chunks[chunk.start] = chunk
         bisect.insort(self._bins[_bin(chunk.size)], (chunk.size, chunk.start))
 
-    def _remove_free(self, chunk: "_Chunk") -> None:
+    def _remove_free(self, chunk: Chunk) -> None:
         free = self._bins[_bin(chunk.size)]
         del free[bisect.bisect_left(free, (chunk.size, chunk.start))]
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """A piece of a region, between its neighbours there."""
-
-    start: int
-    size: int
-    before: "Optional[_Chunk]" = None
-    after: "Optional[_Chunk]" = None
-    free: bool = True
 
 
 def _bin(size: int) -> int:

@@ -6,7 +6,7 @@ layer's name and a suffix.
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 from memory_estimator.step import layers
 from memory_estimator.step.writer import Writer, filter_gradient_name
@@ -21,6 +21,7 @@ AGAIN, ONCE_MORE = "/again", "/once_more"
 class Block:
     """One of the network's blocks: an encoder's, or a decoder's with the up-sampling in front of it."""
 
+    name: str
     inputs: Tuple[LayerOp, ...]
     """The entry, or skip and below."""
     up: Tuple[LayerOp, ...]
@@ -33,7 +34,6 @@ class Block:
     act: Optional[LayerOp]
     """After the residual sum."""
     keeps_hidden: bool
-    name: str
     kind: str = "block"
 
     @property
@@ -60,38 +60,54 @@ class Block:
 def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
     """The plan with a block in place of its layers."""
     found: List[Union[LayerOp, Block]] = []
-    for name, members in itertools.groupby(writer.plan, _block_name):
-        group = list(members)
-        found += [_block(writer, name, group)] if len(group) > 1 else group
+    single = ("input", "pool", "head")
+    groups = itertools.groupby(writer.plan, lambda op: op.name if op.kind in single else op.name.partition("_")[0])
+    for name, group in groups:
+        members = list(group)
+        if members[0].kind in single:
+            found += members
+            continue
+        named = {op.name.partition("_")[2]: op for op in members}
+        up = tuple(named[part] for part in ("up_conv", "up") if part in named)
+        first = (named["concat"].inputs[0], up[0].inputs[0]) if up else named["conv1"].inputs
+        found.append(
+            Block(
+                name=name,
+                inputs=tuple(writer.layers[source] for source in first),
+                up=up,
+                conv1=named["conv1"],
+                norm1=named["act1"],
+                conv2=named["conv2"],
+                norm2=named["norm2" if "norm2" in named else "act2"],
+                shortcut=named.get("shortcut"),
+                act=named["act2"] if "norm2" in named else None,
+                keeps_hidden=keeps_hidden(writer.job.unet, bool(up)),
+            )
+        )
     return found
 
 
-def rule(writer: Writer, block: Block) -> layers.Backward:
+def forward(writer: Writer, block: Block) -> None:
     """All kernels are cast first; of the maps, the block's output stays and, where it keeps them, the hidden ones."""
-    for op in (*block.up[:1], block.conv1, block.conv2, block.shortcut):
-        if op:
-            writer.cast_kernel(op)
-    for op in (block.conv1, block.shortcut):
-        for part in block.parts(op) if op and block.up else ():  # a copy for each of the two maps it meets
+    for op in filter(None, (*block.up[:1], block.conv1, block.conv2, block.shortcut)):
+        writer.cast_kernel(op)
+    for op in filter(None, (block.conv1, block.shortcut) if block.up else ()):
+        for part in block.parts(op):  # a copy for each of the two maps it meets
             reads = [writer.kernel_read(op)]
             writer.make(writer.kernel_read(part), "update", reads, writer.kernel_bytes(part), "weights, parts")
     _hidden1(writer, block, "")
     _output(writer, block, "")
     if block.shortcut:
-        parts, size = block.parts(block.shortcut), writer.map_bytes(block.shortcut)
-        convolved = [writer.tensor(f"{part.name}/convolved", size) for part in parts]
-        for entry, part, output in zip(block.entries, parts, convolved):
-            layers.convolve(writer, part, entry.name, output)
-        writer.sum_of(block.shortcut.name, [*(one.name for one in convolved), block.norm2.name], size)
-        layers.relu(writer, block.act)
-    return lambda: _backward(writer, block)
+        parts = block.parts(block.shortcut)
+        for entry, part in zip(block.entries, parts):
+            layers.convolve(writer, part, entry.name, f"{part.name}/convolved")
+        summed = [*(f"{part.name}/convolved" for part in parts), block.norm2.name]
+        writer.sum_of(block.shortcut.name, summed, writer.map_bytes(block.shortcut))
+        layers.forward(writer, block.act)
 
 
-# --- Private helpers ---
-
-
-def _backward(writer: Writer, block: Block) -> None:
-    """In one fixed order, with no more maps alive at a time than must be."""
+def backward(writer: Writer, block: Block) -> None:
+    """Makes again what was not kept, then goes from layer to layer as `layers.backward` does."""
     upstream = writer.arrived(block.act or block.norm2)
     if block.act:
         upstream = layers.relu_gradient(writer, block.act, upstream, block.act.name)
@@ -110,47 +126,36 @@ def _backward(writer: Writer, block: Block) -> None:
     at_hidden1 = layers.norm_gradient(writer, block.norm1, at_y1, hidden1, y1)
 
     readers = [(block.conv1, at_hidden1)] + ([(block.shortcut, upstream)] if block.shortcut else [])
-    for index in reversed(range(len(block.entries))):
-        _entry_gradients(writer, block, index, readers)
+    # Of the kernels that meet an entry, and of the entry: the up-sampled one's goes on to the coarser grid at once.
+    for index, entry in reversed(list(enumerate(block.entries))):
+        up_sampled = bool(block.up) and index == 1
+        source = _up_sampled(writer, block, ONCE_MORE) if up_sampled else entry.name
+        meets = [(block.parts(op)[index], at_op) for op, at_op in readers]
+        for part, at_op in meets:
+            layers.filter_gradient_by_planes(writer, part, source, at_op)
+        if entry.kind == "input":
+            continue
+        downs = [layers.input_gradient(writer, part, entry, at_op) for part, at_op in meets]
+        if up_sampled:
+            _up_gradients(writer, block, writer.sum_of(f"{entry.name}/gradient", downs, writer.map_bytes(entry)))
+        else:
+            writer.receive(entry.name, *downs)
     for op, _ in readers if block.up else ():
         parts = [filter_gradient_name(part) for part in block.parts(op)]
         writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
 
 
-def _block_name(op: LayerOp) -> str:
-    return op.name if op.kind in ("input", "pool", "head") else op.name.partition("_")[0]
-
-
-def _block(writer: Writer, name: str, members: Sequence[LayerOp]) -> Block:
-    named = {op.name.partition("_")[2]: op for op in members}
-    up = tuple(named[part] for part in ("up_conv", "up") if part in named)
-    first = (named["concat"].inputs[0], up[0].inputs[0]) if up else named["conv1"].inputs
-    return Block(
-        name=name,
-        inputs=tuple(writer.layers[source] for source in first),
-        up=up,
-        conv1=named["conv1"],
-        norm1=named["act1"],
-        conv2=named["conv2"],
-        norm2=named["norm2" if "norm2" in named else "act2"],
-        shortcut=named.get("shortcut"),
-        act=named["act2"] if "norm2" in named else None,
-        keeps_hidden=keeps_hidden(writer.job.unet, bool(up)),
-    )
-
-
 def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
     """The first convolution's output: one for each entry, summed; the up-sampled one is made when its turn comes."""
     op, group = block.conv1, writer.kept_at(block.conv1) if block.keeps_hidden else "transients"
-    parts, size, result = block.parts(op), writer.map_bytes(op), op.name + suffix
+    parts, result = block.parts(op), op.name + suffix
     for entry, part in zip(block.entries, parts):
         up_sampled = block.up and entry is block.up[-1]
         source = _up_sampled(writer, block, suffix) if up_sampled else entry.name
-        output = writer.tensor(result if len(parts) == 1 else part.name + suffix, size, group)
-        layers.convolve(writer, part, source, output)
+        layers.convolve(writer, part, source, part.name + suffix, group)
     if len(parts) > 1:
         reads = [part.name + suffix for part in parts]
-        writer.make(result, "pointwise", reads, size, group, takes_over=reads[0])
+        writer.make(result, "pointwise", reads, writer.map_bytes(op), group, takes_over=reads[0])
 
 
 def _output(writer: Writer, block: Block, suffix: str) -> None:
@@ -160,43 +165,29 @@ def _output(writer: Writer, block: Block, suffix: str) -> None:
     hidden1, y1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.norm1, block.conv2, block.norm2))
     alone = not suffix and not block.keeps_hidden
     layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone)
-    layers.convolve(writer, block.conv2, y1, writer.tensor(hidden2, writer.map_bytes(block.conv2), group))
+    layers.convolve(writer, block.conv2, y1, hidden2, group)
     layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not writer.norm_reads_source)
 
 
 def _up_sampled(writer: Writer, block: Block, suffix: str) -> str:
     """From below to the block's grid; returns its name."""
     *convolved, last = block.up
-    output = writer.tensor(last.name + suffix, writer.map_bytes(last))
-    if not convolved:
-        layers.up_convolve(writer, last, output)
-        return output.name
-    coarse = writer.tensor(convolved[0].name + suffix, writer.map_bytes(convolved[0]))
-    layers.convolve(writer, convolved[0], convolved[0].inputs[0], coarse)
-    layers.upsample(writer, last, coarse.name, output)
-    return output.name
-
-
-def _entry_gradients(writer: Writer, block: Block, index: int, readers: Sequence[Tuple[LayerOp, str]]) -> None:
-    """Of the kernels that meet an entry, and of the entry: the up-sampled one's goes on to the coarser grid at once."""
-    entry = block.entries[index]
-    up_sampled = bool(block.up) and index == 1
-    source = _up_sampled(writer, block, ONCE_MORE) if up_sampled else entry.name
-    meets = [(block.parts(op)[index], upstream) for op, upstream in readers]
-    for part, upstream in meets:
-        layers.filter_gradient_by_planes(writer, part, source, upstream)
-    if entry.kind == "input":
-        return
-    downs = [layers.input_gradient(writer, part, entry, upstream) for part, upstream in meets]
-    if not up_sampled:
-        writer.receive(entry.name, *downs)
-        return
-    down = writer.sum_of(f"{entry.name}/gradient", downs, writer.map_bytes(entry))
-    *convolved, last = block.up
-    if not convolved:
-        down = layers.up_gradients(writer, last, down)
+    result = last.name + suffix
+    if convolved:
+        layers.convolve(writer, convolved[0], convolved[0].inputs[0], convolved[0].name + suffix)
+        layers.upsample(writer, last, convolved[0].name + suffix, result)
     else:
+        layers.up_convolve(writer, last, result)
+    return result
+
+
+def _up_gradients(writer: Writer, block: Block, down: str) -> None:
+    """From the up-sampled map's gradient to that of what lies below."""
+    *convolved, last = block.up
+    below = block.inputs[1]
+    if convolved:
         coarse = layers.upsample_gradient(writer, last, down)
-        layers.filter_gradient(writer, convolved[0], block.inputs[1].name, coarse)
-        down = layers.input_gradient(writer, convolved[0], block.inputs[1], coarse)
-    writer.receive(block.inputs[1].name, down)
+        layers.filter_gradient(writer, convolved[0], below.name, coarse)
+        writer.receive(below.name, layers.input_gradient(writer, convolved[0], below, coarse))
+    else:
+        writer.receive(below.name, layers.up_gradients(writer, last, down))

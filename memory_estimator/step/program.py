@@ -7,7 +7,9 @@ replays its requests, `timing.py` turns it into seconds.
 
 import re
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from memory_estimator.step.scratch import Buffers
 
 GRANULE_BYTES = 256
 """TensorFlow's allocator rounds every request up to this."""
@@ -70,42 +72,27 @@ class Program:
     """What runs between two steps now and then: a validation. Its `keeps` are other tensors than those of `ops`."""
 
 
-# --- Memory over the time of one step ---
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What is held while one operation runs."""
-
-    op: str
-    live_bytes: int
-    """At its most: outputs and scratch taken, nothing given back yet."""
-    hidden_bytes: int
-    """Scratch outside the allocator at that time."""
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """A step's memory, an entry an operation."""
+    """A step's memory."""
 
-    moments: Tuple[Moment, ...]
-    peak: int
-    """Index of the moment with the most live bytes; the first of equals."""
+    live_bytes: Tuple[int, ...]
+    """While each operation runs, at its most: outputs and scratch taken, nothing given back yet."""
+    peak_op: str
+    """The operation that runs when most is live; the first of equals."""
     peak_tensors: Tuple[Tensor, ...]
     """Everything live then, the largest first."""
 
     @property
     def peak_bytes(self) -> int:
         """Most live bytes of the step."""
-        return self.moments[self.peak].live_bytes
+        return max(self.live_bytes)
 
 
-@dataclass(frozen=True)
-class Request:
-    """One call to the allocator."""
+class Request(NamedTuple):
+    """One call to the allocator, which takes the memory of a tensor, or gives it back under the same name."""
 
     name: str
-    """Of the tensor: memory is given back under the name it was taken under."""
     bytes: int
     """Positive takes, negative gives back; not rounded."""
     op: str = ""
@@ -119,14 +106,22 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
+def buffers_of(name: str, buffers: Buffers) -> Dict[str, Any]:
+    """The fields of the operation `name` that its buffers make."""
+    sizes = [(f"{name}/scratch{i}", size, () if i else buffers.touched) for i, size in enumerate(buffers.scratch)]
+    keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
+    scratch = tuple(Tensor(part, size, "scratch", touched) for part, size, touched in sizes if size)
+    return {"scratch": scratch, "keeps": keeps, "hidden_bytes": buffers.hidden}
+
+
 def timeline(program: Program) -> Timeline:
     """Live bytes of a step, from the second on. Raises ValueError where an operation reads a tensor that is gone."""
-    moments: List[Moment] = []
-    best, peak, peak_tensors = -1, 0, ()
+    live_bytes: List[int] = []
+    best, peak_op, peak_tensors = -1, "", ()
     kept = tuple(tensor for op in program.ops for tensor in op.keeps)
     live = {tensor.name: tensor for tensor in program.resident + kept}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
-    for op, taken, given in _walk(program.ops, _names(program.resident)):
+    for op, taken, given in _walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
             raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; mend the program")
@@ -136,23 +131,20 @@ def timeline(program: Program) -> Timeline:
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
         if held > best:
-            best, peak = held, len(moments)
-            peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
-        moments.append(Moment(op.name, held, op.hidden_bytes))
+            best, peak_op, peak_tensors = held, op.name, tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
+        live_bytes.append(held)
         for name in given:
             held -= rounded(live.pop(name).bytes)
-    return Timeline(tuple(moments), peak, peak_tensors)
+    return Timeline(tuple(live_bytes), peak_op, peak_tensors)
 
 
 def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
-    """The allocator's calls in order: the region, what ran before, then the first `steps` steps.
-
-    With `after`, what follows them and one step more, which meets what that has kept.
-    """
+    """The allocator's calls in order: the region, what ran before, then the first `steps` steps. With `after`, what
+    follows them and one step more, which meets what that has kept."""
     if program.region_bytes:
         yield Request("region", program.region_bytes, touched=((0, 0),))
         yield Request("region", -program.region_bytes)
-    stays = _names(program.resident)
+    stays = {tensor.name for tensor in program.resident}
     made = {tensor.name for op in program.before for tensor in op.writes}
     sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
     yield from (Request(name, size) for name, size in sizes.items())
@@ -170,57 +162,6 @@ def requests(program: Program, steps: int, after: bool = False) -> Iterator[Requ
                 yield Request(owner, -sizes.pop(owner), op.name)
 
 
-# --- Before the first step: the allocator's regions keep traces of it ---
-
-
-def kernel_made(kernel: Tensor) -> List[StepOp]:
-    """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
-    drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
-    return [_made("update", drawn), _made("update", wide, drawn), _made("update", kernel, drawn, wide)]
-
-
-def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
-    """How (memory, dtype) of each input came to be: all drawn in order, in four bytes a value, then cast in order.
-
-    Floating point is noise scaled and shifted; in float32 that is the input already. All else is numbers compared with
-    one of them. What was drawn to be cast goes when everything has been. These are the inputs of
-    `cpu3d.bench.step.made_up`; what `train` reads from a store comes another way, with less in between.
-    """
-    drawn, cast, wide = [], [], []
-    for tensor, dtype in inputs:
-        bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
-        values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
-
-        def part(name: str, value_bytes: int, tensor: Tensor = tensor, values: int = values) -> Tensor:
-            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
-
-        if "float" in dtype:
-            noise, scaled = part("noise", 4), part("scaled", 4)
-            shifted = tensor if dtype == "float32" else part("shifted", 4)
-            drawn += [_made("pointwise", noise), _made("pointwise", scaled, noise)]
-            drawn.append(_made("pointwise", shifted, scaled, noise))
-            if dtype != "float32":
-                cast.append(_made("pointwise", tensor))
-                wide.append(shifted.name)
-        else:
-            numbers, hits = part("drawn", 4), part("hits", 1)
-            drawn.append(_made("pointwise", numbers))
-            cast += [_made("pointwise", hits), _made("pointwise", tensor, hits)]
-            wide.append(numbers.name)
-    return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
-
-
-# --- Private helpers ---
-
-
-def _made(kind: str, written: Tensor, *read: Tensor) -> StepOp:
-    return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))
-
-
-def _names(tensors: Sequence[Tensor]) -> Set[str]:
-    return {tensor.name for tensor in tensors}
-
-
 def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
     """(operation, tensors it takes, names given back after it) in order."""
     last: Dict[str, int] = {}
@@ -235,3 +176,41 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
         taken = (op.writes[1:] if op.takes_over else op.writes) + op.scratch
         given = [tensor.name for tensor in reversed(op.scratch)]
         yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]
+
+
+def kernel_made(kernel: Tensor) -> List[StepOp]:
+    """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
+    drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
+    return [_made(drawn, kind="update"), _made(wide, drawn, kind="update"), _made(kernel, drawn, wide, kind="update")]
+
+
+def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
+    """How (memory, dtype) of each input came to be: all drawn in order, in four bytes a value, then cast in order.
+    Floating point is noise scaled and shifted; in float32 that is the input already. All else is numbers compared with
+    one of them. What was drawn to be cast goes when everything has been. These are the inputs of
+    `cpu3d.bench.step.made_up`; what `train` reads from a store comes another way, with less in between."""
+    drawn, cast, wide = [], [], []
+    for tensor, dtype in inputs:
+        bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
+        values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
+
+        def part(name: str, value_bytes: int = 4, tensor: Tensor = tensor, values: int = values) -> Tensor:
+            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
+
+        if "float" in dtype:
+            noise, scaled = part("noise"), part("scaled")
+            shifted = tensor if dtype == "float32" else part("shifted")
+            drawn += [_made(noise), _made(scaled, noise), _made(shifted, scaled, noise)]
+            if dtype != "float32":
+                cast.append(_made(tensor))
+                wide.append(shifted.name)
+        else:
+            numbers, hits = part("drawn"), part("hits", 1)
+            drawn.append(_made(numbers))
+            cast += [_made(hits), _made(tensor, hits)]
+            wide.append(numbers.name)
+    return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
+
+
+def _made(written: Tensor, *read: Tensor, kind: str = "pointwise") -> StepOp:
+    return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))

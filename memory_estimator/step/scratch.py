@@ -1,17 +1,34 @@
 """oneDNN's buffers: those that live during one convolution, and the masks of norms fused with a ReLU.
 
-From oneDNN 3's own rules for AVX-512 CPUs, for both engines of the estimator.
-
-Sources: `init_conf`, `balance` and `init_scratchpad` of src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp, read beside
-the allocator's log. Two things drive it: the bfloat16 filter gradient transposes both its maps, once for every
-group of threads that shares the depth, and the up-convolution copies its input once a thread. Both therefore grow with
-the number of threads. Checked against the log with 2, 4 and 8 threads; AMX has kernels of its own, with
-the same buffers by their source, not checked.
+From oneDNN 3's own rules for AVX-512 CPUs (`init_conf`, `balance` and `init_scratchpad` of
+src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp), read beside the allocator's log. Two things drive it: the bfloat16
+filter gradient transposes both its maps, once for every group of threads that shares the depth, and the up-convolution
+copies its input once a thread. Both therefore grow with the number of threads. Checked against the log with 2, 4 and 8
+threads; AMX has kernels of its own, with the same buffers by their source, not checked.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Tuple
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory of an operation that is neither its input nor its output, in bytes. ITEX takes it from the allocator, and
+    with it the kernel once more in the layout that oneDNN prefers: its forward kernels keep that copy, the others take
+    it anew each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
+
+    scratch: Tuple[int, ...] = ()
+    """Of the allocator, for the duration of the operation."""
+    touched: Tuple[Tuple[int, int], ...] = ()
+    """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
+    keeps: int = 0
+    """Of the allocator, from its first run on."""
+    hidden: int = 0
+    """Outside the allocator, for the duration of the operation."""
+
+
+NONE = Buffers()
 
 ALIGNMENT_BYTES = 8 * 1024
 """Barriers, guards and alignment: what the log shows beyond the buffers themselves."""
@@ -43,6 +60,21 @@ class FilterGradient:
         return self.kernel ** (2 if self.flat else 3)
 
 
+def filter_gradient_buffers(job: FilterGradient, dtype: str, threads: int, written_bytes: int, itex: bool) -> Buffers:
+    """Of a filter gradient that writes so many bytes."""
+    if not itex:
+        return Buffers(hidden=hidden_filter_gradient_bytes(job, dtype, threads))
+    scratch = (filter_gradient_bytes(job, dtype, threads), written_bytes)
+    return Buffers(scratch=scratch, touched=filter_gradient_touched(job, dtype, threads))
+
+
+def up_convolution_buffers(input_bytes: int, kernel_bytes: int, threads: int, itex: bool) -> Buffers:
+    """Of an up-convolution, which copies its input, a sample at a time; outside the allocator once for all threads."""
+    if not itex:
+        return Buffers(hidden=input_bytes)
+    return Buffers(scratch=(up_convolution_bytes(input_bytes, threads), kernel_bytes))
+
+
 def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
     """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
     if dtype != "bfloat16":
@@ -53,10 +85,8 @@ def filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
 
 def filter_gradient_touched(job: FilterGradient, dtype: str, threads: int) -> Tuple[Tuple[int, int], ...]:
     """Where that scratch is written, as offsets in bytes: each group of threads fills its share of maps of its own.
-
     Read off the pages of a process (/proc/self/pagemap) with two threads: of the map that the filter slides over a
-    group fills the last share, of the other its own, and of the head's as much as it has channels. () is everywhere.
-    """
+    group fills the last share, of the other its own, and of the head's as much as it has channels. () is everywhere."""
     groups = depth_groups(job, threads)
     if dtype != "bfloat16" or groups == 1:
         return ()
@@ -85,11 +115,9 @@ def up_convolution_bytes(input_bytes: int, threads: int) -> int:
 
 
 def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) -> int:
-    """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator.
-
-    Its thread pool has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of
-    channels of both maps and fills its share of a sample's depth, or whole samples where there are enough of them.
-    """
+    """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator. Its thread pool
+    has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of channels of both
+    maps and fills its share of a sample's depth, or whole samples where there are enough of them."""
     if dtype != "bfloat16":
         return 0
     in_block, groups = min(job.in_channels, VECTOR), depth_groups(job, threads)
@@ -99,10 +127,8 @@ def hidden_filter_gradient_bytes(job: FilterGradient, dtype: str, threads: int) 
 
 
 def depth_groups(job: FilterGradient, threads: int) -> int:
-    """How many groups of threads share the depth, each with transposed maps and weights of its own.
-
-    oneDNN's own search: the split of threads over depth, output and input channels that moves the least memory.
-    """
+    """How many groups of threads share the depth, each with transposed maps and weights of its own. oneDNN's own
+    search: the split of threads over depth, output and input channels that moves the least memory."""
     slabs = job.batch * job.target[0]
     if job.kernel == 1:
         return min(threads, slabs)  # a kernel of its own, which splits the voxels alone
@@ -133,9 +159,6 @@ def depth_groups(job: FilterGradient, threads: int) -> int:
     return min(slabs, threads) if threads / 2 < found < threads else found
 
 
-# --- The mask of a norm fused with its ReLU, which keeps for the gradient where the ReLU was open ---
-
-
 def is_narrow(channels: int, dtype: str) -> bool:
     """Whether the channels leave part of a vector empty: oneDNN then norms with a plain kernel, many times as slow."""
     return channels % (16 if dtype == "bfloat16" else 8) != 0
@@ -150,9 +173,6 @@ def mask_bytes(elements: int, channels: int, dtype: str, engine: str) -> int:
 def mask_touched(size_bytes: int, engine: str) -> Tuple[Tuple[int, int], ...]:
     """Where a mask of that size is written, as of `Tensor.touched`: of stock's a quarter."""
     return () if engine == "itex" else ((0, size_bytes // 4),)
-
-
-# --- Private helpers ---
 
 
 def _buffers(job: FilterGradient) -> Tuple[Tuple[int, int], Tuple[int, int], int]:

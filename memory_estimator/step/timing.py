@@ -12,12 +12,7 @@ from typing import Dict, List, Mapping, Tuple
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
-
-VECTOR = 16
-"""Channels that oneDNN's kernels work on at a time with AVX-512; fewer than these take as long."""
-
-Features = Dict[str, float]
-"""What is counted of an operation, by name."""
+from memory_estimator.step.scratch import VECTOR
 
 CONVOLUTIONS = {
     "conv": ("out", "in"),
@@ -35,11 +30,8 @@ BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
     """What each operation of a step of `job` takes, from the third step on, on `job.threads` threads, in their order.
-
-    Its overhead is included, waiting for data is not.
-
-    Raises ValueError where `constants` know nothing of the job's engine or dtype.
-    """
+    Its overhead is included, waiting for data is not. Raises ValueError where `constants` know nothing of the job's
+    engine or dtype."""
     constants = constants.for_threads(job.threads)
     speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
     sizes = tensor_bytes(program)
@@ -68,7 +60,7 @@ def group_of(op: StepOp) -> str:
     return op.kind
 
 
-def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Features:
+def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str, float]:
     """What is counted of an operation. Names that begin with "work" are multiply-adds, the others are bytes.
 
     work          at full vectors: what is written is rounded up to whole vectors of channels
@@ -92,6 +84,9 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Features
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
     out_vectors, in_vectors = (max(1, math.ceil(number / VECTOR)) for number in (written, read))
     work = op.flops * out_vectors * VECTOR / written
+    # Of the kernel that a convolution reads, or of the gradient that it writes.
+    gradient = op.kind.endswith("filter_gradient")
+    kernel = op.writes[0].bytes if gradient else sum(sizes[name] for name in op.reads if "/kernel" in name)
     if group_of(op) != op.kind:
         return {"work": work, "moved": float(op.traffic_bytes)}
     return {
@@ -102,7 +97,7 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Features
         "work/out^2/in": work / out_vectors**2 / in_vectors,
         "work, narrowing": work if written < read else 0.0,
         "work, narrow": work if min(written, read) < VECTOR else 0.0,
-        "kernel": float(_kernel_bytes(op, sizes)),
+        "kernel": float(kernel),
         "moved": float(op.traffic_bytes),
     }
 
@@ -111,13 +106,3 @@ def tensor_bytes(program: Program) -> Dict[str, int]:
     """Every tensor's size by its name."""
     made = (tensor for op in program.ops for tensor in (*op.writes, *op.keeps))
     return {tensor.name: tensor.bytes for tensor in (*program.resident, *made)}
-
-
-# --- Private helpers ---
-
-
-def _kernel_bytes(op: StepOp, sizes: Mapping[str, int]) -> int:
-    """Of the kernel that a convolution reads, or of the gradient that it writes."""
-    if op.kind.endswith("filter_gradient"):
-        return op.writes[0].bytes
-    return sum(sizes[name] for name in op.reads if "/kernel" in name)

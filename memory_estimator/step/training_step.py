@@ -1,35 +1,20 @@
 """The training step of `cpu3d.training.learner`, written down from the layer plan with the lifetimes of its tensors.
 
 Whatever the network, the step is the same five parts: targets cast, forward, loss, backward in reverse, update.
-`models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind, by
-the rules in layers.py. Where memory is saved, blocks take the place of their layers. Of a batch that is computed in
-micro-batches the program is one of them, and the update that follows the last.
+`models/ordered.py` fixes the order of the backward pass; which gradient reads what follows from the layer's kind
+(layers.py). Where memory is saved, blocks take the place of their layers. Of a batch that is computed in micro-batches
+the program is one of them, and the update that follows the last.
 
 A validation is the forward part alone, without policy, and its scores.
 """
 
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.writer import SLABS, Writer
-
-RULES: Dict[str, Callable[[Writer, Any], layers.Backward]] = {
-    "conv": layers.conv,
-    "head": layers.conv,
-    "up_conv": layers.up_conv,
-    "shortcut": layers.shortcut,
-    "norm_act": layers.norm,
-    "norm": layers.norm,
-    "act": layers.relu,
-    "pool": layers.pool,
-    "concat": layers.concat,
-    "upsample": layers.upsampling,
-    "block": blocks.rule,
-}
-"""Kind of layer -> its rule. The input has none."""
 
 SCORE_MAPS = 5
 """float32 maps of a slab of the regions that `cpu3d.training.validation` scores at a time: logits, target, three of the
@@ -40,59 +25,46 @@ def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
     steps = writer.plan if job.policy == "speed" else blocks.in_blocks(writer)
-    forward = _forward_order([op for op in steps if op.kind != "input"])
-    heads = [op for op in forward if op.kind == "head"]
+
+    def place(op: Any) -> int:
+        """Every head behind its decoder."""
+        decoder = f"decoder{op.level}" if op.kind == "head" else op.name
+        return max(index for index, other in enumerate(steps) if other.name.startswith(decoder))
+
+    forward = sorted((op for op in steps if op.kind != "input"), key=place)
+    *coarse, finest = heads = [op for op in forward if op.kind == "head"]
     for head in heads:
         layers.cut_target(writer, head)
-    layers.cast_target(writer, heads[-1])
-    backward = {op.name: RULES[op.kind](writer, op) for op in forward}
-    for op in _backward_order(forward):
+    layers.cast_target(writer, finest)
+    for op in forward:
+        (blocks if op.kind == "block" else layers).forward(writer, op)
+    # From the finest head down. TensorFlow puts the coarse heads off until the finest decoder is done.
+    others = [op for op in reversed(forward) if op.kind != "head"]
+    decoder = [op for op in others if op.name.startswith("decoder0")]
+    for op in (finest, *decoder, *coarse, *others[len(decoder) :]):
+        if op in coarse:
+            layers.cast_target(writer, op)
         if op.kind == "head":
-            if op is not heads[-1]:
-                layers.cast_target(writer, op)
             layers.loss(writer, op)
-        backward[op.name]()
+        (blocks if op.kind == "block" else layers).backward(writer, op)
     writer.update()
     return writer.program()
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     """What `cpu3d.training.validation` does with a volume or a window: the layers one after the other, and the scores.
-
-    Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready.
-    """
+    Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready."""
     unet = replace(job.unet, policy="speed", deep_supervision=False)
     writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pointwise", [], ready)
     for op in writer.plan[1:]:
-        RULES[op.kind](writer, op)
+        layers.forward(writer, op)
     maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // SLABS
     reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
-    writer.run("validation/score", "reduce", reads, scratch=[maps])
+    writer.run("validation/score", "reduce", reads, buffers=layers.Buffers(scratch=(maps,)))
     # The compiled pass is another graph than the step's, and keeps its own copies of the weights.
     return tuple(
         replace(op, keeps=tuple(replace(kept, name=f"validation/{kept.name}") for kept in op.keeps))
         for op in writer.program().ops
     )
-
-
-# --- Private helpers ---
-
-
-def _forward_order(steps: Sequence[Any]) -> List[Any]:
-    """Every head behind its decoder."""
-
-    def place(op: Any) -> int:
-        decoder = f"decoder{op.level}" if op.kind == "head" else op.name
-        return max(index for index, other in enumerate(steps) if other.name.startswith(decoder))
-
-    return sorted(steps, key=place)
-
-
-def _backward_order(forward: Sequence[Any]) -> List[Any]:
-    """From the finest head down. TensorFlow puts the coarse heads off until the finest decoder is done."""
-    *coarse, finest = (op for op in forward if op.kind == "head")
-    others = [op for op in reversed(forward) if op.kind != "head"]
-    decoder = [op for op in others if op.name.startswith("decoder0")]
-    return [finest, *decoder, *coarse, *others[len(decoder) :]]

@@ -7,7 +7,8 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import region_bytes
-from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
+from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
+from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import LayerOp, layer_plan
 
 SLOTS = {"adam": 2, "sgd": 1}
@@ -50,14 +51,16 @@ class Writer:
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
         self._make_weights()
-        self._make_inputs()
+        unet, voxels = job.unet, job.voxels
+        image = self.tensor("image", self.compute_bytes * voxels * unet.channels, "input")
+        target = self.tensor("target", voxels * unet.outputs, "input")
+        self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
+        self.resident += [image, target]
 
     def program(self) -> Program:
         """Everything written so far."""
         region = region_bytes(self.job.unet, self.job.shape, self.job.micro)
         return Program(tuple(self.resident), tuple(self._ops), tuple(self._before), region)
-
-    # --- Tensors ---
 
     def tensor(
         self, name: str, size_bytes: int, group: str = "transients", touched: Tuple[Tuple[int, int], ...] = ()
@@ -65,10 +68,6 @@ class Writer:
         """Under a name that operations can read it by; without a group, of what no gradient reads."""
         self._bytes[name] = size_bytes
         return Tensor(name, size_bytes, group, touched)
-
-    def activation(self, op: LayerOp) -> Tensor:
-        """A layer's output, for its gradient to read."""
-        return self.tensor(op.name, self.map_bytes(op), self.kept_at(op))
 
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""
@@ -78,8 +77,6 @@ class Writer:
         """Of a layer's output, for all volumes computed at a time."""
         return self.job.micro * op.elements * DTYPE_BYTES[op.dtype]
 
-    # --- Operations ---
-
     def run(
         self,
         name: str,
@@ -87,37 +84,25 @@ class Writer:
         reads: Sequence[str],
         writes: Sequence[Tensor] = (),
         *,
-        scratch: Sequence[int] = (),
-        touched: Tuple[Tuple[int, int], ...] = (),
+        buffers: Buffers = NONE,
         takes_over: Optional[str] = None,
-        keeps: Sequence[Tensor] = (),
-        hidden_bytes: int = 0,
         flops: int = 0,
         layer: Optional[LayerOp] = None,
     ) -> None:
-        """Add an operation; its traffic is what it reads and writes, each once. `touched` is of the first scratch.
-
-        `layer` is the one whose channels it works on, where its speed hangs on them.
-        """
-        beside = [
-            Tensor(f"{name}/scratch{i}", size, "scratch", () if i else touched)
-            for i, size in enumerate(scratch)
-            if size
-        ]
+        """Add an operation; its traffic is what it reads and writes, each once. `layer` is the one whose channels it
+        works on, where its speed hangs on them."""
         self._ops.append(
             StepOp(
-                name=name,
-                kind=kind,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                scratch=tuple(beside),
+                name,
+                kind,
+                tuple(reads),
+                tuple(writes),
                 takes_over=takes_over,
-                keeps=tuple(keeps),
-                hidden_bytes=hidden_bytes,
                 flops=flops,
                 traffic_bytes=sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes),
                 in_channels=layer.in_channels if layer else 0,
                 out_channels=layer.shape[3] if layer else 0,
+                **buffers_of(name, buffers),
             )
         )
 
@@ -126,13 +111,9 @@ class Writer:
         self.run(name, kind, reads, [self.tensor(name, size_bytes, group)], **more)
         return name
 
-    # --- Gradients of maps ---
-
     def receive(self, name: str, *gradients: str) -> None:
-        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image.
-
-        Shares of several readers are added as soon as they are there; of a reader that has `gradients` only then.
-        """
+        """A reader's share in the gradient of the output of layer `name`, which goes no further than the image. Shares
+        of several readers are added as soon as they are there; of a reader that has `gradients` only then."""
         if self.layers[name].kind == "input":
             return
         several = name in self._arrived
@@ -145,16 +126,12 @@ class Writer:
         return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
 
     def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
-        """Of maps that nobody else reads: of two in the memory of the second, which has just been written.
-
-        ITEX adds three in new memory.
-        """
+        """Of maps that nobody else reads: of two in the memory of the second, which has just been written. ITEX adds
+        three in new memory."""
         if len(maps) == 1:
             return maps[0]
         over = maps[-1] if len(maps) == 2 or not self.itex else None
         return self.make(name, "pointwise", maps, size_bytes, takes_over=over)
-
-    # --- Weights. Norms' and biases count in one lump: together they are smaller than what the allocator looks at. ---
 
     def kernel_bytes(self, op: LayerOp) -> int:
         """Of a kernel in the compute dtype, and in the layout that oneDNN prefers."""
@@ -172,47 +149,39 @@ class Writer:
 
     def update(self) -> None:
         """What ends a step: all gradients cast and (Adam) squared, then weight by weight, with a temporary of its size.
-
-        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those.
-        """
+        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
         adam, summed = self.job.optimizer == "adam", self.job.parts > 1
-        gradient = {op.name: filter_gradient_name(op) + ("/float32" if self.mixed else "") for op in self._kernels}
 
-        def cast(op: LayerOp) -> None:
-            if self.mixed:
-                size = 4 * kernel_elements(op)
-                self.make(gradient[op.name], "update", [filter_gradient_name(op)], size, "gradients")
+        def cast(op: LayerOp) -> str:
+            name = filter_gradient_name(op)
+            if not self.mixed:
+                return name
+            return self.make(f"{name}/float32", "update", [name], 4 * kernel_elements(op), "gradients")
 
-        if summed:
-            for op in self._kernels:
-                cast(op)
-            for op in self._kernels:
-                self.run(f"sums/{op.name}", "pointwise", [gradient[op.name], f"{op.name}/gradient_sum"])
-                gradient[op.name] = f"{op.name}/gradient_sum"
+        gradients = [cast(op) for op in self._kernels] if summed else []
+        for op, gradient in zip(self._kernels, gradients):
+            self.run(f"sums/{op.name}", "pointwise", [gradient, f"{op.name}/gradient_sum"])
+        reads: Dict[str, List[str]] = {}
         for op in self._kernels:
-            if not summed:
-                cast(op)
+            reads[op.name] = [f"{op.name}/gradient_sum" if summed else cast(op)]
             if adam:
-                self.make(f"{op.name}/square", "update", [gradient[op.name]], 4 * kernel_elements(op))
+                self.make(f"{op.name}/square", "update", reads[op.name], 4 * kernel_elements(op))
         for op in self._kernels:
             slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS[self.job.optimizer])]
-            reads = [gradient[op.name], *slots, *([f"{op.name}/square"] if adam else []), f"{op.name}/kernel"]
-            self.make(f"{op.name}/update", "update", reads, 4 * kernel_elements(op))
-
-    # --- Private helpers ---
+            every = [*reads[op.name], *slots, *([f"{op.name}/square"] if adam else []), f"{op.name}/kernel"]
+            self.make(f"{op.name}/update", "update", every, 4 * kernel_elements(op))
 
     def _make_weights(self) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
-        kernels = self._kernels
+        kernels, slots = self._kernels, SLOTS[self.job.optimizer]
         for op in kernels:
             kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
             self._before += kernel_made(kernel)
             self.resident.append(kernel)
         in_kernels = sum(kernel_elements(op) for op in kernels)
-        small = sum(op.trainable + op.frozen for op in self.plan) - in_kernels
+        trained = sum(op.trainable for op in self.plan) - in_kernels
+        small = trained + sum(op.frozen for op in self.plan)
         self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
-
-        slots = SLOTS[self.job.optimizer]
         copies = [(op, f"slot{slot}", "optimizer slots") for op in kernels for slot in range(slots)]
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in kernels]
@@ -222,18 +191,9 @@ class Writer:
             copy = self.tensor(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
             self._before.append(StepOp(copy.name, "update", writes=(copy,)))
             self.resident.append(copy)
-        trained = sum(op.trainable for op in self.plan) - in_kernels
         self.resident.append(self.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
         if self.job.parts > 1:
             self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
-
-    def _make_inputs(self) -> None:
-        """One batch, which every step is given again."""
-        unet, voxels = self.job.unet, self.job.voxels
-        image = self.tensor("image", self.compute_bytes * voxels * unet.channels, "input")
-        target = self.tensor("target", voxels * unet.outputs, "input")
-        self._before += inputs_made([(image, unet.dtype), (target, "uint8")])
-        self.resident += [image, target]
 
 
 def kernel_elements(op: LayerOp) -> int:

@@ -23,27 +23,12 @@ from models.config import UNetConfig
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
 
-def taking(*mib):
+def taking(*mib, limit_mib=None):
     """An allocator that has taken so many MiB, under the names "0", "1" ..."""
-    allocator = Allocator()
+    allocator = Allocator(limit_mib and limit_mib * MIB)
     for name, size in enumerate(mib):
         allocator.take(str(name), int(size * MIB))
     return allocator
-
-
-def with_region(mib):
-    """An allocator whose one region of `mib` MiB, a power of two, is free."""
-    allocator = taking(mib)
-    allocator.give_back("0")
-    return allocator
-
-
-def lain_in(allocator):
-    """Resident bytes without the regions' tables: 8 bytes for every 256 of a region."""
-    return allocator.resident_bytes - allocator.reserved_bytes // 32
-
-
-# --- What counts ---
 
 
 def test_requests_below_256_kib_are_not_its_own():
@@ -53,12 +38,6 @@ def test_requests_below_256_kib_are_not_its_own():
     allocator.give_back("small")
     allocator.take("large", SMALL_BYTES)
     assert allocator.counted_bytes == SMALL_BYTES
-
-
-# --- Regions ---
-
-
-# --- Chunks ---
 
 
 @pytest.mark.parametrize(
@@ -71,15 +50,10 @@ def test_requests_below_256_kib_are_not_its_own():
     ],
 )
 def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spare(free, asked, counted):
-    allocator = with_region(free)
+    allocator = taking(free)  # one region, a power of two
+    allocator.give_back("0")
     allocator.take("a", int(asked * MIB))
     assert allocator.counted_bytes == counted * MIB
-
-
-# --- What becomes resident ---
-
-
-# --- A recorded process ---
 
 
 def test_a_recorded_process_is_followed_chunk_by_chunk():
@@ -98,8 +72,6 @@ def test_a_recorded_process_is_followed_chunk_by_chunk():
     # What `get_memory_info` said of that process.
     assert allocator.peak_bytes == 643_607_296
 
-
-# --- What holds for any sequence ---
 
 CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB)), max_size=60)
 """(name, bytes): a name that is held is given back, another one is taken."""
@@ -129,20 +101,11 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
     assert sum(chunk.size for chunk in allocator._chunks.values()) == allocator.reserved_bytes
 
 
-def taken(limit_mib, *sizes_mib):
-    allocator = Allocator(limit_mib * MIB)
-    for number, size in enumerate(sizes_mib):
-        allocator.take(str(number), size * MIB)
-    return allocator
-
-
 def test_a_tensor_that_no_region_holds_fails_although_there_is_as_much_free():
-    allocator = taken(5, 1, 2)  # a byte more than 1 MiB is free in neither region, 2 MiB in both together
-    allocator.take("fits", MIB)
-    with pytest.raises(NoRegionError):
-        taken(5, 1, 2, 2)
-    with pytest.raises(NoRegionError):
-        taken(5, 1, 4)
+    taking(1, 2, 1, limit_mib=5)  # then a byte more than 1 MiB is free in neither region, 2 MiB in both together
+    for sizes in ((1, 2, 2), (1, 4)):
+        with pytest.raises(NoRegionError):
+            taking(*sizes, limit_mib=5)
 
 
 def test_a_program_fits_the_regions_it_takes_without_a_limit_and_not_those_a_tensor_is_too_large_for():
@@ -151,10 +114,6 @@ def test_a_program_fits_the_regions_it_takes_without_a_limit_and_not_those_a_ten
     reserved = use(program).reserved_bytes
     assert fits_regions(program, reserved)
     assert not fits_regions(program, 8 * MIB)  # three times 3 MiB
-
-
-def tensor(name, mib):
-    return Tensor(name, mib * MIB, "")
 
 
 SHAPE = (64, 64, 64)

@@ -11,8 +11,7 @@ from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.planner import with_policy
-from memory_estimator.step.program import Moment, Tensor, Timeline
+from memory_estimator.step.program import Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes
@@ -86,7 +85,7 @@ def test_a_step_is_its_micro_batches_and_one_update():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(with_policy(RECIPES["brats-regions"].job, "speed"), threads=2)
+    job = dataclasses.replace(RECIPES["brats-regions"].job.with_unet(policy="speed"), threads=2)
     fits = estimate(job, CONSTANTS)
     host_bytes = fits.upper_bound_bytes
     assert estimate(job, CONSTANTS, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
@@ -102,36 +101,32 @@ def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkey
     assert asked == [host_bytes]
 
 
-PEAK = (
-    Tensor("encoder0_conv1", 4096, "activations, level 0"),
-    Tensor("decoder0_act2/gradient", 2048, "transients"),
-    Tensor("encoder1_conv1", 1000, "activations, level 1"),
-    Tensor("kernel/m", 700, "optimizer slots"),
-    Tensor("kernel/v", 700, "optimizer slots"),
-    Tensor("kernel", 512, "weights"),
-    Tensor("kernel/reordered", 256, "weights, reordered"),
-)
-
-
 def held(*tensors):
-    return live_at_peak(Timeline((Moment("op", 0, 0),), 0, tensors))
+    return live_at_peak(Timeline((0,), "op", tuple(Tensor(*each) for each in tensors)))
 
 
 def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
-    assert [(line.name, line.bytes) for line in held(*PEAK)] == [
+    bill = held(
+        ("encoder0_conv1", 4096, "activations, level 0"),
+        ("decoder0_act2/gradient", 2048, "transients"),
+        ("encoder1_conv1", 1000, "activations, level 1"),
+        ("kernel/m", 700, "optimizer slots"),
+        ("kernel/v", 700, "optimizer slots"),
+        ("kernel", 512, "weights"),
+    )
+    assert [(line.name, line.bytes) for line in bill] == [
         ("weights", 512),
-        ("weights, reordered", 256),
         ("optimizer slots", 2 * 768),  # rounded up to 256 each, as the allocator does
         ("activations, level 0", 4096),
         ("activations, level 1", 1024),
         ("transients", 2048),
     ]
-    assert "decoder0_act2/gradient" in held(*PEAK)[-1].source
+    assert "decoder0_act2/gradient" in bill[-1].source
 
 
 def test_a_group_that_nobody_declared_is_refused():
     with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
-        held(Tensor("surprise", 256, "weights, of another kind"))
+        held(("surprise", 256, "weights, of another kind"))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -148,25 +143,19 @@ def test_weights_and_slots_are_those_of_keras(norm, optimizer):
     assert held("optimizer slots") == size(slots)
 
 
-def changed(**changes):
-    return lambda content: json.dumps({**content, **changes})
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda content: json.dumps(content)[:-20], "must be complete JSON of schema 1"),
-        (lambda content: "[]", "must be complete JSON of schema 1"),
-        (lambda content: "{}", "must be complete JSON of schema 1, got KeyError"),
-        (changed(schema=7), "must be complete JSON of schema 1, got .*schema 7"),
-        (changed(step_s={"median": 0.1}), "must be complete JSON"),
-        (changed(margin={}), "must be complete JSON"),
+        lambda content: json.dumps(content)[:-20],
+        lambda content: "[]",
+        lambda content: "{}",
+        lambda content: json.dumps({**content, "step_s": {"median": 0.1}}),
     ],
 )
-def test_a_damaged_digest_is_refused_by_its_file(damage, message, tmp_path):
+def test_a_damaged_digest_is_refused_by_its_file(damage, tmp_path):
     path = tmp_path / "accuracy.json"
     path.write_text(damage(json.loads(SHIPPED.read_text())))
-    with pytest.raises(ValueError, match=rf"accuracy .*accuracy\.json {message}"):
+    with pytest.raises(ValueError, match=r"accuracy .*accuracy\.json must be complete JSON"):
         load_accuracy(path)
 
 

@@ -100,10 +100,7 @@ CONFIG = RunConfig(
 
 def test_a_saved_run_is_the_job_that_it_trained(tmp_path):
     save_config(CONFIG, tmp_path)
-    expected = Job(
-        CONFIG.unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", averaged=True,
-        from_store=True,
-    )  # fmt: skip
+    expected = Job(CONFIG.unet, CONFIG.grid, 4, 2, "sgd", "stock", averaged=True, from_store=True)
     assert job_of_run(tmp_path) == expected
 
 
@@ -142,11 +139,7 @@ def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
 
 
 def damaged(**changes):
-    def damage(content):
-        content.update(changes)
-        return json.dumps(content)
-
-    return damage
+    return lambda content: json.dumps({**content, **changes})
 
 
 @pytest.mark.parametrize(

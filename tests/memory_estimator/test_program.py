@@ -11,7 +11,7 @@ def tensor(name, granules):
 
 
 def live(program):
-    return [moment.live_bytes // GRANULE_BYTES for moment in timeline(program).moments]
+    return [live // GRANULE_BYTES for live in timeline(program).live_bytes]
 
 
 def calls(program, steps=1):
@@ -31,7 +31,7 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     # While c runs its inputs are there; after it x and y go.
     assert live(program) == [11, 111, 1111, 1001]
     line = timeline(program)
-    assert line.moments[line.peak].op == "c"
+    assert line.peak_op == "c"
     assert line.peak_bytes == 1111 * GRANULE_BYTES
     assert [held.name for held in line.peak_tensors] == ["z", "y", "x", "image"]
 

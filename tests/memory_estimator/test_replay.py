@@ -39,24 +39,11 @@ def argument(name, index=0):
     return Node(name, "_Arg", (), (), (Output((MIB // 4,), "float32", MIB),), {"index": Index})
 
 
-def names(nodes):
-    return [each.name for each in nodes]
-
-
-# --- The order ---
-
-
-def test_of_operations_that_become_ready_together_the_last_runs_first_and_the_others_from_the_top_of_a_stack():
-    graph = [argument("x"), *(node(name, "Exp", "x") for name in "abc")]
-    assert names(execution_order(graph)) == ["x", "c", "b", "a"]
-
-
-def test_inexpensive_operations_run_before_expensive_ones_in_their_own_order():
-    graph = [argument("x"), node("a", "Exp", "x"), node("r", "Reshape", "x"), node("s", "Reshape", "x")]
-    assert names(execution_order(graph)) == ["x", "r", "s", "a"]
-
-
-# --- Memory ---
+def test_of_operations_that_become_ready_together_the_last_runs_first_and_inexpensive_ones_before_expensive():
+    order = lambda *readers: [each.name for each in execution_order([argument("x"), *readers])]
+    assert order(*(node(name, "Exp", "x") for name in "abc")) == ["x", "c", "b", "a"]
+    graph = node("a", "Exp", "x"), node("r", "Reshape", "x"), node("s", "Reshape", "x")
+    assert order(*graph) == ["x", "r", "s", "a"]
 
 
 def test_samples_of_a_batch_are_views_and_channels_are_copies():
@@ -68,17 +55,6 @@ def test_samples_of_a_batch_are_views_and_channels_are_copies():
     assert timeline(program_of([x, half], (), (), 1)).peak_bytes == 8192 + 4096
 
 
-# --- Whole steps ---
-
-
-@pytest.fixture
-def small_model():
-    x = given = tf.keras.Input((32, 32, 3))
-    x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
-    x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
-    return tf.keras.Model(given, layers.Dense(2)(layers.GlobalAveragePooling2D()(x)))
-
-
 def both(unet, micro, parts=1, side=32):
     """(closed form, replay) of the trainer's own step; in several parts, of the one that takes more."""
     from cpu3d.settings import RunConfig
@@ -88,16 +64,14 @@ def both(unet, micro, parts=1, side=32):
     learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=micro))
     image = tf.TensorSpec((micro, *shape, unet.channels), unet.dtype)
     target = tf.TensorSpec((micro, *shape, unet.outputs), tf.uint8)
-    held = {
-        "variables": [*learner.model.weights, *learner.optimizer.variables, *learner._sums],
-        "region_bytes": region_bytes(unet, shape, micro),
-    }
-    if parts == 1:
-        replay = estimate_step(learner._step, image, target, **held)
-    else:
-        functions = estimate_step(learner._accumulate, image, target, **held), estimate_step(learner._apply, **held)
-        replay = max(functions, key=lambda each: each.timeline.peak_bytes)
-    return training_step(Job(unet, shape, batch, micro_batch=micro, engine=ENGINE, threads=2)), replay
+    variables = [*learner.model.weights, *learner.optimizer.variables, *learner._sums]
+    held = {"variables": variables, "region_bytes": region_bytes(unet, shape, micro)}
+    steps = [(learner._step, image, target)]
+    if parts > 1:
+        steps = [(learner._accumulate, image, target), (learner._apply,)]
+    replays = [estimate_step(*one, **held) for one in steps]
+    job = Job(unet, shape, batch, micro_batch=micro, engine=ENGINE, threads=2)
+    return training_step(job), max(replays, key=lambda each: each.timeline.peak_bytes)
 
 
 GRID = [

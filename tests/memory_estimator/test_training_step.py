@@ -12,8 +12,6 @@ from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from tests.memory_estimator.steps import names, op, step, written
 
-# --- The order ---
-
 
 def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
     program = step()
@@ -21,19 +19,9 @@ def test_the_forward_pass_is_the_plan_and_the_backward_pass_its_mirror():
         *("encoder0_conv1", "encoder0_conv2", "encoder1_pool", "encoder1_conv1", "encoder1_conv2"),
         *("decoder0_up", "decoder0_concat", "decoder0_conv1", "decoder0_conv2", "head"),
     ]
-    gradients = [name.partition("/") for name in names(program, "conv_filter_gradient", "conv_input_gradient")]
-    assert [(layer, what) for layer, _, what in gradients[:4]] == [
-        ("head", "filter_gradient"),
-        ("head", "input_gradient"),
-        ("decoder0_conv2", "filter_gradient"),
-        ("decoder0_conv2", "input_gradient"),
-    ]
-    # The image has no gradient.
-    assert gradients[-1][0] == "encoder0_conv1"
-    assert gradients[-1][2] == "filter_gradient"
-
-
-# --- Micro-batches ---
+    gradients = names(program, "conv_filter_gradient", "conv_input_gradient")
+    assert gradients[:2] == ["head/filter_gradient", "head/input_gradient"]
+    assert gradients[-1] == "encoder0_conv1/filter_gradient"  # the image has no gradient
 
 
 def test_a_steps_program_is_one_micro_batchs_and_the_update_from_the_sums():
@@ -50,9 +38,6 @@ def test_a_steps_program_is_one_micro_batchs_and_the_update_from_the_sums():
     assert "head/filter_gradient" in op(alone, "head/update").reads
 
 
-# --- Sizes ---
-
-
 @pytest.mark.parametrize(("dtype", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_bytes):
     program = step(batch=3, dtype=dtype, norm="batch")
@@ -65,9 +50,6 @@ def test_maps_kernels_and_gradients_have_the_sizes_of_their_dtype(dtype, value_b
     assert written(program, "encoder0_conv2/filter_gradient").bytes == 27 * 8 * 8 * value_bytes
     # The loss is float32 either way.
     assert written(program, "head/loss/products").bytes == voxels * 4
-
-
-# --- What differs between engines ---
 
 
 @pytest.mark.parametrize(
@@ -85,17 +67,6 @@ def test_a_norms_mask_is_a_bit_a_value_or_a_byte_and_stock_takes_four_times_that
     assert mask_bytes(800, channels, dtype, engine) == bytes_
     assert is_narrow(channels, dtype) == (bytes_ in (800, 3200))
 
-
-# --- Norms ---
-
-
-# --- Up-sampling ---
-
-
-# --- Before the first step ---
-
-
-# --- Any job ---
 
 JOBS = st.builds(
     lambda unet, shape, batch, at_once, **more: Job(
@@ -140,29 +111,31 @@ def test_every_program_is_consistent(job):
     assert sum(request.bytes for request in requests(program, 2)) == kept + sum(t.bytes for t in program.resident)
 
 
-# --- Measured ---
-
 BFLOAT16, FLOAT32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
 
 MEASURED = [
     # get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads, inputs as
-    # `bench memory` makes them.
-    (BFLOAT16, 96, 1, "itex", 643_688_960),
-    (FLOAT32, 96, 1, "itex", 1_049_526_272),
-    (FLOAT32, 96, 1, "stock", 987_004_928),
-    ({**BFLOAT16, "residual": True}, 64, 1, "itex", 266_826_240),
-    ({**FLOAT32, "residual": True}, 64, 1, "stock", 383_254_528),
-    ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, 64, 2, "itex", 331_350_016),
-    ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872),
-    ({**BFLOAT16, "deep_supervision": True}, 64, 1, "itex", 263_192_576),
+    # `bench memory` makes them. Under policy speed hardly a KiB is off; under the others the kernels' copies come in an
+    # order a little different, so that the allocator's pieces differ.
+    (BFLOAT16, (96, 96, 96), 1, "itex", 643_688_960, 5e-6),
+    (FLOAT32, (96, 96, 96), 1, "itex", 1_049_526_272, 5e-6),
+    (FLOAT32, (96, 96, 96), 1, "stock", 987_004_928, 5e-6),
+    ({**BFLOAT16, "residual": True}, (64, 64, 64), 1, "itex", 266_826_240, 5e-6),
+    ({**FLOAT32, "residual": True}, (64, 64, 64), 1, "stock", 383_254_528, 5e-6),
+    ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, (64, 64, 64), 2, "itex", 331_350_016, 5e-6),
+    ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872, 5e-6),
+    ({**BFLOAT16, "deep_supervision": True}, (64, 64, 64), 1, "itex", 263_192_576, 5e-6),
+    ({**FLOAT32, "policy": "lean"}, (64, 64, 64), 1, "stock", 192_724_992, 5e-6),
+    ({**BFLOAT16, "policy": "lean"}, (64, 64, 64), 1, "itex", 166_035_456, 5e-3),
+    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "itex", 185_712_640, 5e-3),
+    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "stock", 162_971_648, 5e-3),
 ]
 
 
-@pytest.mark.parametrize(("unet", "side", "batch", "engine", "measured"), MEASURED)
-def test_the_allocators_peak_is_the_measured_one_to_a_kib(unet, side, batch, engine, measured):
-    shape = side if isinstance(side, tuple) else (side, side, side)
-    job = Job(UNetConfig(policy="speed", **unet), shape, batch, micro_batch=batch, engine=engine, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, abs=1024)
+@pytest.mark.parametrize(("unet", "shape", "batch", "engine", "measured", "within"), MEASURED)
+def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured, within):
+    job = Job(UNetConfig(**{"policy": "speed", **unet}), shape, batch, micro_batch=batch, engine=engine, threads=2)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=within)
 
 
 def gradients(program, block):
@@ -196,21 +169,3 @@ def test_a_filter_gradient_by_planes_is_three_of_a_third_of_the_work_and_next_to
     # The head's kernel has one plane; the up-convolution's gradient goes over the whole volume.
     assert len([name for name in names(lean, "conv_filter_gradient") if name.startswith("head/")]) == 1
     assert op(lean, "decoder0_up/filter_gradient").scratch == op(speed, "decoder0_up/filter_gradient").scratch
-
-
-# --- Measured ---
-
-MEASURED = [
-    # As in test_training_step.py. Of the first not a KiB is off; of the others the allocator's pieces differ, as the
-    # kernels' copies come in an order a little different.
-    ({"dtype": "float32", "policy": "lean"}, "stock", 192_724_992, 5e-6),
-    ({"dtype": "bfloat16", "policy": "lean"}, "itex", 166_035_456, 5e-3),
-    ({"dtype": "bfloat16", "policy": "balanced"}, "itex", 185_712_640, 5e-3),
-    ({"dtype": "bfloat16", "policy": "balanced"}, "stock", 162_971_648, 5e-3),
-]
-
-
-@pytest.mark.parametrize(("unet", "engine", "measured", "within"), MEASURED)
-def test_the_allocators_peak_is_the_measured_one_to_half_a_percent(unet, engine, measured, within):
-    job = Job(UNetConfig(**unet), (64, 64, 64), engine=engine, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=within)

@@ -3,21 +3,19 @@
 The half of the data path that needs files. The other half, `finish`, needs none and may run elsewhere.
 """
 
-import dataclasses
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.augment import DRAWN, AugmentConfig, sample_params
-from cpu3d.data.files.pages import LookAhead
+from cpu3d.data.augment import DRAWN, AugmentConfig, draw
 from cpu3d.data.files.reader import Reader, ReadPlan, Slices, choose_read_mode, file_system, parts_of
-from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, crop
-from cpu3d.data.sampling import ALL, Share
+from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, distinct
 from cpu3d.errors import InputError, refuse
 
@@ -35,6 +33,12 @@ BOX = {
 SMALL = 8
 """A box below this part of its array is copied out of the file rather than left in a map."""
 
+AHEAD = 2
+"""Samples to bring in before they come."""
+
+IN_FLIGHT = 3
+"""Samples besides those being prepared whose maps TensorFlow may still hold: it lets go when it asks for the next."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -42,11 +46,9 @@ class Reading:
 
     reader: Reader
     plan: ReadPlan
-    split_bytes: Mapping[str, int]
-    """Bytes of the files of each split that it was opened for."""
     kept: FrozenSet[str]
-    """Stems of the arrays that stay in memory from one epoch to the next: of each split the first that its part of the
-    page budget holds. They follow from the store and the budget alone, so all workers of a host keep the same."""
+    """Stems of the arrays that stay in memory from one epoch to the next: the first that the page budget holds. They
+    follow from the store and the budget alone, so all workers of a host keep the same."""
 
 
 def open_reading(
@@ -55,134 +57,110 @@ def open_reading(
     *,
     free_bytes: int,
     read_mode: Optional[str] = None,
-    page_budget_bytes: Optional[int] = None,
     patches: bool = False,
     share: Share = ALL,
 ) -> Reading:
     """Look at every array of these splits once, at no voxel, and choose how to read them.
 
-    `free_bytes` is the memory that a run may use here; `read_mode` is one of READ_MODES; `page_budget_bytes` says how
-    many pages to leave in memory, None leaves it to the plan; `patches` says that parts will be read, not volumes. The
-    workers of a run look at a `share` of the arrays each. Raises InputError for an unknown or empty split, for cases
-    without labels, for all arrays that are damaged, and for "ram" when they do not fit.
+    `free_bytes` is the memory that a run may use here, of which pages get half at most; `read_mode` is one of
+    READ_MODES; `patches` says that parts will be read, not volumes. The workers of a run look at a `share` of the
+    arrays each. Raises InputError for an unknown or empty split, for cases without labels, for all arrays that are
+    damaged, and for "ram" when they do not fit.
     """
-    sizes: Dict[str, List[Tuple[str, int]]] = {split: [] for split in splits}
+    sizes: Dict[str, int] = {}
 
     def counted(split: str):
         for record in distinct(labelled(store, split)):
-            sizes[split].append((record.stem, record.image_bytes + record.label_bytes))
+            sizes[record.stem] = record.image_bytes + record.label_bytes
             yield record
 
     for split in splits:
         store.check(itertools.islice(counted(split), share.rank, None, share.workers))
-    split_bytes = {split: sum(size for _, size in found) for split, found in sizes.items()}
-    total = sum(split_bytes.values())
-    plan = choose_read_mode(
-        read_mode, file_system=file_system(store.folder), needed_bytes=total, free_bytes=free_bytes, patches=patches
-    )
-    if page_budget_bytes is not None:
-        plan = dataclasses.replace(plan, page_budget_bytes=page_budget_bytes)
-    kept = set()
-    for split, found in sizes.items():
-        ends = itertools.accumulate(size for _, size in found)
-        budget = plan.page_budget_bytes * split_bytes[split] // total
-        kept |= {stem for (stem, _), end in zip(found, ends) if end <= budget}
-    return Reading(Reader(store.folder, plan.mode), plan, split_bytes, frozenset(kept))
+    facts = {"file_system": file_system(store.folder), "needed_bytes": sum(sizes.values()), "free_bytes": free_bytes}
+    plan = choose_read_mode(read_mode, **facts, patches=patches)
+    ends = zip(sizes, itertools.accumulate(sizes.values()))
+    kept = frozenset(stem for stem, end in ends if end <= plan.page_budget_bytes)
+    return Reading(Reader(store.folder, plan.mode), plan, kept)
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
     """The cases of a split. Raises InputError when there is no such split, it is empty, or a case has no label."""
     if split not in store.manifest.split:
         raise InputError(f"split must be one of {', '.join(store.manifest.split)}, got {split!r}; pick one")
-    records = store.cases(split)
-    if not records:
+    if not store.manifest.split[split]:
         raise InputError(f"split {split!r} of {store.folder} must hold cases, got none; prepare with another --split")
     bare = sorted(set(store.manifest.unlabelled) & set(store.manifest.split[split]))
     refuse(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare)
-    return records
+    return store.cases(split)
 
 
 class Loader:
     """sample -> the arrays of `BOX`, in that order. Any number of threads may call it, in any order.
 
-    Samples are those of `share`, by their index; whose share is everything has sample n at position n.
+    Samples are those of `share`, by their index; whose share is everything has sample n at position n. `samples` are
+    those of a pass. A thread that lives as long as this object asks the kernel for the files of what comes next, and
+    gives back those of what was used: the kernel would drop what was used longest ago, which in epochs comes next.
     """
 
     def __init__(
         self,
         reading: Reading,
-        place_at: Callable[[int], Tuple[CaseRecord, Region]],
+        records: Sequence[CaseRecord],
+        sampling: PatchSampling,
         *,
         augment: AugmentConfig,
-        seed: int,
         samples: range,
         threads: int = 1,
         share: Share = ALL,
     ):
-        """`place_at` says which part of which case comes at a position; `samples` are those of a pass."""
-        self._reader, self._place_at, self._share = reading.reader, place_at, share
-        self._augment, self._seed = augment, seed
-        reader, kept = reading.reader, reading.kept  # functions of no `self`: the look-ahead must not keep this alive
-
-        def bring_in(sample: int) -> None:
-            record, region = place_at(share.position(sample))
-            inside = occupied(record, region)
-            reader.advise(record, (slice(0, 0),) * 3 if inside is None else _slices(record, inside))
-
-        def files_at(sample: int) -> Sequence[Path]:
-            record, _ = place_at(share.position(sample))
-            return () if record.stem in kept else [array_path(reader.folder, record, p) for p in parts_of(record)]
-
-        # TensorFlow lets go of an array when it asks for the next.
-        self._ahead = LookAhead(bring_in, files_at, start=samples.start, stop=samples.stop, in_flight=threads + 1)
+        self._reader, self._kept, self._records, self._sampling = reading.reader, reading.kept, records, sampling
+        self._augment, self._samples, self._share, self._in_flight = augment, samples, share, threads + IN_FLIGHT
+        self._adviser = ThreadPoolExecutor(1, "cpu3d look-ahead")
 
     def __call__(self, sample: int) -> Tuple[np.ndarray, ...]:
-        self._ahead.at(int(sample))
-        position = self._share.position(int(sample))
-        record, region = self._place_at(position)
-        params = sample_params(self._augment, seed=self._seed, position=position, channels=record.channels)
-        box = {**self._arrays(record, region), **params.arrays(*normalisation(record), record.spacing_mm)}
-        return tuple(box[name] for name in BOX)
-
-    def _arrays(self, record: CaseRecord, region: Region) -> Dict[str, np.ndarray]:
-        """The stored arrays and what to take of them: mapped as they are where that is no copy, else the box alone."""
-        inside = occupied(record, region)
-        half = np.bool_(record.image_dtype == "float16")
-        if inside is None:
-            # Nothing but background: one voxel of it, and zeros around.
-            bits, label = np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8)
-            inside, at = Region(region.start, (1, 1, 1)), (0, 0, 0)
-        elif self._maps(record, inside):
-            bits, label = (self._reader.array(record, part) for part in parts_of(record))
-            at = tuple(a - b for a, b in zip(inside.start, record.stored.start))
-        else:
-            slices = _slices(record, inside)
-            bits, label = (self._reader.box(record, part, slices) for part in parts_of(record))
-            at = (0, 0, 0)
-        around = [(a - b, d - c) for a, b, c, d in zip(inside.start, region.start, inside.stop, region.stop)]
-        # float16 goes as its bits: a dataset has one dtype, and a view costs nothing.
-        return {
-            "bits": bits.view(np.int16),
-            "is_half": half,
+        self._adviser.submit(self._advise, int(sample))
+        record, region = self._place_of(int(sample))
+        key = {"seed": self._sampling.seed, "position": self._share.position(int(sample))}
+        drawn = draw(self._augment, *normalisation(record), record.spacing_mm, **key)
+        inside = region.overlap(record.box) or Region(region.start, (1, 1, 1))
+        bits, label, at = self._arrays(record, inside)
+        box = {
+            **drawn,
+            "bits": bits.view(np.int16),  # float16 goes as its bits: a dataset has one dtype, and a view costs nothing
+            "is_half": np.bool_(record.image_dtype == "float16"),
             "label": label,
             "start": np.int64(at),
             "size": np.int64(inside.size),
-            "padding": np.int64(around),
+            "padding": np.int64([inside.start, region.stop]).T - np.int64([region.start, inside.stop]).T,
         }
+        return tuple(box[name] for name in BOX)
 
-    def _maps(self, record: CaseRecord, inside: Region) -> bool:
-        """Whether to take the mapped arrays: no copy, but a new map costs its page faults, more than a small copy."""
-        if record.format != "npy" or self._reader.mode == "pread":
-            return False
-        return self._reader.mode == "ram" or SMALL * math.prod(inside.size) >= math.prod(record.stored.size)
+    def _place_of(self, sample: int) -> Tuple[CaseRecord, Region]:
+        drawn = patch_at(self._share.position(sample), self._sampling, self._records)
+        return self._records[drawn.index], drawn.region
 
+    def _advise(self, sample: int) -> None:
+        """Give back what was used before `sample`, bring in what comes after. What fails here fails when it is read."""
+        first, end, used = self._samples.start, min(sample + AHEAD + 1, self._samples.stop), sample - self._in_flight
+        if used >= first:
+            record, _ = self._place_of(used)
+            if record.stem not in self._kept | {self._place_of(other)[0].stem for other in range(used + 1, end)}:
+                self._reader.give_back(record)
+        for coming in range(sample if sample == first else sample + AHEAD, end):
+            record, region = self._place_of(coming)
+            inside = region.overlap(record.box)
+            if inside:
+                self._reader.advise(record, _slices(record, inside))
 
-def occupied(record: CaseRecord, region: Region) -> Optional[Region]:
-    """The part of `region` that lies in the case's brain: all that has to be read. None where they do not meet."""
-    start = tuple(max(a, b) for a, b in zip(region.start, record.box.start))
-    stop = tuple(min(a, b) for a, b in zip(region.stop, record.box.stop))
-    size = tuple(b - a for a, b in zip(start, stop))
-    return Region(start, size) if min(size) > 0 else None
+    def _arrays(self, record: CaseRecord, inside: Region) -> Tuple[np.ndarray, np.ndarray, Tuple[int, ...]]:
+        """(bits, label, where the region begins in them): mapped as they are where that is no copy, else it alone."""
+        if not inside.overlap(record.box):  # one voxel of background
+            return np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8), (0, 0, 0)
+        slices, parts = _slices(record, inside), parts_of(record)
+        mapped = record.format == "npy" and self._reader.mode != "pread"
+        if mapped and SMALL * math.prod(inside.size) >= math.prod(record.stored.size):
+            return (*(self._reader.array(record, part) for part in parts), tuple(one.start for one in slices))
+        return (*(self._reader.box(record, part, slices) for part in parts), (0, 0, 0))
 
 
 def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
@@ -196,9 +174,6 @@ def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarr
     scale, shift = normalisation(record)
     part = crop(image, region)
     return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
-
-
-# --- Private helpers ---
 
 
 def _slices(record: CaseRecord, inside: Region) -> Slices:

@@ -45,37 +45,51 @@ def load_case(
     """Read, check and turn one case.
 
     The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
-    `scores`, it is `float16_image`, with its largest rounding error in the record. `zero_nan` makes NaN and infinite
-    voxels background, and counts them. `labels` are the codes that may occur once those in `label_map` are changed;
-    None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
-
-    Raises InputError with every problem of the case: files that cannot be read or lie on different grids, NaN or
-    infinite voxels, empty or constant channels, unknown label codes.
+    `scores`, it is `float16_image`. `zero_nan` makes NaN and infinite voxels background, and counts them. `labels` are
+    the codes that may occur once those in `label_map` are changed; None leaves the label unread. Sources are recorded
+    relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of the case.
     """
-    problems: List[str] = []
-    volumes, geometry, zeroed_voxels = _read_channels(files, channels, zero_nan, problems)
-    label = None
-    if labels is not None and files.label is not None:
-        label = _read_label(files, labels, label_map or {}, geometry, problems)
+    if len(files.images) not in (1, len(channels)):
+        raise InputError(f"case {files.case_id} must have a file for each of {channels}, got {len(files.images)}")
+    names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
+    paths = files.images if labels is None else files.paths
+    volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []
+    for number, path in enumerate(paths):
+        try:
+            array, grid = nifti.read_volume(path)
+            geometry = geometry or grid
+            problems += _grid_problems(path, grid, paths[0], geometry)
+            if number == len(files.images):
+                label = _label(path, array, labels, label_map or {})
+                continue
+            if zero_nan and not np.isfinite(array).all():
+                zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
+                array = np.where(np.isfinite(array), array, 0)
+            volumes += _channels(path, array, names[number])
+        except InputError as error:
+            problems += error.problems
     refuse(problems)
-    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if scores or any(volume.dtype != np.int16 for volume in volumes):
-        image, max_abs_error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
+        image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
     else:
-        image, max_abs_error = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2")), 0.0
-    del volumes
+        image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))
+    del volumes, array
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    paths = files.paths if label is not None else files.images
+    sources = [
+        SourceFile(source_name(path, dataset_folder), path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns)
+        for path in paths
+    ]
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
         spacing_mm=nifti.ras_spacing_mm(geometry),
         **facts_of(image, label),
-        max_abs_error=max_abs_error,
+        max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
-        sources=tuple(_source(path, dataset_folder) for path in paths),
+        sources=tuple(sources),
         stem=files.case_id,
         format="",
         stored=whole(image.shape[:3]),
@@ -116,25 +130,18 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
 
 def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label on the whole grid."""
-    mask = np.zeros(image.shape[:3], bool) if label is None else label > 0
-    statistics = []
-    for index in range(image.shape[3]):
-        channel = image[..., index]
-        inside = channel != 0
-        mask |= inside
-        values = channel[inside].astype(np.float64)
-        statistics.append((values.mean(), values.std(), values.min(), values.max(), values.size))
-    mean, std, low, high, voxels = zip(*statistics)
+    values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
+    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
     counts = np.bincount(label.reshape(-1)) if label is not None else ()
     return {
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(map(float, mean)),
-        "channel_std": tuple(map(float, std)),
-        "channel_min": tuple(map(float, low)),
-        "channel_max": tuple(map(float, high)),
-        "channel_voxels": tuple(map(int, voxels)),
+        "channel_mean": tuple(float(one.mean()) for one in values),
+        "channel_std": tuple(float(one.std()) for one in values),
+        "channel_min": tuple(float(one.min()) for one in values),
+        "channel_max": tuple(float(one.max()) for one in values),
+        "channel_voxels": tuple(one.size for one in values),
         "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
         "centres": centres_of(label) if label is not None else {},
         "image_voxels_sha256": voxels_sha256(image),
@@ -144,43 +151,7 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
 
 def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
     """The path as a record tells it: relative to the data set's folder, or the bare name where it lies outside."""
-    folder = Path(dataset_folder) if dataset_folder is not None else path.parent
-    return path.relative_to(folder).as_posix() if folder in path.parents else path.name
-
-
-# --- Private helpers: reading ---
-
-
-def _read_channels(files: CaseFiles, channels: Sequence[str], zero_nan: bool, problems: List[str]):
-    """One 3D array per channel, int16 wherever that is exact, the grid of the first file that could be read, and how
-    many voxels were made 0."""
-    volumes, geometry, first, zeroed_voxels = [], None, None, 0
-    expect_4d = len(files.images) == 1 and len(channels) > 1
-    for number, path in enumerate(files.images):
-        try:
-            array, found = nifti.read_volume(path)
-        except InputError as error:
-            problems += error.problems
-            continue
-        if geometry is None:
-            geometry, first = found, path
-        problems += _grid_problems(path, found, first, geometry)
-        names = channels if expect_4d else channels[number : number + 1]
-        array = array if array.ndim == 4 else array[..., None]
-        if array.shape[3] != max(len(names), 1):
-            advice = f"give one 4D file or one 3D file for each of {', '.join(channels)}"
-            problems.append(f"{path} must hold {max(len(names), 1)} channel(s), got {array.shape[3]}; {advice}")
-            continue
-        for index, name in enumerate(names):
-            volume = array[..., index]
-            if zero_nan and not np.isfinite(volume).all():
-                zeroed_voxels += int(np.count_nonzero(~np.isfinite(volume)))
-                volume = np.where(np.isfinite(volume), volume, 0)
-            problems += _channel_problems(f"channel {name} of {path}", volume)
-            volumes.append(_compact(volume))
-    if len(files.images) not in (1, len(channels)):
-        problems.append(f"case {files.case_id} must have a file per channel, got {len(files.images)}; name them all")
-    return volumes, geometry, zeroed_voxels
+    return path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
 
 
 def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
@@ -197,66 +168,51 @@ def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry)
     return [f"{path} must lie on the grid of {first.name}: {difference}; resample it, mend its header or leave it out"]
 
 
-def _channel_problems(name: str, volume: np.ndarray) -> List[str]:
-    """NaN, infinity and channels without contrast, which no normalisation can mend."""
-    bad = volume.size - int(np.count_nonzero(np.isfinite(volume))) if volume.dtype.kind == "f" else 0
-    if bad:
-        advice = "mend it, leave it out, or make them background with --zero-nan"
-        return [f"{name} must be finite, got {bad} NaN or infinite voxels; {advice}"]
-    inside, advice = volume[volume != 0], "fetch it again or leave the case out"
-    if inside.size == 0:
-        return [f"{name} must not be empty, got zeros only; {advice}"]
-    if inside.min() == inside.max():
-        return [f"{name} must vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}"]
-    return []
+def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:
+    """The channels of a file, int16 where that is exact. Raises InputError for those without contrast, which no
+    normalisation can mend, for NaN and infinity and another number of channels."""
+    array = array if array.ndim == 4 else array[..., None]
+    if array.shape[3] != len(names):
+        advice = "give one 4D file or one 3D file for each channel"
+        raise InputError(f"{path} must hold {len(names)} channel(s), got {array.shape[3]}; {advice}")
+    volumes, problems = [], []
+    for index, name in enumerate(names):
+        volume, rule, advice = (
+            array[..., index],
+            f"channel {name} of {path} must",
+            "fetch it again or leave the case out",
+        )
+        bad, inside = volume.size - int(np.count_nonzero(np.isfinite(volume))), volume[volume != 0]
+        if bad:
+            advice = "mend it, leave it out, or make them background with --zero-nan"
+            problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
+        elif inside.size == 0:
+            problems.append(f"{rule} not be empty, got zeros only; {advice}")
+        elif inside.min() == inside.max():
+            problems.append(f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}")
+        else:
+            limits, integral = np.iinfo(np.int16), volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
+            exact = integral and limits.min <= volume.min() and volume.max() <= limits.max
+            volumes.append(volume.astype(np.int16) if exact else volume)
+    refuse(problems)
+    return volumes
 
 
-def _compact(volume: np.ndarray) -> np.ndarray:
-    """The volume as int16 where that is exact, else as it is."""
-    limits = np.iinfo(np.int16)
-    if volume.dtype.kind == "f" and not (np.isfinite(volume).all() and np.array_equal(np.rint(volume), volume)):
-        return volume
-    if volume.min() < limits.min or volume.max() > limits.max:
-        return volume
-    return volume.astype(np.int16)
-
-
-def _read_label(
-    files: CaseFiles,
-    labels: Dict[int, str],
-    label_map: Mapping[int, int],
-    expected: Optional[Geometry],
-    problems: List[str],
-) -> Optional[np.ndarray]:
-    """The label as uint8, its codes changed by `label_map`; None where it has problems."""
-    path = files.label
-    try:
-        label, geometry = nifti.read_volume(path)
-    except InputError as error:
-        problems += error.problems
-        return None
+def _label(path: Path, label: np.ndarray, labels: Mapping[int, str], label_map: Mapping[int, int]) -> np.ndarray:
+    """The label as uint8, its codes changed by `label_map`. Raises InputError for other codes than `labels`."""
     if label.ndim == 4 and label.shape[3] == 1:
         label = label[..., 0]
     if label.ndim != 3:
-        problems.append(f"label {path} must be 3D, got shape {label.shape}; give one label map")
-        return None
+        raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
     values, counts = np.unique(label, return_counts=True)
     codes = [label_map.get(value, value) for value in values]
     unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
         rule = f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}"
-        problems.append(f"{rule}; mend it, or say what they are with --label-map")
-        return None
-    if expected is not None:
-        problems += _grid_problems(path, geometry, files.images[0], expected)
+        raise InputError(f"{rule}; mend it, or say what they are with --label-map")
     changed = label.astype(np.uint8)
     for value, code in zip(values, codes):
         if code != value:
             changed[label == value] = code
     return changed
-
-
-def _source(path: Path, dataset_folder: Optional[Path]) -> SourceFile:
-    status = path.stat()
-    return SourceFile(source_name(path, dataset_folder), status.st_size, file_sha256(path), status.st_mtime_ns)

@@ -9,35 +9,32 @@ dataset.json or the layout, never from voxels. Code 4 of brats2023, the resectio
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+
+import msgspec
 
 from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.errors import InputError, refuse
-from memory_estimator.files import read_json
+from memory_estimator.files import read_regular
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """A layout with a folder of 3D files for each case."""
+    """A layout with a folder of 3D files for each case, named <case><separator><suffix>."""
 
     separator: str
-    """Between a case's name and the suffix of a file."""
     suffixes: Dict[str, str]
     """Suffix -> channel, in the store's order, or "seg"."""
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()
     """Codes of which a store has those alone that occur in its cases."""
     patients: Dict[str, str] = field(default_factory=dict)
-    """Rule -> names of cases, of any release, with the patient as group 1."""
-
-    @property
-    def channels(self) -> Tuple[str, ...]:
-        return tuple(channel for channel in self.suffixes.values() if channel != "seg")
+    """As PATIENT_NAMES, for this layout alone."""
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -70,6 +67,20 @@ PATIENT_NAMES = {
 }
 """Names in any layout -> the patient in them, as group 1; what follows, such as a modality, is ignored."""
 
+CHANNEL_NAMES = {
+    **{suffix: channel for layout in FOLDER_LAYOUTS.values() for suffix, channel in layout.suffixes.items()},
+    "t1w": "T1w",
+    "t1gd": "T1gd",
+}
+"""What files and data sets call a channel, in lower case -> its name in stores, or "seg"."""
+
+_SUFFIX = re.compile(
+    rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
+)
+
+Problems = Dict[str, List[str]]
+"""Case that cannot be used -> the reasons why."""
+
 
 @dataclass(frozen=True)
 class CaseFiles:
@@ -88,14 +99,6 @@ class CaseFiles:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A case that cannot be used, and one reason why."""
-
-    case_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Dataset:
     """A data set as found on disk; no volume has been opened yet."""
 
@@ -106,13 +109,11 @@ class Dataset:
     channels: Tuple[str, ...]
     labels: Dict[int, str]
     """Label code -> name; 0 is background."""
-    regions: Dict[str, Tuple[int, ...]]
-    """Region name -> label codes; WT, TC, ET (and RC) for BraTS-like labels, else one region per label."""
     cases: Tuple[CaseFiles, ...]
     """The complete ones, by case id."""
-    problems: Tuple[Problem, ...]
-    """Those with a file missing or double; none of them is in `cases`."""
-    patient_rules: Dict[str, str] = field(default_factory=dict)
+    problems: Problems
+    """Of those with a file missing or double; none of them is in `cases`."""
+    patient_rules: Dict[str, str]
     """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
 
 
@@ -126,12 +127,18 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}")
-    dataset = _read_decathlon(folder) if (folder / "dataset.json").is_file() else _read_folders(folder)
-    if patients is None:
-        return dataset
-    table = read_patients(patients, [case.case_id for case in dataset.cases])
-    cases = tuple(replace(case, patient_id=table[case.case_id]) for case in dataset.cases)
-    return replace(dataset, cases=cases, patient_rules={case.case_id: TABLE for case in cases})
+    read = _read_decathlon if (folder / "dataset.json").is_file() else _read_folders
+    name, layout, channels, labels, cases, problems = read(folder)
+    times = Counter(case.case_id for case in cases)
+    refuse(f"case id {one} in {folder} must be used once; rename one of them" for one, n in times.items() if n > 1)
+    cases = sorted((case for case in cases if case.case_id not in problems), key=lambda case: case.case_id)
+    known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
+    if patients is not None:
+        table = read_patients(patients, list(known))
+        known = {case_id: (table[case_id], TABLE) for case_id in known}
+    cases = tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases)
+    rules = {case_id: rule for case_id, (_, rule) in known.items()}
+    return Dataset(folder, name, layout, channels, labels, cases, problems, rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
@@ -144,20 +151,6 @@ def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
     return case_id, UNKNOWN
 
 
-# --- Labels and regions ---
-
-
-def describe_labels(dataset: Dataset) -> List[str]:
-    """The label mapping that was chosen, one line a code, such as "3 enhancing tumour -> WT, TC, ET"."""
-    always = labels_in_use(dataset.layout, dataset.labels, ())
-
-    def line(code: int, name: str) -> str:
-        within = ", ".join(region for region, codes in dataset.regions.items() if code in codes)
-        return f"{code} {name} -> {within or 'no region'}{'' if code in always else ', where a label holds it'}"
-
-    return [line(code, name) for code, name in sorted(dataset.labels.items())]
-
-
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
     """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
     optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
@@ -165,22 +158,19 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
 
 
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """WT, TC, ET where the names tell one oedema and one enhancing tumour; otherwise every label is its own region.
+    """Region -> codes: WT, TC, ET where the names tell one oedema and one enhancing tumour; else each label is its own.
 
     Beside those a resection cavity, which is no tumour, is a region RC.
     """
 
-    def named(pattern: str) -> Tuple[int, ...]:
-        return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
-
-    codes = tuple(code for code in sorted(labels) if code != 0)
-    oedema, cavity = named("edema"), named("cavity")
-    enhancing = named(r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    tumour = tuple(code for code in codes if code not in cavity) if len(cavity) == 1 else codes
-    if not (len(oedema) == 1 and len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
+    codes = [code for code in sorted(labels) if code != 0]
+    patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
+    cavity, oedema, enhancing = ([code for code in codes if re.search(one, labels[code].lower())] for one in patterns)
+    tumour = [code for code in codes if [code] != cavity]
+    if not (len(oedema) == len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
         return {labels[code]: (code,) for code in codes}
-    regions = {"WT": tumour, "TC": tuple(code for code in tumour if code not in oedema), "ET": enhancing}
-    return {**regions, "RC": cavity} if tumour != codes else regions
+    regions = {"WT": tumour, "TC": [code for code in tumour if code not in oedema], "ET": enhancing, "RC": cavity}
+    return {name: tuple(those) for name, those in regions.items() if name != "RC" or tumour != codes}
 
 
 def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
@@ -198,61 +188,54 @@ def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
 
 
 def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
-    """The data set with the codes, names and regions that its labels have once `label_map` is applied to them.
+    """The data set with the codes and names that its labels have once `label_map` is applied to them.
 
     All codes change at once, so 1=2 with 2=1 swaps them. A code that has a name keeps it under a new code that has
     none; a code onto which nothing falls any more is gone. Raises InputError where a new code would have no name.
     """
     before = dataset.labels
     labels = {code: name for code, name in before.items() if code not in label_map or code in label_map.values()}
-    problems = []
+    known, problems = ", ".join(f"{code} {name}" for code, name in sorted(before.items())), []
     for old, new in sorted(label_map.items()):
         labels[new] = labels.get(new, before.get(old))
         if labels[new] is None:
-            known = ", ".join(f"{code} {name}" for code, name in sorted(before.items()))
             problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; mend it")
     if len(labels) < 2:
         problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
     refuse(problems)
-    labels = dict(sorted(labels.items()))
-    return replace(dataset, labels=labels, regions=regions_of(labels))
+    return replace(dataset, labels=dict(sorted(labels.items())))
 
 
-# --- Files to predict ---
-
-
-def case_files(paths: Sequence[Union[str, Path]], channels: Sequence[str]) -> CaseFiles:
+def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
     """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
 
     Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
     modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
-    a file does not exist and when a channel is missing or double.
+    a channel is missing or double.
     """
-    paths = [Path(path) for path in paths]
-    refuse(f"image {path} must exist, found none; check the path" for path in paths if not path.exists())
-    if len(paths) > 1:
-        refuse(f"image {one} must be a file when several are given, got a folder" for one in paths if one.is_dir())
-    if not paths:
-        raise InputError("--image must name a case folder or files, got nothing")
-    case_id, where = _stem(paths[0]), paths[0].parent
-    if paths[0].is_dir():
-        case_id, paths = _name(paths[0]), _in_channel_order(_volumes(paths[0]), channels, paths[0])
-    elif len(paths) > 1 or len(channels) == 1:
+    first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
+    folder, named = first.is_dir(), all(own) and all(map(_modality, paths))
+    case_id = _name(first) if folder else _stem(first)
+    apart = not folder and (len(paths) > 1 or len(channels) == 1)
+    if apart:
         paths = [path for path in paths if _modality(path) != "seg"]
-        if all(_modality(path) for path in paths) and all(_canonical(name) for name in channels):
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(where)
-            paths = _in_channel_order(paths, channels, where)
+        if named:
+            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(first.parent)
         elif len(paths) != len(channels):
-            rule = f"--image must name one 4D file or one file for each of {', '.join(channels)}"
-            raise InputError(f"{rule}, got {len(paths)} files; name them all")
+            rule = f"one 4D file or one for each of {', '.join(channels)}"
+            raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
         else:
-            own = [_canonical(name) for name in channels]
             refuse(
                 f"{path} must be the file of channel {name} by its place, got a name of {_modality(path)}; give files"
                 f" in the order of {', '.join(channels)}"
                 for path, name, modality in zip(paths, channels, own)
                 if _modality(path) in {*own} - {None, modality}
             )
+    if folder or (named and apart):
+        wanted = [known or name for known, name in zip(own, channels)]
+        files, wrong = _one_each(_volumes(first) if folder else paths, wanted, first if folder else first.parent)
+        refuse(wrong)
+        paths = [files[name] for name in wanted]
     return CaseFiles(case_id, case_id, tuple(paths), None)
 
 
@@ -264,16 +247,18 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     which files make up a case.
     """
     paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
-    named = [path for path in paths if _modality(path) and all(map(_canonical, channels))]
+    named = [path for path in paths if _modality(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
     if len(named) == len(paths):
-        groups: Dict[str, List[Path]] = {}
+        groups: Dict[str, List[Path]] = defaultdict(list)
         for path in paths:
-            groups.setdefault(_SUFFIX.sub("", path.name) or str(path.parent), []).append(path)
+            groups[_SUFFIX.sub("", path.name) or str(path.parent)].append(path)
         return list(groups.values())
     several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
     if several or (len(channels) == 1 and named):
-        rule = "3D files must be of one case, or all or none of them named after their modality"
-        raise InputError(f"{rule}, got {', '.join(path.name for path in paths)}; predict them apart")
+        found = ", ".join(path.name for path in paths)
+        raise InputError(
+            f"3D files must be of one case, or all named after modalities, got {found}; predict them apart"
+        )
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
@@ -286,28 +271,15 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
     folder = files.images[0].absolute().parent
     try:
         if folder.name in ("imagesTr", "imagesTs") and (folder.parent / "dataset.json").is_file():
-            return str(folder.parent / "dataset.json"), _read_decathlon(folder.parent).labels
+            return str(folder.parent / "dataset.json"), _read_decathlon(folder.parent)[3]
         _refuse_other_codes(folder, [files.case_id])
     except InputError:
         return None
-    named = [layout for layout in FOLDER_LAYOUTS if all(_part_of(path, layout) for path in files.images)]
+    named = [layout for layout in FOLDER_LAYOUTS if all(_modality(path, layout) for path in files.images)]
     return (named[0], LABEL_CODES[named[0]]) if named else None
 
 
-# --- Private helpers: a folder a case ---
-
-_ALIASES = {"T1w": {"t1w"}, "T1gd": {"t1gd"}, "T2w": {"t2"}}
-"""Channel, or "seg" -> what files and data sets call it, in lower case; what layouts do is added."""
-for _suffix, _channel in [pair for one in FOLDER_LAYOUTS.values() for pair in one.suffixes.items()]:
-    _ALIASES.setdefault(_channel, set()).add(_suffix)
-
-_SUFFIX = re.compile(
-    rf"(?:^|[_-])({'|'.join(sorted(set().union(*_ALIASES.values()), key=len, reverse=True))})\.nii(\.gz)?$",
-    re.IGNORECASE,
-)
-
-
-def _read_folders(folder: Path) -> Dataset:
+def _read_folders(folder: Path):
     found = _case_folders(folder)
     layouts = sorted({layout for _, layout in found if layout})
     if len(layouts) != 1:
@@ -318,22 +290,39 @@ def _read_folders(folder: Path) -> Dataset:
         )
     layout = FOLDER_LAYOUTS[layouts[0]]
     _refuse_other_codes(folder, [_name(case) for case, _ in found])
-    cases, problems = [], []
+    cases, problems = [], {}
     for case, _ in found:
-        chosen, case_id = {}, _name(case)
-        for suffix, channel in layout.suffixes.items():
-            paths = [path for path in _volumes(case) if _part_of(path, layouts[0]) == channel]
-            if len(paths) == 1:
-                chosen[channel] = paths[0]
-                continue
-            what = f"{'label' if channel == 'seg' else 'modality'} {case}/*{layout.separator}{suffix}.nii.gz"
-            names = ", ".join(path.name for path in paths) or "none"
-            problems.append(
-                Problem(case_id, f"{what} must be there once, found {names}; mend the case or leave it out")
-            )
-        images = tuple(chosen[name] for name in layout.channels if name in chosen)
-        cases.append(CaseFiles(case_id, case_id, images, chosen.get("seg")))
-    return _dataset(folder, _name(folder), layouts[0], layout.channels, layout.labels, cases, problems)
+        case_id, files, wrong = _name(case), *_one_each(_volumes(case), layout.suffixes.values(), case, layouts[0])
+        if wrong:
+            problems[case_id] = wrong
+        *images, label = (files.get(channel) for channel in layout.suffixes.values())
+        cases.append(CaseFiles(case_id, case_id, tuple(images), label))
+    return _name(folder), layouts[0], tuple(layout.suffixes.values())[:-1], layout.labels, cases, problems
+
+
+def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
+    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
+
+    def layout_of(case: Path) -> Optional[str]:
+        counts = {name: sum(_modality(path, name) is not None for path in _volumes(case)) for name in FOLDER_LAYOUTS}
+        best = max(counts, key=counts.get)
+        return best if counts[best] else None
+
+    def subfolders(parent: Path) -> List[Tuple[Path, Optional[str]]]:
+        paths = (path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith("."))
+        return [(path, layout_of(path)) for path in paths]
+
+    def went_wrong(case: Path) -> bool:  # a folder that is empty, or that holds volumes but none with a known name
+        return not any(case.iterdir()) or bool(_volumes(case))
+
+    if layout_of(folder):
+        return [(folder, layout_of(folder))]
+    found = []
+    for child, layout in subfolders(folder):
+        below = [] if layout else subfolders(child)
+        cases = below if any(kind for _, kind in below) else [(child, layout)]
+        found += [(path, kind) for path, kind in cases if kind or went_wrong(path)]
+    return found
 
 
 def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
@@ -344,113 +333,54 @@ def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     refuse([*other, advice] if other else ())
 
 
-def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
-    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
-
-    def went_wrong(case: Path) -> bool:  # a folder that is empty, or that holds volumes but none with a known name
-        return not any(case.iterdir()) or bool(_volumes(case))
-
-    if _layout_of(folder):
-        return [(folder, _layout_of(folder))]
-    found = []
-    for child in _subfolders(folder):
-        layout = _layout_of(child)
-        below = [] if layout else [(grandchild, _layout_of(grandchild)) for grandchild in _subfolders(child)]
-        if any(kind for _, kind in below):
-            found += [(path, kind) for path, kind in below if kind or went_wrong(path)]
-        elif layout or went_wrong(child):
-            found.append((child, layout))
-    return found
+class _Entry(msgspec.Struct):
+    image: str
+    label: Optional[str] = None
 
 
-def _layout_of(folder: Path) -> Optional[str]:
-    """The layout with the most files in `folder`; None where no file is named after any."""
-    volumes = _volumes(folder)
-    counts = {layout: sum(_part_of(path, layout) is not None for path in volumes) for layout in FOLDER_LAYOUTS}
-    best = max(counts, key=lambda layout: counts[layout])
-    return best if counts[best] else None
+class _DatasetJson(msgspec.Struct):
+    labels: Dict[str, Union[str, int]]
+    """{"0": "background"} as in the Decathlon, or the reverse as in nnU-Net."""
+    training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
+    modality: Dict[int, str] = {}
+    channel_names: Dict[int, str] = {}
+    name: str = ""
 
 
-def _part_of(path: Path, layout: str) -> Optional[str]:
-    """The canonical channel, or "seg", of a file that is named as in `layout`; None for any other."""
-    found, match = FOLDER_LAYOUTS[layout], _SUFFIX.search(path.name)
-    return found.suffixes.get(match[1].lower()) if match and match[0][0] == found.separator else None
-
-
-# --- Private helpers: Decathlon ---
-
-
-def _read_decathlon(folder: Path) -> Dataset:
+def _read_decathlon(folder: Path):
     path = folder / "dataset.json"
     try:
-        content = read_json(path)
-        named = content["modality"] if "modality" in content else content["channel_names"]  # Decathlon, nnU-Net
-        channels = {int(index): str(name) for index, name in named.items()}
-        by_code = all(re.fullmatch(r"\d+", str(key)) for key in content["labels"])  # {"0": "background"} or the reverse
-        codes = [(int(a), str(b)) if by_code else (int(b), str(a)) for a, b in content["labels"].items()]
-        pairs = [(entry["image"], entry.get("label")) for entry in content["training"]]
-        named_files = [PurePosixPath(one) for pair in pairs for one in pair if one is not None]
-        name = str(content.get("name") or _name(folder))
+        content = msgspec.json.decode(read_regular(path), type=_DatasetJson)
+        by_code = all(re.fullmatch(r"\d+", key) for key in content.labels)
+        codes = [(int(a), str(b)) if by_code else (int(b), a) for a, b in content.labels.items()]
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
-        raise InputError(f"{rule}, got {type(error).__name__}: {error}; mend it") from None
-    labels = {0: "background", **dict(sorted(codes))}
+        raise InputError(f"{rule}, got {error}; mend it") from None
+    channels, labels = content.modality or content.channel_names, {0: "background", **dict(sorted(codes))}
     distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
     problems = []
     if not channels or sorted(channels) != list(range(len(channels))):
         problems.append(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; mend it")
     if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
         rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
-        problems.append(f"{rule}, got {content['labels']}; mend it")
-    if not pairs:
-        problems.append(f'{path} must list cases under "training", got none; give a folder with labelled cases')
+        problems.append(f"{rule}, got {content.labels}; mend it")
     # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
-    outside = [str(one) for one in named_files if one.is_absolute() or ".." in one.parts]
+    named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]
+    outside = [one for one in named if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts]
     problems += [f"path {one!r} in {path} must stay inside its folder; make it relative" for one in outside]
     refuse(problems)
-    cases, bad = [], []
-    for image, label in pairs:
-        case_id = _stem(Path(image))
-        files = CaseFiles(case_id, case_id, (folder / image,), folder / label if label is not None else None)
-        if files.label is None:
-            reason = f"case {case_id} must have a label in {path}, got none; add it or leave the case out"
-            bad.append(Problem(case_id, reason))
-        for file in files.paths:
-            if not file.is_file():
-                bad.append(Problem(case_id, f"file {file} of case {case_id} must exist, found none; fetch it again"))
-        cases.append(files)
+    cases, bad = [], defaultdict(list)
+    for entry in content.training:
+        case_id, files = _stem(Path(entry.image)), (entry.image, entry.label)
+        cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), folder / (entry.label or "")))
+        for what, name in zip(("image", "label"), files):
+            if name is None or not (folder / name).is_file():
+                rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
+                bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
     ordered = tuple(channels[index] for index in range(len(channels)))
-    return _dataset(folder, name, "decathlon", ordered, labels, cases, bad)
-
-
-# --- Private helpers: all layouts ---
-
-
-def _dataset(folder, name, layout, channels, labels, cases, problems) -> Dataset:
-    """The data set of these cases, without those that have problems. Raises InputError where an id is used twice."""
-    doubles = [case_id for case_id, times in Counter(case.case_id for case in cases).items() if times > 1]
-    if doubles:
-        raise InputError(*(f"case id {one} in {folder} must be used once; rename one of them" for one in doubles))
-    bad = {problem.case_id for problem in problems}
-    known = {case.case_id: patient_of(case.case_id, layout) for case in cases if case.case_id not in bad}
-    good = [replace(case, patient_id=known[case.case_id][0]) for case in cases if case.case_id in known]
-    return Dataset(
-        folder=folder,
-        name=name,
-        layout=layout,
-        channels=channels,
-        labels=labels,
-        regions=regions_of(labels),
-        cases=tuple(sorted(good, key=lambda case: case.case_id)),
-        problems=tuple(sorted(problems, key=lambda problem: problem.case_id)),
-        patient_rules={case_id: rule for case_id, (_, rule) in known.items()},
-    )
-
-
-def _subfolders(folder: Path) -> List[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return content.name or _name(folder), "decathlon", ordered, labels, cases, bad
 
 
 def _volumes(folder: Path) -> List[Path]:
@@ -470,24 +400,23 @@ def _stem(path: Path) -> str:
     return re.sub(r"\.nii(\.gz)?$", "", path.name)
 
 
-def _modality(path: Path) -> Optional[str]:
-    """The canonical channel that a file's name ends in, "seg" for a segmentation, None where it says nothing."""
-    match = _SUFFIX.search(path.name)
-    return "seg" if match and match[1].lower() == "seg" else _canonical(match[1]) if match else None
+def _modality(path: Path, layout: Optional[str] = None) -> Optional[str]:
+    """The channel that a file's name ends in, or "seg"; None where it says nothing, or not as in `layout`."""
+    match, how = _SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
+    if not match or (how and match[0][0] != how.separator):
+        return None
+    return (how.suffixes if how else CHANNEL_NAMES).get(match[1].lower())
 
 
-def _canonical(name: str) -> Optional[str]:
-    """The name in stores of a channel, None where no layout has it."""
-    return next((channel for channel, names in _ALIASES.items() if name.lower() in names and channel != "seg"), None)
-
-
-def _in_channel_order(paths: Sequence[Path], channels: Sequence[str], where: Path) -> Tuple[Path, ...]:
-    """The file of each channel, by their names; others are left out."""
-    found = {name: [path for path in paths if _modality(path) == (_canonical(name) or name)] for name in channels}
-    refuse(
-        f"channel {name} of {where} must have one file named after it, found"
-        f" {', '.join(path.name for path in those) or 'none'}; add or name files"
-        for name, those in found.items()
+def _one_each(
+    paths: Sequence[Path], channels: Iterable[str], where: Path, layout: Optional[str] = None
+) -> Tuple[Dict[str, Path], List[str]]:
+    """The file of each channel, or "seg", by their names; and what is wrong where there is none or are several."""
+    found = {channel: [path for path in paths if _modality(path, layout) == channel] for channel in channels}
+    wrong = [
+        f"{channel} of {where} must have one file named after it, found"
+        f" {', '.join(path.name for path in those) or 'none'}; mend the case or leave it out"
+        for channel, those in found.items()
         if len(those) != 1
-    )
-    return tuple(those[0] for those in found.values())
+    ]
+    return {channel: those[0] for channel, those in found.items() if len(those) == 1}, wrong

@@ -5,11 +5,10 @@ zero background; grey and white matter fold, ventricles are filled, the field is
 an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI. No channel tells the tumour
 by its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
 
-With a context every lesion looks the same, and what its rim is *called* follows a rule about the rest of the head
-(`RULES`): enhancing tumour is not to be had from a patch that ends within `CLEARANCE` of the core. A small kernel in
-the necrosis is always enhancing, as a region without voxels has next to no gradient in a Dice. From a volume's mean and
-spread alone a linear guess is right in 61% of the cases of `count`, in 49% of those of `landmark`. The rule of `side`
-is the weak one: a patch that shows the midline or the edge of the brain can tell it.
+With the context "count" all lesions look the same, and what their rim is *called* follows a rule about the rest of the
+head (`RULE`): enhancing tumour is not to be had from a patch that ends within `CLEARANCE` of the core. A small kernel
+in the necrosis is always enhancing, as a region without voxels has next to no gradient in a Dice. From a volume's mean
+and spread alone a linear guess is right in 61% of the cases.
 
 Coordinates run from -1 to 1 across the head's box, whatever its voxels: u to the right, v to the front, w up.
 """
@@ -44,76 +43,58 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-LANDMARK = {"FLAIR": 700, "T1w": 900, "t1gd": 700, "T2w": 800}
-"""Channel -> brightness of a landmark: above all of `SIGNALS`, so that it is taken for nothing else."""
-
-RULES = {
-    "none": "",
-    "side": "the lesion is on the patient's left",
-    "landmark": "the bright nodule is near: 1.14 halves of the head's length from the lesion, front to back, not 1.50",
-    "count": "the lesion is the only one",
-}
-"""Context -> when a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2); "" is always."""
-
-NEAR, FAR = 1.14, 1.50
-"""From lesion to landmark along the head's length, in halves of it."""
+CONTEXTS = ("none", "count")
+RULE = "the lesion is the only one"
+"""When a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2), in the context "count"."""
 
 CLEARANCE = 0.42
 """Share of the head's length, front to back, that is at least between a core and whatever tells its rule."""
 
-LANDMARK_RADII = (0.26, 0.12, 0.20)
-"""Of the nodule, in the head's coordinates: a ball in a head of the usual proportions."""
+Fields = Dict[str, np.ndarray]
+"""Substance -> how much of each voxel of the head's box it is, 0 to 1; soft edges are partial volume."""
 
 
 def phantom_case(
-    shape: Tuple[int, int, int], seed: int, index: int, context: str = "none", holds: Optional[bool] = None
+    shape: Shape3, seed: int, index: int, context: str = "none", holds: Optional[bool] = None
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
-    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as told, or else in
+    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as given, or else in
     every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on.
     """
     rng = np.random.default_rng([VERSION, seed, index])
-    box, start = head_box(shape, rng)
+    # 135x174x136 of 240x240x155, give or take, and near the middle.
+    box = tuple(round(float(n * s)) for n, s in zip(shape, np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)))
+    inside = tuple(slice(a, a + n) for n, a in ((n, int((m - n) * rng.uniform(0.4, 0.6))) for m, n in zip(shape, box)))
     head = Head(box, rng)
-    tissue = tissues(head, rng)
+    tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    if context == "none":
-        lesions, landmark, rim = drawn_lesions(head, rng), None, ENHANCING
-    else:
-        own = np.random.default_rng([VERSION, seed, index, tuple(RULES).index(context)])
+    lesions, rim = usual_lesions(head) if context == "none" else [], ENHANCING
+    if context == "count":
         holds = index % 2 == 0 if holds is None else holds
-        lesions, landmark = drawn_scene(context, holds, head, own)
+        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[: 1 if holds else 2]
         rim = ENHANCING if holds else NON_ENHANCING
-    label, tumour = tumours(head, tissue, lesions, roughness, rim)
-    if landmark is not None:
-        tumour["landmark"] = soft(1, head.ball(landmark, LANDMARK_RADII), 0.3) * head.brain
-    image = np.zeros((*shape, len(CHANNELS)), np.int16)
-    full_label = np.zeros(shape, np.uint8)
-    inside = tuple(slice(a, a + n) for a, n in zip(start, box))
+    found, tumour = tumours(head, tissue, lesions, roughness, rim)
+    image, label = np.zeros((*shape, len(CHANNELS)), np.int16), np.zeros(shape, np.uint8)
     for number, name in enumerate(CHANNELS):
-        image[(*inside, number)] = signal_of(name, head, tissue, tumour, rng)
-    full_label[inside] = label
-    return image, full_label
+        image[(*inside, number)] = signal_of(name, head, {**tissue, **tumour})
+    label[inside] = found
+    return image, label
 
 
 def blind_patch(context: str, shape: Shape3) -> Optional[int]:
     """Voxels from front to back of the longest patch that cannot tell the rule in any head of volumes of this shape.
 
-    CLEARANCE of the shortest head: 70 of 240. None where patches of any size may tell, or there is nothing to tell.
+    CLEARANCE of the shortest head: 70 of 240. None where there is nothing to tell.
     """
-    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context in ("landmark", "count") else None
-
-
-# --- The head ---
+    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context == "count" else None
 
 
 class Head:
-    """The grid of a head and its smooth random fields."""
+    """The grid of a head, the random numbers that it is drawn from and smooth random fields of them."""
 
-    def __init__(self, box: Tuple[int, int, int], rng: np.random.Generator):
-        self.box = box
-        self.rng = rng
+    def __init__(self, box: Shape3, rng: np.random.Generator):
+        self.box, self.rng = box, rng
         axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
         self.u, self.v, self.w = np.ix_(*axes)
         """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
@@ -138,16 +119,8 @@ class Head:
         return (u + v + w).astype(np.float32)
 
 
-def head_box(shape: Tuple[int, int, int], rng: np.random.Generator):
-    """Size and first voxel of the head: 135x174x136 of 240x240x155, give or take, and near the middle."""
-    share = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
-    box = tuple(round(float(n * s)) for n, s in zip(shape, share))
-    start = tuple(int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box))
-    return box, start
-
-
-def tissues(head: Head, rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    """How much of each voxel is fluid, grey or white matter, vessel or bright cap; soft edges are partial volume."""
+def tissues(head: Head) -> Fields:
+    """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
     u, v, w = head.u, head.v, head.w
     depth = np.clip(0.97 - head.radius, 0, None)
     # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides, fading with depth.
@@ -159,23 +132,18 @@ def tissues(head: Head, rng: np.random.Generator) -> Dict[str, np.ndarray]:
     fluid = np.maximum(fluid, soft(0.02, depth, 0.012))
     grey = np.maximum(soft(0.80, bend + 1.9 * depth, 0.12), soft(0.07, depth, 0.02))
     grey = np.maximum(grey, soft(0.055, fissure, 0.02))
-    for side in (-1, 1):
+    for side in (-1, 1):  # two nuclei a side
         grey = np.maximum(grey, soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15))
         grey = np.maximum(grey, soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15))
-    warp = 0.25 * head.field(6)
-    size = rng.uniform(0.85, 1.25)
+    warp, size = 0.25 * head.field(6), head.rng.uniform(0.85, 1.25)
     ventricle = np.full(head.box, 9.0, np.float32)
     for side in (-1, 1):
         lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
-        body = (
-            ((u - side * lean) / (0.075 * size)) ** 2
-            + ((v - 0.02) / 0.42) ** 2
-            + ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
-        )
+        across, along = ((u - side * lean) / (0.075 * size)) ** 2, ((v - 0.02) / 0.42) ** 2
+        body = across + along + ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
         horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
         ventricle = np.minimum(ventricle, np.minimum(body, horn))
-    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16)))
-    ventricle = ventricle + warp
+    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16))) + warp
     inside = soft(1, ventricle, 0.25)
     caps = soft(1.9, ventricle, 0.35) * (1 - inside) * np.clip(0.45 + 0.5 * head.field(7), 0, 1)
     fluid = np.maximum(fluid, inside)
@@ -219,125 +187,98 @@ def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.nda
     return result
 
 
-# --- Tumours ---
-
-
 @dataclass(frozen=True)
 class Lesion:
-    """One tumour: an ellipsoid with rough borders, and three smaller ones in it."""
+    """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's coordinates."""
 
     centre: Sequence[float]
-    """In the head's coordinates."""
     radii: Sequence[float]
-    """Of the oedema, along the axes, in the head's coordinates."""
+    """Of the oedema, along the axes; what follows but `reach` are shares of them."""
     reach: float
-    """A middling radius: what the width of a soft edge is told by."""
+    """A middling radius, which the width of soft edges follows."""
     core_edge: float
-    """Radius of the core, as a share of `radii`."""
-    thick: float
-    """Of the enhancing rim, as a share of `radii`."""
+    rim: float
+    """How thick it is."""
     kernel: float = 0.0
-    """Radius of an enhancing kernel in the necrosis, as a share of `radii`."""
+    """Radius of an enhancing kernel in the necrosis."""
 
 
-def drawn_lesions(head: Head, rng: np.random.Generator) -> List[Lesion]:
-    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres."""
-    lesions = []
+def usual_lesions(head: Head) -> List[Lesion]:
+    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off the midline."""
+    lesions, rng = [], head.rng
     for number in range(1 + (rng.random() < 0.3)):
-        reach = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24)
-        centre = _place(rng)
+        reach, centre = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24), None
+        while centre is None:
+            u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
+            if u * u + v * v + w * w < 0.42:
+                centre = (float(u) * rng.choice((-1, 1)), float(v), float(w))
         radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
-        core_edge = rng.uniform(0.55, 0.72)
-        lesions.append(Lesion(centre, radii, reach, core_edge, rim_thickness(head, reach, rng)))
+        lesions.append(Lesion(centre, radii, reach, rng.uniform(0.55, 0.72), _rim_thickness(head, reach, rng)))
     return lesions
 
 
-def rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
-    """Of a rim that shows at any size: at least 1.3 voxels."""
-    return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
+def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
+    """One lesion near the front or the back, and another at the other end.
+
+    They are flat from front to back, so that as much as possible lies between them.
+    """
+    lesions, (pole, side), _ = [], rng.choice((-1.0, 1.0), 2), rng.random(2)  # two numbers that nothing needs any more
+    for sign in (1, -1):
+        u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
+        reach = rng.uniform(0.28, 0.32)
+        radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
+        core_edge, thick = rng.uniform(0.64, 0.72), _rim_thickness(head, reach, rng)
+        lesions.append(Lesion((sign * side * u, sign * pole * v, w), radii, reach, core_edge, thick, kernel=0.27))
+    return lesions
 
 
 def tumours(
-    head: Head, tissue: Dict[str, np.ndarray], lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
-) -> Tuple[np.ndarray, Dict[str, np.ndarray]]:
-    """Labels, with code `rim` for the rims, and how much of each voxel is oedema, core, necrosis, rim or kernel.
+    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
+) -> Tuple[np.ndarray, Fields]:
+    """Labels, with code `rim` for the rims, and oedema, core, necrosis, rim and kernel.
 
     `roughness` is a coarse and a fine field that the borders follow.
     """
     rough, fine = roughness
-    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim")}
+    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim", "kernel")}
     allowed = head.brain & (tissue["ventricle"] < 0.5)
-    kernel = np.zeros(head.box, np.float32)
     for lesion in lesions:
-        core_edge = lesion.core_edge
         distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
         outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
         inner = distance + 0.07 * rough + 0.05 * fine
-        edge = head.voxel / lesion.reach * 0.5 + 0.02
-        whole = soft(1, outer, edge * 1.5) * allowed
-        core = soft(core_edge, inner, edge) * allowed
-        shell = soft(core_edge - 0.06, inner, edge) * allowed
-        dead = soft(max(core_edge - 0.06 - lesion.thick, 0.12), inner, edge) * allowed
-        parts = {"oedema": np.maximum(whole, core), "core": core, "necrosis": dead, "rim": shell}
-        share = {name: np.maximum(share[name], part) for name, part in parts.items()}
+        edge, shell = head.voxel / lesion.reach * 0.5 + 0.02, lesion.core_edge - 0.06
+        core = soft(lesion.core_edge, inner, edge) * allowed
+        parts = {
+            "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
+            "core": core,
+            "necrosis": soft(max(shell - lesion.rim, 0.12), inner, edge) * allowed,
+            "rim": soft(shell, inner, edge) * allowed,
+        }
         if lesion.kernel:
-            kernel = np.maximum(kernel, soft(lesion.kernel, distance, edge) * allowed)
+            parts["kernel"] = soft(lesion.kernel, distance, edge) * allowed
+        for name, part in parts.items():
+            share[name] = np.maximum(share[name], part)
     label = np.zeros(head.box, np.uint8)
-    label[share["oedema"] > 0.5] = EDEMA
-    label[share["core"] > 0.5] = NON_ENHANCING
-    label[share["rim"] > 0.5] = rim
-    label[share["necrosis"] > 0.5] = NON_ENHANCING
-    if kernel.any():
-        share["kernel"] = kernel
-        label[kernel > 0.5] = ENHANCING
+    codes = {"oedema": EDEMA, "core": NON_ENHANCING, "rim": rim, "necrosis": NON_ENHANCING, "kernel": ENHANCING}
+    for name, code in codes.items():
+        label[share[name] > 0.5] = code
     return label, share
 
 
-def _place(rng: np.random.Generator) -> Tuple[float, float, float]:
-    """A place within a hemisphere, off the midline and inside the brain."""
-    while True:
-        u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-        if u * u + v * v + w * w < 0.42:
-            return (float(u) * rng.choice((-1, 1)), float(v), float(w))
+def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
+    """Of a rim that shows at any size: at least 1.3 voxels."""
+    return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
 
 
-def drawn_scene(context: str, holds: bool, head: Head, rng: np.random.Generator):
-    """(lesions, landmark): one lesion near the front or the back, and far from it a landmark or another, or neither.
-
-    A landmark is the middle of a nodule, in the head's coordinates. The numbers are the same whether the rule `holds`.
-    """
-    pole, side = rng.choice((-1.0, 1.0), 2)
-    across, up = rng.uniform((-0.12, 0.0), (0.12, 0.2))
-    if context == "side":
-        side = -1.0 if holds else 1.0
-    lesion, other = _lesion(side, pole, head, rng), _lesion(-side, -pole, head, rng)
-    place = (across, lesion.centre[1] - pole * (NEAR if holds else FAR), up)
-    lesions = [lesion, other] if context == "count" and not holds else [lesion]
-    return lesions, place if context == "landmark" else None
-
-
-def _lesion(side: float, pole: float, head: Head, rng: np.random.Generator) -> Lesion:
-    """Flat from front to back, so that as much as possible lies between it and the other end of the head."""
-    u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
-    reach = rng.uniform(0.28, 0.32)
-    radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
-    core_edge, thick = rng.uniform(0.64, 0.72), rim_thickness(head, reach, rng)
-    return Lesion((side * u, pole * v, w), radii, reach, core_edge, thick, kernel=0.27)
-
-
-# --- Channels ---
-
-
-def signal_of(name: str, head: Head, tissue: Dict[str, np.ndarray], tumour: Dict[str, np.ndarray], rng) -> np.ndarray:
+def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
+    rng = head.rng
     level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(SUBSTANCES, SIGNALS[name])}
-    signal = tissue["fluid"] * level["fluid"] + tissue["grey"] * level["grey"] + tissue["white"] * level["white"]
-    for what in SUBSTANCES[3:]:
-        signal += (tissue if what in tissue else tumour)[what] * (level[what] - signal)
-    for what, value in (("kernel", level["rim"]), ("landmark", LANDMARK[name])):
-        if what in tumour:
-            signal += tumour[what] * (value - signal)
-    signal *= 1 + 0.06 * tissue["texture"]
+    level["kernel"] = level["rim"]
+    signal = parts["fluid"] * level["fluid"] + parts["grey"] * level["grey"] + parts["white"] * level["white"]
+    for what in (*SUBSTANCES[3:], "kernel"):
+        signal += parts[what] * (level[what] - signal)
+    signal *= 1 + 0.06 * parts["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
     brain, sigma = head.brain, np.float32(0.045 * level["white"])
     noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * sigma

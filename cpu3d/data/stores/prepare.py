@@ -6,51 +6,42 @@ Cases are converted in parallel and each is written whole or not at all. A run t
 lost machine, is continued by the same command; the manifest comes last and marks the store as finished.
 """
 
-import contextlib
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterator, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Mapping, Optional, Tuple, Union
 
-from cpu3d.data.records import SPLITS, CaseRecord, Manifest, make_manifest, remake, straddling
-from cpu3d.data.splits import describe_patients, split_cases
+from cpu3d.data.records import SPLITS, Manifest, make_manifest, remake
+from cpu3d.data.splits import Split, describe_patients, split_cases
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.conversion import (
     FORMAT_CHOICES,
     USUAL,
     Settings,
-    convert,
+    claimed,
     convert_all,
     finished_cases,
     identity,
-    identity_of_data,
-    identity_of_settings,
     jobs_of,
     left_out,
-    owner_of,
     refuse_bad_cases,
     same_sources,
-    settings_of,
-    sweep,
     write_quarantine,
 )
 from cpu3d.data.stores.layouts import (
     UNKNOWN,
     Dataset,
-    Problem,
-    describe_labels,
+    Problems,
     labels_in_use,
     parse_label_map,
     read_dataset,
     regions_of,
     with_label_map,
 )
-from cpu3d.data.stores.verify import lines_of, store_info
+from cpu3d.data.stores.verify import describe
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.child import worker_count
-from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import option
@@ -128,43 +119,60 @@ def prepare(
     """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
 
     A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
-    `verify`. `settings` say how arrays are made; a store is continued with its own only. `patients` is a table of the
-    cases' patients, else their names tell them where they can. More than one worker means processes that import the
-    calling script: guard its start with `if __name__ == "__main__"`.
+    `verify`. A store is continued with its own `settings` only. `patients` is a table of the cases' patients, else
+    their names tell them. More than one worker means processes that import the calling script: guard its start with
+    `if __name__ == "__main__"`.
 
-    Raises InputError when cases are bad (all are named, the good ones are written, no manifest is) unless `skip_bad`,
-    when data set or split are no good, identical images fall into two splits, or the store is another's or of other
-    settings. Raises OSError when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C; finished cases are
-    kept then.
+    Raises InputError when cases are bad (the good ones are written, no manifest is) unless `skip_bad`, when data set or
+    split are no good, identical images fall into two splits, or the store is another's or of other settings; OSError
+    when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
-    workers = worker_count(workers)
-    found, store_dir = read_dataset(dataset_dir, patients), Path(store_dir)
+    workers, store_dir = worker_count(workers), Path(store_dir)
+    found = read_dataset(dataset_dir, patients)
     dataset = with_label_map(found, settings.label_map)
     _announce(dataset, settings, found.labels)
     _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
-    with _claimed(store_dir, dataset, settings):
-        old = _old_manifest(store_dir)
-        if old is not None:
+    if store_dir.resolve() == dataset.folder.resolve():
+        raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
+    wanted = identity(dataset, settings)
+    with claimed(store_dir, "store", "source.json", wanted, **dataclasses.asdict(USUAL)):
+        old, cases = None, dataset.cases
+        if (store_dir / "manifest.json").exists():
+            old = open_store(store_dir).manifest
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
-        wanted = {case.case_id: case.patient_id for case in (dataset if old is None else old).cases}
-        there = [files for files in dataset.cases if files.case_id in wanted]
-        cases = [dataclasses.replace(files, patient_id=wanted[files.case_id]) for files in there]
+            own = {case.case_id: case.patient_id for case in old.cases}
+            cases = [dataclasses.replace(one, patient_id=own[one.case_id]) for one in cases if one.case_id in own]
         finished = finished_cases(store_dir, cases, dataset.folder, verify)
-        if old is not None and len(finished) == len(wanted):
+        if old is not None and len(finished) == len(old.cases):
             print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-            _print_left_out(store_dir)
             return old
         jobs = jobs_of(cases, dataset, store_dir, settings, finished)
-        records, problems = convert_all(convert, jobs, workers, finished, store_dir, "prepare")
-        if old is None:
-            problems = sorted([*dataset.problems, *problems], key=lambda problem: problem.case_id)
-        if not (skip_bad and old is None):
+        records, problems = convert_all(jobs, workers, finished, store_dir, "prepare")
+        problems = {**problems, **(dataset.problems if old is None else {})}
+        if not skip_bad or old is not None:
             refuse_bad_cases(dataset.folder, problems, f"{count(records, 'good case')} kept in {store_dir}")
         if old is None:
-            manifest = _manifest(dataset, records, fractions, seed, problems)
+            patients_of = {case_id: record.patient_id for case_id, record in records.items()}
+            codes = {code for record in records.values() for code in record.label_voxels}
+            labels = labels_in_use(dataset.layout, dataset.labels, codes)
+            manifest = make_manifest(
+                name=dataset.name,
+                layout=dataset.layout,
+                channels=dataset.channels,
+                labels=labels,
+                regions=regions_of(labels),
+                split=_split(patients_of, fractions, seed, problems),
+                split_seed=seed,
+                cases=list(records.values()),
+                versions=versions(),
+                patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+            )
             write_quarantine(store_dir, problems)
         else:
-            manifest = _mended(store_dir, old, records)
+            manifest = remake(old, cases=list(records.values()))
+            if manifest.split_hash != old.split_hash:  # files may differ: other versions may pack them differently
+                rule = f"the cases of {store_dir} that were damaged must get back the voxels that they had"
+                raise InputError(f"{rule}, got others; use the versions in manifest.json")
         write_store(store_dir, manifest)
     summarise(store_dir)
     return manifest
@@ -172,9 +180,11 @@ def prepare(
 
 def summarise(store_dir: Path) -> None:
     """Print what a finished store holds, and what was left out of it."""
-    info = store_info(open_store(store_dir), free_bytes=read_host().free_bytes)
-    print(*lines_of(info), sep="\n")
-    _print_left_out(store_dir)
+    print(*describe(open_store(store_dir), free_bytes=read_host().free_bytes), sep="\n")
+    bad = left_out(store_dir)
+    if bad:
+        path = store_dir / "quarantine.jsonl"
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
 
 
 def split_sizes(manifest: Manifest) -> str:
@@ -182,145 +192,54 @@ def split_sizes(manifest: Manifest) -> str:
     return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
 
 
-# --- Private helpers ---
-
-
 def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> None:
     """Print what was found: cases, channels, patients, what each label code means; `names` are those in the files."""
-    channels = ", ".join(dataset.channels)
+    channels, regions = ", ".join(dataset.channels), regions_of(dataset.labels)
+    always = labels_in_use(dataset.layout, dataset.labels, ())
     print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
-    print("Labels and regions:", *describe_labels(dataset), sep="\n  ")
+    print("Labels and regions:")
+    for code, name in sorted(dataset.labels.items()):
+        within = ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
+        print(f"  {code} {name} -> {within}{'' if code in always else ', where a label holds it'}")
     for old, new in sorted(settings.label_map.items()):
-        name = f" {names[old]}" if old in names else ""
-        print(f"  {old}{name} in the files is read as {new} {dataset.labels[new]}")
+        print(f"  {old} {names.get(old, '(no name)')} in the files is read as {new} {dataset.labels[new]}")
     rules = describe_patients(Counter(dataset.patient_rules.values()), len(dataset.cases))
     print(f"Patients: {len({case.patient_id for case in dataset.cases})}", *rules, sep="\n  ")
     if UNKNOWN in dataset.patient_rules.values():
         print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
-    if dataset.problems:
-        incomplete = {problem.case_id for problem in dataset.problems}
-        print(f"{count(incomplete, 'more case')} with a file missing or double: told at the end")
-
-
-def _print_left_out(store_dir: Path) -> None:
-    bad = {problem.case_id for problem in left_out(store_dir)}
-    if bad:
-        path = store_dir / "quarantine.jsonl"
-        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
-
-
-@contextlib.contextmanager
-def _claimed(store_dir: Path, dataset: Dataset, settings: Settings) -> Iterator[None]:
-    """Make the store's folder, write into source.json whose it is, and keep a second `prepare` out meanwhile.
-
-    Raises InputError where the folder cannot be written, is in use, or holds anything but a store of this data set,
-    version and settings.
-    """
-    if store_dir.resolve() == dataset.folder.resolve():
-        raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
-    if not (store_dir / "manifest.json").exists():  # a finished store may lie where nobody writes any more
-        writable_folder(store_dir, "store")
-    with locked(store_dir, "store"):
-        old, owner, wanted = _old_manifest(store_dir), owner_of(store_dir), identity(dataset, settings)
-        if owner:
-            owner.update(identity_of_settings(settings_of(store_dir)))
-        if old is not None:
-            owner.update(identity_of_data(old))
-        elif not owner and not is_untouched(store_dir, "source.json"):
-            raise InputError(f"store {store_dir} must be empty or begun by `prepare`, got other files; choose another")
-        rule = f"of what goes into store {store_dir} must be"
-        problems = [
-            f"{name} {rule} {owner.get(name)!r}, as it was begun, got {wanted[name]!r}"
-            for name in wanted
-            if owner and owner.get(name) != wanted[name]
-        ]
-        refuse([*problems, "choose another --store; nothing was touched"] if problems else ())
-        if not (store_dir / "source.json").is_file():
-            write_json(store_dir / "source.json", wanted)
-        (store_dir / "cases").mkdir(exist_ok=True)
-        sweep(store_dir)
-        yield
-
-
-def _old_manifest(store_dir: Path) -> Optional[Manifest]:
-    """The manifest of a finished store, None for one that is not. Raises InputError for another version or damage."""
-    path = store_dir / "manifest.json"
-    if not path.exists():
-        return None
-    try:
-        return open_store(store_dir).manifest
-    except InputError as error:
-        advice = f"{path} is left as it is; choose another store, or delete that file"
-        raise InputError(*error.problems, advice) from None
 
 
 def _refuse_other_content(
     store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
 ) -> None:
     """A finished store is fixed: raise, naming every difference, where this run would make another one of it."""
-    found = {files.case_id: files for files in dataset.cases}
-    recorded = {case.case_id: case for case in old.cases}
-    new = sorted(set(found) - set(recorded) - {problem.case_id for problem in left_out(store_dir)})
-    differences = [f"case {case_id} is new in {dataset.folder}" for case_id in new]
-    known_as: Dict[str, Set[str]] = {}
-    for case_id, record in sorted(recorded.items()):
-        if case_id not in found:
-            differences.append(f"case {case_id} is no longer whole in {dataset.folder}")
+    found, known_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
+    patients = {record.case_id: record.patient_id for record in old.cases}
+    new = sorted(set(found) - {*patients, *left_out(store_dir)})
+    differences += [f"case {case_id} is new in {dataset.folder}" for case_id in new]
+    for record in old.cases:
+        files = found.get(record.case_id)
+        if files is None:
+            differences.append(f"case {record.case_id} is no longer whole in {dataset.folder}")
             continue
-        if not same_sources(found[case_id], record, dataset.folder, verify):
-            differences.append(f"the source of case {case_id} has changed")
-        known_as.setdefault(found[case_id].patient_id, set()).add(record.patient_id)
-    for patient, places in straddling(old.split, {one.case_id: one.patient_id for one in dataset.cases}):
-        differences.append(f"patient {patient} is in {' and '.join(places)}, so that scores on it would be too good")
-    for patient, those in known_as.items():
-        if len(those) > 1:
-            names = ", ".join(sorted(those))
-            differences.append(f"patient {patient} counts as {len(those)} patients, {names}, which folds may part")
-    patients = {case.case_id: case.patient_id for case in old.cases}
-    if seed != old.split_seed or _split(patients, fractions, seed, ()) != old.split:
+        known_as[files.patient_id].add(record.patient_id)
+        if not same_sources(files, record, dataset.folder, verify):
+            differences.append(f"the source of case {record.case_id} has changed")
+    differences += [
+        f"patient {patient} counts as several, {', '.join(sorted(those))}, which splits may part"
+        for patient, those in known_as.items()
+        if len(those) > 1
+    ]
+    if seed != old.split_seed or _split(patients, fractions, seed, {}) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
-    if differences:
-        rule = f"store {store_dir} is finished and must keep its content"
-        advice = "give another --store for the new content, or add new cases with `store append`"
-        raise InputError(*(f"{rule}, but {one}" for one in differences), f"{advice}; the finished store is untouched")
+    rule = f"store {store_dir} is finished and must keep its content"
+    advice = "give another --store for the new content, or add new cases with `store append`; it is untouched"
+    refuse([*(f"{rule}, but {one}" for one in differences), advice] if differences else ())
 
 
-def _split(patients: Dict[str, str], fractions: Fractions, seed: int, problems: Sequence[Problem]):
+def _split(patients: Mapping[str, str], fractions: Fractions, seed: int, problems: Problems) -> Split:
     """`split_cases`, naming the bad cases too where too few are left."""
     try:
         return split_cases(patients, fractions=fractions, seed=seed)
     except InputError as error:
-        raise InputError(*(problem.reason for problem in problems), *error.problems) from None
-
-
-def _manifest(
-    dataset: Dataset, records: Dict[str, CaseRecord], fractions: Fractions, seed: int, problems: Sequence[Problem]
-) -> Manifest:
-    cases = tuple(records[case_id] for case_id in sorted(records))
-    labels = labels_in_use(dataset.layout, dataset.labels, {code for case in cases for code in case.label_voxels})
-    return make_manifest(
-        name=dataset.name,
-        layout=dataset.layout,
-        channels=dataset.channels,
-        labels=labels,
-        regions=regions_of(labels),
-        split=_split({case.case_id: case.patient_id for case in cases}, fractions, seed, problems),
-        split_seed=seed,
-        cases=cases,
-        versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case.case_id] for case in cases),
-    )
-
-
-def _mended(store_dir: Path, old: Manifest, records: Dict[str, CaseRecord]) -> Manifest:
-    """A finished store's manifest once damaged cases were made again: the voxels must be what they were.
-
-    The files may differ: another version of a library may pack the same voxels differently.
-    """
-
-    def voxels(case: CaseRecord) -> Tuple[str, str]:
-        return case.image_voxels_sha256, case.label_voxels_sha256
-
-    rule = f"of {store_dir} must get back the voxels that it had, got others; use the versions in manifest.json"
-    refuse(f"case {case.case_id} {rule}" for case in old.cases if voxels(records[case.case_id]) != voxels(case))
-    return remake(old, cases=tuple(records.values()))
+        raise InputError(*(one for reasons in problems.values() for one in reasons), *error.problems) from None

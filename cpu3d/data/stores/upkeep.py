@@ -4,53 +4,36 @@ None of the old cases moves, and what was exact stays exact.
 """
 
 import dataclasses
-import errno
+import functools
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
-
-import numpy as np
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, Manifest, array_path, record_path, remake, to_json
+from cpu3d.data.records import CaseRecord, Manifest, remake
+from cpu3d.data.region import bounding_box
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, on_grid, open_store, write_store
 from cpu3d.data.stores import conversion
-from cpu3d.data.stores.case import facts_of, float16_image
-from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings, convert_all, settings_of, sweep, write_arrays
-from cpu3d.data.stores.layouts import (
-    CaseFiles,
-    Problem,
-    labels_in_use,
-    patient_of,
-    read_dataset,
-    regions_of,
-    with_label_map,
-)
+from cpu3d.data.stores.case import LoadedCase, facts_of, float16_image
+from cpu3d.data.stores.conversion import FORMAT_CHOICES, Job, claimed, convert_all, settings_of
+from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
 from cpu3d.data.stores.verify import ADVICE, OF_ARRAYS
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
 
-# --- New cases ---
 
-
-@dataclass(frozen=True)
-class Appended:
-    """What became of a data set's cases."""
+class Appended(NamedTuple):
+    """What became of a data set's cases: the store's manifest now, and ids that were new, there, and left out."""
 
     manifest: Manifest
-    """Of the store as it is now."""
     new: Tuple[str, ...]
-    """Case ids that the store did not have."""
     known: Tuple[str, ...]
-    """Case ids that it had, from the same files."""
     bad: Tuple[str, ...]
-    """Case ids that were left out."""
 
 
 def append(
@@ -80,132 +63,104 @@ def append(
             raise InputError(f"{rule}, got {value}; prepare a store of its own")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
-        sweep(store_dir)
+        remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
         store.check_split()
-        old = store.manifest
+        old, out = store.manifest, conversion.left_out(store_dir)
         there = {case_id for ids in old.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in there]
         new = [files for files in dataset.cases if files.case_id not in there]
-        problems = [*_clashes(store, known, new), *_patient_clashes(store, patients, bool(new))]
-        refuse(problems)
-        out = conversion.left_out(store_dir)
+        refuse([*_clashes(store, known, new), *(_patient_clashes(store, patients) if new else ())])
         finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
         jobs = conversion.jobs_of(new, dataset, store_dir, settings, finished)
-        records, problems = convert_all(conversion.convert, jobs, workers, finished, store_dir, "prepare")
-        problems += [problem for problem in dataset.problems if problem.case_id not in there]
-        for case_id in sorted(records):
-            other = sorted(set(records[case_id].label_voxels) - set(old.labels))
+        records, problems = convert_all(jobs, workers, finished, store_dir, "append")
+        problems.update((case_id, reasons) for case_id, reasons in dataset.problems.items() if case_id not in there)
+        for case_id, record in sorted(records.items()):
+            other = ", ".join(f"{one} {dataset.labels[one]}" for one in record.label_voxels if one not in old.labels)
             if other:
-                found = ", ".join(f"{code} {dataset.labels[code]}" for code in other)
-                rule = f"label of case {case_id} must hold codes of store {store_dir} alone, got {found}"
-                problems.append(Problem(case_id, f"{rule}; prepare a store of its own"))
+                rule = f"label of case {case_id} must hold the store's codes alone, got {other}"
+                problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
-        bad = tuple(sorted({problem.case_id for problem in problems}))
-        if bad and not skip_bad:
+        if not skip_bad:
             conversion.refuse_bad_cases(dataset.folder, problems, "nothing was appended")
         manifest = old
         if records:
-            split = deal_cases(
-                old.split,
-                {case.case_id: _patient_of(case, old.layout) for case in old.cases},
-                {case_id: record.patient_id for case_id, record in records.items()},
-                seed=old.split_seed,
-            )
+            own = {case.case_id: _patient_of(case, old.layout) for case in old.cases}
+            added = {case_id: record.patient_id for case_id, record in records.items()}
             rules = Counter(old.patient_rules)
             rules.update(dataset.patient_rules[case_id] for case_id in records)
             manifest = remake(
-                old, cases=[*old.cases, *records.values()], split=split, versions=versions(), patient_rules=dict(rules)
+                old,
+                cases=[*old.cases, *records.values()],
+                split=deal_cases(old.split, own, added, seed=old.split_seed),
+                versions=versions(),
+                patient_rules=dict(rules),
             )
             write_store(store_dir, manifest)
-        still_out = [problem for problem in out if problem.case_id not in {*there, *records, *bad}]
-        conversion.write_quarantine(store_dir, [*still_out, *problems])
-    return Appended(manifest, tuple(sorted(records)), tuple(sorted(files.case_id for files in known)), bad)
-
-
-# --- Another format ---
-
-
-@dataclass(frozen=True)
-class Job:
-    """One case's arrays to be written in another format."""
-
-    old: Path
-    new: Path
-    record: CaseRecord
-    channels: Tuple[str, ...]
-    settings: Settings
-
-    @property
-    def case_id(self) -> str:
-        """Of the arrays, which entries may share."""
-        return self.record.stem
+        still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
+        conversion.write_quarantine(store_dir, {**still_out, **problems})
+    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
 
 
 def change_format(
     store_dir: Union[str, Path],
     new_dir: Union[str, Path],
     *,
-    format_: Optional[str] = None,
+    format: Optional[str] = None,  # noqa: A002
     crop: Optional[bool] = None,
     workers: Optional[int] = None,
 ) -> Manifest:
     """Write a store's cases into `new_dir` in another format, cropped or not, and return the new store's manifest.
 
-    `format_` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. Every case
-    is written whole or not at all, read back and compared; the same call continues one that was cut. The split stays,
-    and so does its hash, unless int16 images become float16. Raises InputError for a way back from float16, for damaged
-    cases (the good ones are kept), and where `new_dir` holds anything else. OSError and KeyboardInterrupt as `prepare`.
+    `format` is one of `FORMAT_CHOICES`; None leaves a setting as it is, and packing leaves float16 float16. The split
+    stays, and so does its hash, unless int16 images become float16. The same call continues one that was cut. Raises
+    InputError for a way back from float16, for damaged cases (the good ones are kept), and where `new_dir` holds
+    anything else. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store, new_dir = worker_count(workers), open_store(store_dir), Path(new_dir)
-    settings, out = _changed_settings(store, format_, crop), conversion.left_out(store.folder)
+    before, old = settings_of(store.folder), store.manifest
+    if before.scores and format == "npy":
+        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
+        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
+    changes = {**FORMAT_CHOICES.get(format, {}), **({} if crop is None else {"crop": crop})}
+    settings = dataclasses.replace(before, **changes)
+    settings = dataclasses.replace(settings, scores=settings.scores or before.scores)
     store.check_split()
-    writable_folder(new_dir, "new store")
-    with locked(new_dir, "store"):
-        made_of = {name: getattr(store.manifest, name) for name in ("schema", "name", "split_hash")}
-        made_of.update({name: getattr(settings, name) for name in ("format", "scores", "crop")})
-        conversion.claim(new_dir, "conversion.json", made_of, "new store")
-        sweep(new_dir)
-        (new_dir / "cases").mkdir(exist_ok=True)
-        if (new_dir / "manifest.json").exists():
-            print(f"Nothing to do: store {new_dir} is finished.")
-            return open_store(new_dir).manifest
-        records = {record.stem: record for record in store.manifest.cases}
-        done = _converted(new_dir, records)
-        channels = store.manifest.channels
-        jobs = [Job(store.folder, new_dir, one, channels, settings) for one in records.values() if one.stem not in done]
-        done, problems = convert_all(_convert_arrays, jobs, workers, done, new_dir, "convert")
-        if problems:
-            kept = f"{count(done, 'converted case')} kept in {new_dir}"
-            advice = f"{kept}: mend the old store and run the same command again"
-            raise InputError(*(problem.reason for problem in problems), advice)
-        cases = [
-            dataclasses.replace(entry, **{name: getattr(done[entry.stem], name) for name in OF_ARRAYS})
-            for entry in store.manifest.cases
-        ]
-        manifest = remake(store.manifest, cases=cases, versions=versions())
-        conversion.write_quarantine(new_dir, out)
-        write_json(new_dir / "source.json", conversion.identity(manifest, settings))
+    with claimed(new_dir, "new store", "source.json", conversion.identity(old, settings)):
+        if (new_dir / "manifest.json").exists() and open_store(new_dir).manifest.split != old.split:
+            raise InputError(f"new store {new_dir} must be of store {store.folder}, got other cases; choose another")
+        done, jobs = {}, []
+        for stem, record in {record.stem: record for record in old.cases}.items():
+            new = conversion.stored_record(new_dir, stem)
+            made_of = new and (new.sources, new.label_voxels_sha256) == (record.sources, record.label_voxels_sha256)
+            rounded = new and new.image_dtype != record.image_dtype  # so that its voxels are its own
+            if made_of and (rounded or new.image_voxels_sha256 == record.image_voxels_sha256):
+                done[stem] = new
+                continue
+            load = functools.partial(_stored_case, store.folder, record, old.channels, settings.scores)
+            jobs.append(Job(stem, load, new_dir, settings))
+        done, problems = convert_all(jobs, workers, done, new_dir, "convert")
+        kept = f"{count(done, 'converted case')} kept in {new_dir}: mend the old store and run the same command again"
+        refuse([*(reason for reasons in problems.values() for reason in reasons), kept] if problems else ())
+        of_arrays = {stem: {name: getattr(record, name) for name in OF_ARRAYS} for stem, record in done.items()}
+        cases = [dataclasses.replace(entry, **of_arrays[entry.stem]) for entry in old.cases]
+        manifest = remake(old, cases=cases, versions=versions())
+        conversion.write_quarantine(new_dir, conversion.left_out(store.folder))
         write_store(new_dir, manifest)
     return manifest
-
-
-# --- More entries ---
 
 
 def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
     """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
 
     To measure what grows with the number of cases. The entries of a case share its arrays, its patient and its split.
-    Raises InputError for fewer than one entry a case, and while another process writes the store.
+    Raises InputError while another process writes the store.
     """
-    if times < 1:
-        raise InputError(f"times must be at least 1, got {times}; give the entries to make of each case")
 
-    def names(case_id: str) -> Sequence[str]:
+    def names(case_id: str) -> List[str]:
         return [f"{case_id}-{number:03d}" for number in range(times)]
 
-    store_dir = open_store(store_dir).folder  # raises unless finished
+    store_dir = Path(store_dir)
     with locked(store_dir, "store"):
         old = open_store(store_dir).manifest
         cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in names(case.case_id)]
@@ -214,9 +169,6 @@ def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
         manifest = remake(old, cases=cases, split=split, patient_rules=rules)
         write_store(store_dir, manifest)
     return manifest
-
-
-# --- Private helpers: new cases ---
 
 
 def _patient_of(case: CaseRecord, layout: str) -> str:
@@ -231,8 +183,7 @@ def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles])
     for files in known:
         made_of = [(source.size_bytes, source.sha256) for source in store.case(files.case_id).sources]
         if made_of != [(path.stat().st_size, file_sha256(path)) for path in files.paths]:
-            rule = f"case {files.case_id} must be the one that store {store.folder} has"
-            problems.append(f"{rule}, got other files under the same id; {advice}")
+            problems.append(f"case {files.case_id} must be the one of store {store.folder}, got other files; {advice}")
     entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
     for files in new:
         if files.case_id in entry_of:
@@ -241,13 +192,12 @@ def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles])
     return problems
 
 
-def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[str]:
-    """Where the store's patients come from a table and there is none, or another, for `new` cases."""
-    old, problems = store.manifest, []
-    table = read_patients(patients, ()) if patients is not None else {}
-    if new and TABLE in old.patient_rules and patients is None:
-        rule = f"--patients must name a table, as store {store.folder} knows its patients from one"
-        problems.append(f"{rule}, got none; give one that says which of them the new cases are of")
+def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
+    """Where the store's patients come from a table and there is none, or another, for the new cases."""
+    old = store.manifest
+    if TABLE in old.patient_rules and patients is None:
+        return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]
+    problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
         own = _patient_of(case, old.layout)
         if table.get(case.case_id, own) not in (case.patient_id, own):
@@ -256,64 +206,20 @@ def _patient_clashes(store: Store, patients: Optional[Path], new: bool) -> List[
     return problems
 
 
-# --- Private helpers: another format ---
-
-
-def _changed_settings(store: Store, format_: Optional[str], crop: Optional[bool]) -> Settings:
-    """Those of the new store. Raises InputError for an unknown format and where int16 is asked of what was rounded."""
-    if format_ not in (None, *FORMAT_CHOICES):
-        raise InputError(f"--format must be one of {', '.join(FORMAT_CHOICES)}, got {format_!r}; pick one")
-    old = settings_of(store.folder)
-    if old.scores and format_ == "npy":
-        rule = f"--format npy must be asked of a store that was never rounded, but {store.folder} holds float16 scores"
-        raise InputError(f"{rule}: the source's values are gone; use --format float16, or `prepare` the data set")
-    changes: Dict[str, Any] = {} if crop is None else {"crop": crop}
-    if format_ is not None:
-        changes.update(FORMAT_CHOICES[format_])
-        changes["scores"] |= old.scores
-    return dataclasses.replace(old, **changes)
-
-
-def _converted(new_dir: Path, records: Mapping[str, CaseRecord]) -> Dict[str, CaseRecord]:
-    """By stem, those that are written already: of the same voxels, in files of the right lengths."""
-    reader, done = Reader(new_dir, "pread"), {}
-    for stem, old in records.items():
-        new = conversion.own_record(new_dir, stem)
-        if new is None:
-            continue
-        same = new.image_dtype != old.image_dtype or new.image_voxels_sha256 == old.image_voxels_sha256
-        if same and new.label_voxels_sha256 == old.label_voxels_sha256 and not reader.problems(new):
-            done[stem] = new
-    return done
-
-
-def _convert_arrays(job: Job) -> conversion.Outcome:
-    """Write one case's arrays and then its record, or say what is wrong with the old ones.
-
-    Raises OSError where the new store cannot be written, or gives back other voxels than were written.
-    """
-    reader, record = Reader(job.old, "pread"), job.record
-    rule = f"case {record.case_id} of store {job.old} must"
+def _stored_case(store_dir: Path, record: CaseRecord, channels: Sequence[str], scores: bool) -> LoadedCase:
+    """A case as a store has it, as float16 `scores` where they are wanted. Raises InputError for damaged arrays."""
+    reader, rule = Reader(store_dir, "pread"), f"case {record.case_id} of store {store_dir} must"
     try:
         image = on_grid(reader.array(record, "x"), record)
         label = on_grid(reader.array(record, "y"), record) if record.has_label else None
-        found = voxels_sha256(image), voxels_sha256(label) if label is not None else ""
-        if found != (record.image_voxels_sha256, record.label_voxels_sha256):
-            return (f"voxels of {rule} be as recorded, got others; {ADVICE}",)
-        if job.settings.scores and record.image_dtype == "int16":
-            names = [f"channel {name} of {record.case_id}" for name in job.channels]
-            image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
-            record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
-    except InputError as error:
-        return error.problems
     except OSError as error:
-        return (f"{rule} be readable, got {error}; {ADVICE}",)
-    new = write_arrays(job.new, record, image, label, format_=job.settings.format, cropped=job.settings.crop)
-    again = Reader(job.new, "pread")
-    for part, array in (("x", image), ("y", label)):
-        if array is not None and not np.array_equal(on_grid(again.array(new, part), new), array):
-            path = array_path(job.new, new, part)
-            path.unlink()
-            raise OSError(errno.EIO, "what was read back is not what was written", str(path))
-    write_json(record_path(job.new, new.stem), to_json(new))
-    return new
+        raise InputError(f"{rule} be readable, got {error}; {ADVICE}") from None
+    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
+    found = bounding_box(mask), voxels_sha256(image), voxels_sha256(label) if label is not None else ""
+    if found != (record.box, record.image_voxels_sha256, record.label_voxels_sha256):
+        raise InputError(f"voxels of {rule} be as recorded, got others; {ADVICE}")
+    if scores and record.image_dtype == "int16":
+        names = [f"channel {name} of {record.case_id}" for name in channels]
+        image, error = float16_image([image[..., channel] for channel in range(image.shape[3])], names)
+        record = dataclasses.replace(record, max_abs_error=error, **facts_of(image, label))
+    return LoadedCase(image, label, record)

@@ -1,19 +1,16 @@
-"""What a store holds, from its records alone (`store_info`), and whether it is that, voxel by voxel (`verify`)."""
+"""What a store holds, from its records alone (`describe`), and whether it is that, voxel by voxel (`verify`)."""
 
-import dataclasses
 import functools
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
-from cpu3d.data.records import SPLITS, CaseRecord, array_path, case_from_json, largest, record_path
-from cpu3d.data.region import EXTENTS, grid_size
+from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.files.reader import Reader, choose_read_mode, file_system, parts_of
+from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path, remake
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.data.stores.case import facts_of
@@ -21,134 +18,64 @@ from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by, count
-from memory_estimator.files import read_json
+from memory_estimator.files import read_regular
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
 """Fields of a record that say something of the entry."""
 
-OF_ARRAYS = tuple(field.name for field in dataclasses.fields(CaseRecord) if field.name not in OF_ENTRY)
+OF_ARRAYS = tuple(field.name for field in fields(CaseRecord) if field.name not in OF_ENTRY)
 """Those that say something of its arrays, which entries may share."""
 
 CLOSE = 1e-9
 """Relative difference of a mean or deviation that another NumPy may make, by adding up in another order."""
 
-MULTIPLE = 16
-"""Of the grid, as `volume_dataset` rounds by default: four halvings."""
-
-SHAPES_SHOWN = 6
-
 ADVICE = "restore it, or make the case anew with `prepare --verify`"
 
-# --- What it holds ---
 
-
-def store_info(store: Store, *, free_bytes: int) -> Dict[str, Any]:
-    """Everything about a store that its records tell, as JSON content. Bytes of shared arrays count once.
+def describe(store: Store, *, free_bytes: int) -> List[str]:
+    """What a store's records tell, as lines. Bytes of shared arrays count once.
 
     `free_bytes`: memory that a run may use, for the read mode that would be chosen here. Raises InputError where a
     record is damaged.
     """
-    manifest, train = store.manifest, set(store.manifest.split["train"])
-    patients, on_disk, unpacked, needed = set(), {}, {}, {}
-    formats, shapes, cases, voxels, sums = Counter(), Counter(), Counter(), Counter(), Counter()
-    error = 0.0
+    manifest, patients, on_disk, error, zeroed = store.manifest, set(), {}, 0.0, 0
+    formats, shapes, cases, voxels = Counter(), Counter(), Counter(), Counter()
     for record in manifest.cases:
         patients.add(record.patient_id)
         on_disk[record.stem] = record.image_bytes + record.label_bytes
-        unpacked[record.stem] = math.prod(record.shape) * (2 * record.channels + record.has_label)
-        if record.case_id in train:
-            needed[record.stem] = on_disk[record.stem]
-        formats[f"{record.image_dtype} .{record.format}"] += 1
+        formats[f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"] += 1
         shapes[by(record.shape)] += 1
-        cases.update(map(str, record.label_voxels))
-        voxels.update({str(code): n for code, n in record.label_voxels.items()})
-        sums.update(cropped=record.stored.size != record.shape, zeroed=record.zeroed_voxels)
-        error = max(error, record.max_abs_error)
-    kind, plans = file_system(store.folder), {}
-    for work in ("volumes", "patches"):
-        facts = {"file_system": kind, "needed_bytes": sum(needed.values()), "free_bytes": free_bytes}
-        plan = choose_read_mode(None, **facts, patches=work == "patches")
-        plans[work] = {"mode": plan.mode, "reason": plan.reason}
-    return {
-        "store": str(store.folder),
-        "name": manifest.name,
-        "layout": manifest.layout,
-        "channels": list(manifest.channels),
-        "labels": {str(code): name for code, name in manifest.labels.items()},
-        "regions": {name: list(codes) for name, codes in manifest.regions.items()},
-        "cases": len(manifest.cases),
-        "patients": len(patients),
-        "patient_rules": dict(manifest.patient_rules),
-        "arrays": len(on_disk),
-        "unlabelled": len(manifest.unlabelled),
-        "split": {name: len(manifest.split[name]) for name in SPLITS},
-        "split_seed": manifest.split_seed,
-        "split_hash": manifest.split_hash,
-        "formats": dict(formats.most_common()),
-        "cropped_cases": sums["cropped"],
-        "bytes_on_disk": sum(on_disk.values()),
-        "bytes_unpacked": sum(unpacked.values()),
-        "shapes": dict(shapes.most_common()),
-        "largest_shape": list(manifest.largest_shape),
-        "largest_box": list(manifest.largest_box),
-        "grid": {extent: list(grid_size(store, extent=extent, multiple=MULTIPLE)) for extent in EXTENTS},
-        "max_abs_error_std": error,
-        "zeroed_voxels": sums["zeroed"],
-        "label_voxels": {code: voxels[code] for code in sorted(voxels, key=int)},
-        "label_cases": {code: cases[code] for code in sorted(cases, key=int)},
-        "file_system": kind,
-        "read": plans,
-        "versions": dict(manifest.versions),
-    }
-
-
-def lines_of(info: Mapping[str, Any]) -> List[str]:
-    """`store_info` for people, without the labels."""
-    shapes = [f"{shape} ({n})" for shape, n in info["shapes"].items()]
-    more = f" and {len(shapes) - SHAPES_SHOWN} more" if len(shapes) > SHAPES_SHOWN else ""
-    shared = "" if info["arrays"] == info["cases"] else f" sharing the arrays of {info['arrays']}"
-    cropped = f", {info['cropped_cases']} cropped to the brain's box" if info["cropped_cases"] else ""
-    error = f"rounded by up to {info['max_abs_error_std']:.1g} std" if info["max_abs_error_std"] else "exact"
-    split = ", ".join(f"{n} {name}" for name, n in info["split"].items())
-    absent = [f"{code} {name}" for code, name in info["labels"].items() if code not in info["label_voxels"]]
-    zeroed = count(info["zeroed_voxels"], "NaN or infinite voxel")
+        cases.update(list(record.label_voxels))
+        voxels.update(record.label_voxels)
+        error, zeroed = max(error, record.max_abs_error), zeroed + record.zeroed_voxels
+    kind, train = file_system(store.folder), {record.stem for record in store.cases("train")}
+    facts = {"file_system": kind, "needed_bytes": sum(map(on_disk.get, train)), "free_bytes": free_bytes}
+    shared = "" if len(on_disk) == len(manifest.cases) else f" sharing the arrays of {len(on_disk)}"
+    whose = f"{len(manifest.cases)} of {count(patients, 'patient')}{shared}, {len(manifest.unlabelled)} unlabelled"
+    split = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
+    exact = f"rounded by up to {error:.1g} std" if error else "exact"
     lines = {
-        "cases": f"{info['cases']} of {count(info['patients'], 'patient')}{shared}, {info['unlabelled']} unlabelled",
-        "patients": "; ".join(describe_patients(info["patient_rules"], info["cases"])),
-        "split": f"{split}, seed {info['split_seed']}, hash {info['split_hash']}",
-        "channels": ", ".join(info["channels"]),
-        "images": f"{', '.join(f'{n} {form}' for form, n in info['formats'].items())}{cropped}; {error}",
-        "size": f"{info['bytes_on_disk'] / 1e6:,.1f} MB on disk, {info['bytes_unpacked'] / 1e6:,.1f} MB unpacked",
-        "shapes": f"{', '.join(shapes[:SHAPES_SHOWN])}{more}",
-        "largest": f"grid {by(info['largest_shape'])}, brain's box {by(info['largest_box'])}",
-        "network": f"sees {by(info['grid']['brain'])} of a case in extent brain, {by(info['grid']['full'])} in full",
-        "absent": f"{', '.join(absent)}: in no case's label" if absent else "",
-        "zeroed": f"{zeroed} made background" if info["zeroed_voxels"] else "",
-        **{work: f"read with {plan['reason']}" for work, plan in info["read"].items()},
+        "cases": whose,
+        "patients": "; ".join(describe_patients(manifest.patient_rules, len(manifest.cases))),
+        "split": f"{split}, seed {manifest.split_seed}, hash {manifest.split_hash}",
+        "channels": ", ".join(manifest.channels),
+        "images": f"{', '.join(f'{n} {what}' for what, n in formats.most_common())}; {exact}",
+        "size": f"{sum(on_disk.values()) / 1e6:,.1f} MB on disk",
+        "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
+        "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
+        "zeroed": f"{count(zeroed, 'NaN or infinite voxel')} made background" if zeroed else "",
+        "volumes": f"read with {choose_read_mode(None, **facts, patches=False).reason}",
+        "patches": f"read with {choose_read_mode(None, **facts, patches=True).reason}",
     }
-    head = f"Store {info['store']}: {info['name']}, layout {info['layout']}"
+    for code, name in sorted(manifest.labels.items()):
+        regions = ", ".join(region for region, codes in manifest.regions.items() if code in codes) or "no region"
+        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
+        lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
+    head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line)]
 
 
-# --- Whether it is that ---
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a look at a whole store found."""
-
-    problems: Tuple[str, ...]
-    """All that is damaged or contradicts itself; none for a good store."""
-    strays: Tuple[str, ...]
-    """Files that belong to no case, relative to the store. They do no harm."""
-    cases: int
-    arrays: int
-    """Cases whose arrays are their own; the others share them."""
-    bytes_read: int
-    """Of all files, each once."""
-
-
-def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Findings:
+def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
     """Compare a store with its records, case by case in processes, and return all that is wrong.
 
     Of each file: length and SHA-256. Of the voxels, unpacked and on their whole grid: SHA-256, statistics, box, label
@@ -157,136 +84,74 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Fin
     no manifest, an edited one, another version.
     """
     workers, store = worker_count(workers), open_store(store_dir)
-    manifest, content = store.manifest, read_manifest(store.folder)["records"]
-    problems: List[str] = []
-    if file_sha256(store.folder / content["file"]) != content["sha256"]:
-        path = store.folder / content["file"]
-        problems.append(f"store file {path} must be as it was written, got other content; run `prepare` again")
-    arrays: Dict[str, CaseRecord] = {}
-    shapes, boxes, unlabelled, good = set(), set(), [], 0
+    folder, manifest, content = store.folder, store.manifest, read_manifest(store.folder)["records"]
+    problems, records, arrays = [], [], {}
+    if file_sha256(folder / content["file"]) != content["sha256"]:
+        problems.append(f"store file {folder}/{content['file']} must be as it was written; restore it")
     for place in range(len(manifest.cases)):
         try:
-            record = manifest.cases[place]
+            records.append(manifest.cases[place])
         except InputError as error:
             problems += error.problems
             continue
-        good += 1
-        shapes.add(record.shape)
-        boxes.add(record.box.size)
-        unlabelled += [] if record.has_label else [record.case_id]
-        problems += _entry_problems(store, record, arrays.setdefault(record.stem, record))
-    if good == len(manifest.cases) > 0:  # what follows from damaged records is not known
-        follows = {"largest_shape": largest(shapes), "largest_box": largest(boxes), "unlabelled": tuple(unlabelled)}
-        for name, value in follows.items():
-            if getattr(manifest, name) != value:
-                rule = f"{name} in the manifest of store {store.folder} must follow from its records"
-                problems.append(f"{rule}, got {_short(getattr(manifest, name))}; restore it")
+        problems += _entry_problems(store, records[-1], arrays.setdefault(records[-1].stem, records[-1]))
     try:
-        store.check_split()
+        # What follows from damaged records is not known.
+        again = remake(manifest, cases=records) if len(records) == len(manifest.cases) > 0 else manifest
+        for name in ("largest_shape", "largest_box", "unlabelled", "split_hash"):
+            if getattr(manifest, name) != getattr(again, name):
+                rule = f"{name} in the manifest of store {folder} must follow from its records"
+                problems.append(f"{rule}, got {_short(getattr(manifest, name))}; restore it")
     except InputError as error:
         problems += error.problems
-    for region, codes in manifest.regions.items():
-        unknown = ", ".join(map(str, sorted(set(codes) - set(manifest.labels))))
-        if unknown:
-            rule = f"region {region} in the manifest of store {store.folder} must be of the store's labels"
-            problems.append(f"{rule}, got {unknown}; restore it")
     with bar("verify", total=len(arrays)) as advance:
-        look = functools.partial(_array_problems, store.folder)
-        for record, found in run_jobs(look, list(arrays.values()), workers):
-            if found is KILLED:
-                found = (f"case {record.case_id} must fit into memory, but its process was killed; free some",)
-            problems += found
+        for record, found in run_jobs(functools.partial(_array_problems, folder), list(arrays.values()), workers):
+            killed = f"case {record.case_id} must fit into memory, but its process was killed; free some"
+            problems += [killed] if found is KILLED else found
             advance()
-    size_bytes = sum(record.image_bytes + record.label_bytes for record in arrays.values())
-    strays = tuple(_strays(store, arrays))
-    return Findings(tuple(dict.fromkeys(problems)), strays, len(manifest.cases), len(arrays), size_bytes)
-
-
-# --- Private helpers ---
+    return tuple(dict.fromkeys(problems))
 
 
 def _entry_problems(store: Store, record: CaseRecord, first: CaseRecord) -> List[str]:
     """What contradicts itself in one record, beside the first one with the same arrays, without reading them."""
-    manifest, rule, problems = store.manifest, f"record of case {record.case_id}", []
-    if record.channels != len(manifest.channels):
-        problems.append(f"{rule} must have {len(manifest.channels)} channels, got {record.channels}; {ADVICE}")
-    unknown = ", ".join(map(str, sorted(set(record.label_voxels) - set(manifest.labels))))
-    if unknown:
-        problems.append(f"{rule} must have label codes of the store, got {unknown}; {ADVICE}")
+    manifest = store.manifest
     other = ", ".join(name for name in OF_ARRAYS if getattr(record, name) != getattr(first, name))
-    if other:
-        rule = f"{rule} must say of its arrays what case {first.case_id} says of the same"
-        problems.append(f"{rule}, got another {other}; {ADVICE}")
-    return problems
+    rules = (
+        (record.channels == len(manifest.channels), f"have the store's channels, got {record.channels}"),
+        ({*record.label_voxels} <= {*manifest.labels}, f"have the store's label codes, got {[*record.label_voxels]}"),
+        (not other, f"say of its arrays what case {first.case_id} says of the same, got another {other}"),
+    )
+    return [f"record of case {record.case_id} must {rule}; {ADVICE}" for holds, rule in rules if not holds]
 
 
-def _array_problems(folder: Path, record: CaseRecord) -> Tuple[str, ...]:
+def _array_problems(folder: Path, record: CaseRecord) -> List[str]:
     """All that is wrong with one case's arrays, its own record's file among it."""
-    reader = Reader(folder, "pread")
-    problems, lengths = _own_record_problems(folder, record), reader.problems(record)
-    if lengths:
-        return (*problems, *lengths)
-    voxels: Dict[str, np.ndarray] = {}
-    for part, file_sha, voxels_sha in (
-        ("x", record.image_sha256, record.image_voxels_sha256),
-        ("y", record.label_sha256, record.label_voxels_sha256),
-    )[: 1 + record.has_label]:
+    reader, own, voxels = Reader(folder, "pread"), record_path(folder, record.case_id), {}
+    problems = reader.problems(record)
+    for part in () if problems else parts_of(record):
         path = array_path(folder, record, part)
         try:
-            if file_sha256(path) != file_sha:
+            if file_sha256(path) == (record.image_sha256 if part == "x" else record.label_sha256):
+                voxels[part] = on_grid(reader.array(record, part), record)
+            else:
                 problems.append(f"store file {path} must be as it was written, got other content; {ADVICE}")
-                continue
-            voxels[part] = on_grid(reader.array(record, part), record)
-            if voxels_sha256(voxels[part]) != voxels_sha:
-                problems.append(f"voxels in {path} must be those of case {record.case_id}, got others; {ADVICE}")
-        except InputError as error:
-            problems += error.problems
-        except (OSError, ValueError, OverflowError, MemoryError) as error:  # the latter of impossible sizes
-            problems.append(f"store file {path} must be readable: {error}")
-    if not problems:
-        problems += _fact_problems(record, voxels["x"], voxels.get("y"))
-    return tuple(problems)
-
-
-def _own_record_problems(folder: Path, record: CaseRecord) -> List[str]:
-    """A case's own file of its record: what an unfinished store would go on from."""
-    path = record_path(folder, record.case_id)
-    try:
-        if case_from_json(read_json(path)) == record:
-            return []
-        found = "another"
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        found = str(error)
-    return [f"store file {path} must hold the case's record as the store does, got {found}; delete it"]
-
-
-def _fact_problems(record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray]) -> List[str]:
-    """Where a record differs from what follows from its voxels."""
-    if not image.any(axis=(0, 1, 2)).all():
-        return [f"image of case {record.case_id} must have voxels in every channel, got an empty one; {ADVICE}"]
-    problems = []
-    for name, value in facts_of(image, label).items():
+        except (InputError, OSError, ValueError, OverflowError, MemoryError) as error:  # the latter of impossible sizes
+            problems.append(str(error) if isinstance(error, InputError) else f"store file {path} must be read: {error}")
+    if not problems and not voxels["x"].any(axis=(0, 1, 2)).all():
+        problems = [f"image of case {record.case_id} must have voxels in every channel, got an empty one; {ADVICE}"]
+    for name, value in facts_of(voxels["x"], voxels.get("y")).items() if not problems else ():
         found, same = getattr(record, name), value == getattr(record, name)
         if name in ("channel_mean", "channel_std"):
             same = len(value) == len(found) and np.allclose(value, found, rtol=CLOSE, atol=CLOSE)
         if not same:
             rule = f"{name} in the record of case {record.case_id} must follow from its voxels, {_short(value)}"
             problems.append(f"{rule}, got {_short(found)}; {ADVICE}")
+    try:
+        if own.exists() and case_from_json(read_regular(own)) != record:
+            problems.append(f"store file {own} must hold the case's record as the store does, got another; delete it")
+    except (OSError, ValueError) as error:
+        problems.append(f"store file {own} must hold the case's record, got {error}; delete it")
     return problems
-
-
-def _strays(store: Store, arrays: Mapping[str, CaseRecord]) -> List[str]:
-    """Files in the store's folder that nothing in it names."""
-    records_file = read_manifest(store.folder)["records"]["file"]
-    known = {"manifest.json", "source.json", "conversion.json", "quarantine.jsonl", records_file}
-    for record in arrays.values():
-        known |= {array_path("", record, part).as_posix() for part in "xy"[: 1 + record.has_label]}
-        known.add(record_path("", record.stem).as_posix())
-    known |= {record_path("", case_id).as_posix() for ids in store.manifest.split.values() for case_id in ids}
-    found = {path.relative_to(store.folder).as_posix() for path in store.folder.rglob("*") if not path.is_dir()}
-    return sorted(found - known)
 
 
 def _short(value: Any) -> str:

@@ -73,12 +73,12 @@ class ExactPredictor(Predictor):
 # --- ONNX ---
 
 
-def write_onnx(contract: Contract, weights: Weights, path: Path) -> None:
+def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
     """Write the network of `contract` to `path`, weights of more than MOST_BYTES to a file of their own: `path`.data.
 
     It is checked: names, shapes and dtypes fit together.
     """
-    onnx = require_onnx()
+    onnx, weights = require_onnx(), layer_weights(network)
     apart = sum(array.nbytes for layer in weights.values() for array in layer.values()) > MOST_BYTES
     with path.with_name(f"{path.name}.data").open("wb") if apart else contextlib.nullcontext() as data:
         model = onnx_model(contract, weights, data)
@@ -231,32 +231,23 @@ def _network(graph: _Graph, unet: UNetConfig, size: Sequence[int], weights: Weig
 
 def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:
     """The nodes of one layer of the plan. Every kind but a norm's is one node of ONNX."""
-
-    def weight(name: str) -> str:
-        return graph.constant(weights[name], f"{op.name}/{name}")
-
-    def kernel() -> str:  # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
-        return graph.constant(np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel")
-
-    def convolved(tensor: str, *bias: str, name: str = "") -> str:
-        return graph.add("Conv", [tensor, kernel(), *bias], name, pads=[op.kernel // 2] * 6)
-
-    if op.kind == "conv":
-        return convolved(inputs[0], name=op.name)
-    if op.kind == "head":
-        return convolved(inputs[0], weight("bias"), name=op.name)
-    if op.kind == "shortcut":
-        return graph.add("Add", [inputs[0], convolved(inputs[1])], op.name)
+    if op.kind in ("conv", "shortcut", "head", "up_conv"):
+        bias = [graph.constant(weights["bias"], f"{op.name}/bias")] if op.kind == "head" else []
+        # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
+        kernel = graph.constant(np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel")
+        if op.kind == "up_conv":
+            return graph.add("ConvTranspose", [inputs[0], kernel], op.name, strides=[2, 2, 2])
+        name = "" if op.kind == "shortcut" else op.name
+        convolved = graph.add("Conv", [inputs[-1], kernel, *bias], name, pads=[op.kernel // 2] * 6)
+        return graph.add("Add", [inputs[0], convolved], op.name) if op.kind == "shortcut" else convolved
     if op.kind == "norm":
-        return _norm(graph, norm, inputs[0], weight, op.name)
+        return _norm(graph, norm, inputs[0], op, weights, op.name)
     if op.kind == "norm_act":
-        return graph.add("Relu", [_norm(graph, norm, inputs[0], weight)], op.name)
+        return graph.add("Relu", [_norm(graph, norm, inputs[0], op, weights)], op.name)
     if op.kind == "act":
         return graph.add("Relu", inputs, op.name)
     if op.kind == "pool":
         return graph.add("MaxPool", inputs, op.name, kernel_shape=[2, 2, 2], strides=[2, 2, 2])
-    if op.kind == "up_conv":
-        return graph.add("ConvTranspose", [inputs[0], kernel()], op.name, strides=[2, 2, 2])
     if op.kind == "upsample":
         scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
         nearest = {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
@@ -266,14 +257,14 @@ def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Ma
     raise NotImplementedError(f"layer {op.name} is of a kind that has no ONNX yet: {op.kind}; add it here")
 
 
-def _norm(graph: _Graph, norm: str, tensor: str, weight: Any, name: str = "") -> str:
+def _norm(graph: _Graph, norm: str, tensor: str, op: LayerOp, weights: Mapping[str, np.ndarray], name: str = "") -> str:
+    def weight(one: str) -> str:
+        return graph.constant(weights[one], f"{op.name}/{one}")
+
     if norm == "none":
         column = graph.constant(np.int64([1, -1, 1, 1, 1]))
         return graph.add("Add", [tensor, graph.add("Reshape", [weight("bias"), column])], name)
-    if norm == "batch":
-        moments = [weight("moving_mean"), weight("moving_variance")]
-    else:
-        moments = _moments(graph, tensor)
+    moments = list(map(weight, ("moving_mean", "moving_variance"))) if norm == "batch" else _moments(graph, tensor)
     return graph.add("BatchNormalization", [tensor, weight("gamma"), weight("beta"), *moments], name, epsilon=EPSILON)
 
 

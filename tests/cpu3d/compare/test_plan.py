@@ -6,18 +6,17 @@ import pytest
 
 from cpu3d.compare.plan import (
     Budget,
+    Search,
     Variant,
     courses,
-    grouped,
-    half,
     parse_variant,
     planned_run,
     resolve_variants,
-    start_rate,
     usual_variants,
 )
+from cpu3d.compare.run import grouped
 from cpu3d.errors import InputError
-from cpu3d.settings import SETTINGS
+from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, arguments
 from tests.cpu3d.runs import decided
@@ -34,7 +33,8 @@ from tests.cpu3d.runs import decided
     ],
 )
 def test_the_start_of_a_search_grows_with_the_batch_or_for_adam_with_its_root(optimizer, batch, base_batch, expected):
-    assert start_rate(0.002, batch, base_batch, optimizer) == expected
+    base = RunConfig(learning_rate=0.002, batch=base_batch, optimizer=optimizer)
+    assert Search(base, 0.25).of(batch, 40)["start_rate"] == expected
 
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
@@ -66,7 +66,7 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
         ("--mode half", "variant bad must have options of train.*invalid choice"),
         ("--mode", "variant bad must have options of train"),
         ("--nonsense 3", "variant bad must have options of train.*unrecognized"),
-        ("--recipe 'demo", "variant bad must have options as on a command line"),
+        ("--recipe 'demo", "variant bad must have options of train, got"),
         ("--seed 3", "variant bad must be without --seed, got 3"),
         ("--epochs 3", "without --epochs"),
         ("--fold 1/2", "without --fold"),
@@ -90,15 +90,7 @@ def test_the_usual_patches_are_of_the_size_that_is_asked_for(phantom_store):
     assert (patch[1].config.grid, patch[1].config.foreground, patch[1].config.patches_per_case) == ((16, 8, 16), 0.5, 5)
     del common["patch"]
     whole, patch = found(phantom_store, *usual_variants(common, phantom_store))
-    assert (patch[1].config.grid, patch[1].config.patches_per_case) == (half(whole[1].config.grid, 4), 5)
-
-
-@pytest.mark.parametrize(
-    ("grid", "divisor", "expected"),
-    [((144, 192, 144), 16, (64, 96, 64)), ((48, 80, 64), 16, (32, 32, 32)), ((16, 32, 48), 16, (16, 32, 32))],
-)
-def test_half_a_grid_is_one_that_the_network_takes(grid, divisor, expected):
-    assert half(grid, divisor) == expected
+    assert (patch[1].config.grid, patch[1].config.patches_per_case) == ((16, 20, 16), 5)
 
 
 def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(phantom_store, tmp_path):
@@ -125,21 +117,6 @@ def test_all_variants_have_equally_many_validations_that_the_shortest_can_have(p
     plan = courses(found(phantom_store, *variants), Budget("voxels", 3 * 40 * 48 * 36), 9)
     assert plan[0]["steps"] < 9 < plan[1]["steps"]
     assert {course["validations"] for course in plan} == {plan[0]["steps"]}
-
-
-@pytest.mark.parametrize(
-    ("options", "common", "whole"),
-    [
-        ("", {}, True),
-        ("--mode whole", {"recipe": "gpu-patch"}, True),
-        ("--recipe gpu-patch", {}, False),
-        ("", {"mode": "patch"}, False),
-    ],
-)
-def test_what_is_for_patches_alone_is_not_for_a_variant_on_whole_volumes(options, common, whole):
-    of_patches = {"patch": [8, 8, 8], "foreground": 0.5, "patches_per_case": 3}
-    settings = parse_variant("v", options, {"filters": 8, **of_patches, **common}).settings
-    assert set(of_patches) & set(settings) == (set() if whole else set(of_patches))
 
 
 def names(*folders, **more):

@@ -1,24 +1,33 @@
 """The page of a comparison and its tables, of runs and of records."""
 
+import dataclasses
 import json
 import re
 
 import pytest
 
-from cpu3d.compare import report
+from cpu3d.compare.command import Options
+from cpu3d.compare.plan import Kept
 from cpu3d.compare.report import (
     comparisons_markdown,
     costs_table,
     differences_table,
     page_sections,
+    publish,
     search_table,
     settings_table,
 )
-from cpu3d.compare.run import Evaluation
 from cpu3d.compare.statistics import compare, read_run
 from memory_estimator.table import Bold
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
+DIFFERENCE = {"mean": -0.2, "interval": [-0.3, -0.1], "seeds": 3, "cases": 16, "better": 0, "worse": 16, "equal": 0}
+COSTS = {"steps": 400, "voxels": 9.8e7, "train_s": 70.0, "step_s": 0.15, "train_peak_bytes": 2**30}
+ABOUT = {
+    "title": "made up", "date": "2026-01-01", "host": {"cpu": "made up", "cores": 2}, "budget": "10 epochs each",
+    "data": {"name": "phantoms", "split": {"train": 40, "val": 8, "test": 16}, "shape": [80, 106, 70]},
+    "seeds": [0, 1, 2], "evaluation": {"split": "test", "tolerance_mm": 1.0}, "options": {"whole": "--mode whole"},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -29,17 +38,14 @@ def comparison(make_run):
     return compare([read_run(*run, "test") for run in runs])
 
 
-def headings(comparison, store, out):
-    sections = page_sections(comparison, comparison.to_json(), store, Evaluation(), "6 epochs each", out)
-    return [heading for heading, _, _ in sections]
+def test_what_is_gone_has_no_part_on_the_page(comparison, tmp_path):
+    def headings(found):
+        return [heading for heading, _, _ in page_sections(found, {**ABOUT, **found.to_json()}, tmp_path)]
 
-
-def test_what_is_gone_has_no_part(comparison, tiny_store, tmp_path):
-    assert len(headings(comparison, tiny_store, tmp_path)) == 6
-    for run in (run for runs in comparison.runs.values() for run in runs):
-        object.__setattr__(run, "curve", ())
-    for store in (tiny_store, None):
-        assert headings(comparison, store, tmp_path)[1:-2] == ["Scores and differences", "Costs"]
+    assert len(headings(comparison)) == 6
+    runs = {name: [dataclasses.replace(run, curve=()) for run in own] for name, own in comparison.runs.items()}
+    without = headings(dataclasses.replace(comparison, runs=runs))
+    assert without[1:-2] == ["Scores and differences", "Costs"]
 
 
 def test_settings_that_differ_are_shown(comparison):
@@ -49,31 +55,31 @@ def test_settings_that_differ_are_shown(comparison):
     assert not {"seed", "unet.seed", "store", "learning_rate"} & set(differing)
 
 
-# --- Of records ---
+def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
+    kept = Kept({"evaluation": {"split": "val", "tolerance_mm": 1}}, [0, 1], [])
+    publish(comparison, kept, tiny_store, tmp_path, Options(out=tmp_path, title="A & B"), budget="6 epochs each")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>A &amp; B</h1>" in html
+    assert "NOT untouched" in html
+    assert html.count('<img src="data:image/png;base64,') == 4 + 2, "strips, curves"
+    assert "<td>runs/patch-seed1</td>" in html, "a page names no folder of the machine"
+    assert not re.search(r"<script|url\(|@import|https?://", html)
+    assert len(html) < 2e6
+    assert json.loads((tmp_path / "compare.json").read_text())["results"]["baseline"] == "whole"
 
-DIFFERENCE = {"mean": -0.2, "interval": [-0.3, -0.1], "seeds": 3, "cases": 16, "better": 0, "worse": 16, "equal": 0}
-COSTS = {"steps": 400, "voxels": 9.8e7, "train_s": 70.0, "step_s": 0.15, "train_peak_bytes": 2**30}
+
+# --- Of records ---
 
 
 def record(**difference):
     metrics = ("dice", "hd95_mm", "surface_dice")
     scores = {"ET": {metric: {"mean": 0.7, "sd": 0.01} for metric in metrics}}
     return {
-        "title": "made up",
-        "date": "2026-01-01",
-        "host": {"cpu": "made up", "cores": 2},
-        "data": {"name": "phantoms", "split": {"train": 40, "val": 8, "test": 16}, "shape": [80, 106, 70]},
-        "budget": "10 epochs each",
-        "seeds": [0, 1, 2],
-        "evaluation": {"split": "test", "tolerance_mm": 1.0},
-        "options": {"whole": "--mode whole", "patch": "--mode patch"},
-        "cases": 16,
-        "regions": ["ET"],
-        "baseline": "whole",
+        **ABOUT, "cases": 16, "regions": ["ET"], "baseline": "whole",
         "variants": {name: {"scores": scores, "costs": COSTS} for name in ("whole", "patch")},
         "differences": {"patch": {"ET": {metric: {**DIFFERENCE, **difference} for metric in metrics}}},
         "reading": ["As records from before had it."],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("bound", "counts"), [({"seed_bound": 0.1}, True), ({"seed_bound": 0.3}, False), ({}, False)])
@@ -86,13 +92,12 @@ def test_only_what_seeds_alone_do_not_make_is_bold(bound, counts):
 
 
 def test_costs_that_no_run_knows_have_no_row():
-    found = {row[0]: row[1:] for row in costs_table(record()).rows}
-    assert found["steps"] == ("400", "400")
-    assert found["peak memory, training"] == ("1.00 GiB", "1.00 GiB")
-    assert "card's memory, training" not in found
     on_card = record()
     on_card["variants"]["patch"] = {"costs": {**COSTS, "card_peak_bytes": 2**30}}
-    assert {row[0]: row[1:] for row in costs_table(on_card).rows}["card's memory, training"] == ("-", "1.00 GiB")
+    for one, card in ((record(), None), (on_card, ("-", "1.00 GiB"))):
+        found = {row[0]: row[1:] for row in costs_table(one).rows}
+        assert (found["steps"], found["peak memory, training"]) == (("400", "400"), ("1.00 GiB", "1.00 GiB"))
+        assert found.get("card's memory, training") == card
 
 
 def test_the_search_names_every_trial_its_winner_and_whether_a_better_one_may_lie_beyond():
@@ -131,20 +136,3 @@ def test_a_study_recorded_before_arms_were_variants_is_shown_as_a_comparison():
     assert "| WT | r0.5-b1 | Dice | **-0.050 (-0.050 to -0.050)** | 0.000 | 0 / 2 / 0 |" in lines
     assert "| r0.5-b1 | 0.002 | 10 | **0.5000** | no | - |" in lines
     assert "- `all`: `--filters 8`" in lines
-
-
-def test_the_page_holds_all_of_it_and_needs_nothing_else(comparison, tiny_store, tmp_path, capsys):
-    from cpu3d.compare.command import Options
-    from cpu3d.compare.plan import Kept
-
-    kept = Kept({"evaluation": {}}, [0, 1], [])
-    how = {"budget": "6 epochs each", "options": Options(out=tmp_path, title="A & B")}
-    report.publish(comparison, kept, tiny_store, Evaluation("val"), tmp_path, **how)
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<h1>A &amp; B</h1>" in html
-    assert "NOT untouched" in html
-    assert html.count('<img src="data:image/png;base64,') == 4 + 2, "strips, curves"
-    assert "<td>runs/patch-seed1</td>" in html, "a page says nothing of the machine"
-    assert not re.search(r"<script|url\(|@import|https?://", html)
-    assert len(html) < 2e6
-    assert json.loads((tmp_path / "compare.json").read_text())["results"]["baseline"] == "whole"

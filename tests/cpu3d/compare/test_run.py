@@ -14,9 +14,9 @@ from cpu3d.compare.run import (
     Evaluation,
     PlannedRun,
     RunFailedError,
+    Runner,
     Trial,
     by_dice,
-    carry_out,
     is_evaluated,
     is_trained,
     rate_beyond,
@@ -32,6 +32,10 @@ def planned(out, *names, options=OPTIONS):
     return [PlannedRun(name, 0, out / "runs" / name, options) for name in names]
 
 
+def runner(out, tolerance_mm=1.0):
+    return Runner(out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
+
+
 # --- Processes ---
 
 
@@ -42,13 +46,13 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     killer = threading.Thread(target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunFailedError, match="got SIGKILL"):
-        carry_out(runs, tmp_path / "store", out, Evaluation())
+        runner(out).carry_out(runs)
     killer.join()
     processes.untell("cut")
-    carry_out(runs, tmp_path / "store", out, Evaluation(tolerance_mm=1 / 3))
+    runner(out, 1 / 3).carry_out(runs)
     assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
-    carry_out(runs, tmp_path / "store", out, Evaluation(tolerance_mm=1 / 3))
+    runner(out, 1 / 3).carry_out(runs)
     assert processes.calls() == [], "a third is passed on with all of its digits"
 
 
@@ -56,39 +60,31 @@ def test_a_failed_run_stops_all_with_its_last_words_and_where_they_are(processes
     processes.tell("fail", "a 1 No space left on device")
     out = tmp_path / "out"
     with pytest.raises(RunFailedError, match="No space left") as caught:
-        carry_out(planned(out, "a", "b"), tmp_path / "store", out, Evaluation())
+        runner(out).carry_out(planned(out, "a", "b"))
     assert (caught.value.exit_code, caught.value.why) == (1, "train ended with exit code 1")
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
     assert processes.calls() == ["train a"]
     processes.tell("fail", "a 4 loss must be finite, got nan")
     with pytest.raises(RunFailedError, match="be finite, got nan") as caught:
-        carry_out(planned(out, "a"), tmp_path / "store", out)
+        runner(out).carry_out(planned(out, "a"), score=False)
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
 
 
-@pytest.fixture
-def heard():
-    """Tests that run under `nohup` ignore SIGHUP, and would not pass it on."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number, heard):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number):
     processes.tell("cut")
 
     def interrupt():
         processes.waited("waits")
         os.kill(os.getpid(), number)
 
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
-        carry_out(planned(tmp_path / "out", "a"), tmp_path / "store", tmp_path / "out")
+        runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"), score=False)
     assert processes.waited("signals") == str(int(signal.SIGINT))
     assert int(processes.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 SAYS = "import json, os, sys; json.dump(dict(os.environ), open(os.environ['SAY_TO'], 'w'))"
@@ -100,7 +96,7 @@ def test_what_is_left_over_from_a_cluster_is_not_passed_to_a_run(tmp_path, monke
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("SAY_TO", str(tmp_path / "environ"))
     monkeypatch.setattr(compare_run, "PROGRAM", (sys.executable, "-c", SAYS))
-    carry_out(planned(tmp_path / "out", "a"), tmp_path / "store", tmp_path / "out")
+    runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"), score=False)
     assert not {"TF_CONFIG", "HOROVOD_RANK"} & set(json.loads((tmp_path / "environ").read_text()))
 
 
@@ -110,18 +106,18 @@ def test_what_is_left_over_from_a_cluster_is_not_passed_to_a_run(tmp_path, monke
 def test_the_rest_is_done_where_that_is_asked_for_unless_all_fail(stage, tmp_path):
     stage.tell("fail", "a 1 No space left on device")
     out = tmp_path / "out"
-    (failed,) = carry_out(planned(out, "a", "b"), tmp_path / "store", out, Evaluation(), keep_going=True)
+    (failed,) = runner(out).carry_out(planned(out, "a", "b"), keep_going=True)
     assert str(failed) == "a, seed 0, is left out: train failed."
     assert stage.calls() == ["train a", "train b", "evaluate b"]
     with pytest.raises(RunFailedError):
-        carry_out(planned(out, "a"), tmp_path / "store", out, Evaluation(), keep_going=True)
+        runner(out).carry_out(planned(out, "a"), keep_going=True)
 
 
 def test_a_diverged_run_is_not_trained_again_to_find_out(stage, tmp_path):
     stage.tell("fail", "a 4 loss must be finite")
     for _ in range(2):
         with pytest.raises(RunFailedError) as caught:
-            carry_out(planned(tmp_path, "a"), tmp_path / "store", tmp_path)
+            runner(tmp_path).carry_out(planned(tmp_path, "a"), score=False)
         assert (caught.value.diverged, caught.value.why) == (True, "train diverged")
         stage.tell("fail", "nobody 0 ")
     assert stage.calls() == ["train a"]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import zlib
 from pathlib import Path
 
@@ -111,33 +110,15 @@ def make_record():
         label[1, 2, 3] = 1
         digest = hashlib.sha256(case_id.encode()).hexdigest()
         fields = {
-            "case_id": case_id,
-            "patient_id": case_id,
-            "shape": (4, 4, 4),
-            "spacing_mm": (1.0, 1.0, 1.0),
-            "box": Region((1, 1, 1), (2, 2, 3)),
-            "image_dtype": "int16",
-            "max_abs_error": 0.0,
-            "channel_mean": (1.5,),
-            "channel_std": (0.5,),
-            "channel_min": (1.0,),
-            "channel_max": (2.0,),
-            "channel_voxels": (8,),
-            "zeroed_voxels": 0,
-            "label_voxels": {0: 63, 1: 1},
-            "centres": centres_of(label),
+            "case_id": case_id, "patient_id": case_id, "shape": (4, 4, 4), "spacing_mm": (1.0, 1.0, 1.0),
+            "box": Region((1, 1, 1), (2, 2, 3)), "image_dtype": "int16", "max_abs_error": 0.0, "channel_mean": (1.5,),
+            "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
+            "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
             "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
-            "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest),),
-            "stem": case_id,
-            "format": "npy",
-            "stored": Region((0, 0, 0), (4, 4, 4)),
-            "image_bytes": 256,
-            "image_sha256": digest,
-            "image_voxels_sha256": digest,
-            "label_bytes": 192,
-            "label_sha256": digest,
-            "label_voxels_sha256": digest,
-        }
+            "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest),), "stem": case_id, "format": "npy",
+            "stored": Region((0, 0, 0), (4, 4, 4)), "image_bytes": 256, "image_sha256": digest,
+            "image_voxels_sha256": digest, "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
+        }  # fmt: skip
         return CaseRecord(**{**fields, **changes})
 
     return make
@@ -166,10 +147,7 @@ def manifest_of():
 
 @pytest.fixture
 def stored_case(make_record):
-    """stored_case(folder, image, label=None, stem="a", kind="npy"): write a case's arrays, flushed to the disk.
-
-    Returns its record, true in what a reader looks at.
-    """
+    """stored_case(folder, image, label=None, stem="a", kind="npy"): write a case's arrays; returns their record."""
 
     def write(folder: Path, image: np.ndarray, label=None, stem: str = "a", kind: str = "npy") -> CaseRecord:
         arrays = {"x": image} if label is None else {"x": image, "y": label}
@@ -189,10 +167,7 @@ def stored_case(make_record):
         )
         (folder / "cases").mkdir(parents=True, exist_ok=True)
         for part, part_content in content.items():
-            with open(array_path(folder, record, part), "wb") as file:
-                file.write(part_content)
-                file.flush()
-                os.fsync(file.fileno())
+            array_path(folder, record, part).write_bytes(part_content)
         return record
 
     return write

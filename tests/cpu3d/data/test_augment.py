@@ -4,31 +4,39 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.augment import AugmentConfig, flip, resample, sample_params
+from cpu3d.data.augment import AugmentConfig, draw
+from cpu3d.data.finish import flip, resample
 
 IDENTITY = tf.constant([1.0, 0, 0, 1])
 
 
-def test_parameters_depend_on_seed_and_position_alone():
+def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
+    """With a normalisation that changes nothing: "scale" is the gain, "shift" the offset."""
+    return draw(config, np.ones(channels), np.zeros(channels), spacing_mm, seed=seed, position=position)
+
+
+def test_what_is_drawn_depends_on_seed_and_position_alone():
     config = AugmentConfig(rotation_deg=10, scaling=0.1)
-    drawn = [sample_params(config, seed=1, position=p, channels=4) for p in range(50)]
-    assert drawn == [sample_params(config, seed=1, position=p, channels=4) for p in range(50)]
-    assert len(set(drawn)) == 50
-    assert {params.flips for params in drawn} == {(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)}
-    assert all(0.9 <= gain <= 1.1 for params in drawn for gain in params.gain)
+    found, again = ([drawn(config, position) for position in range(50)] for _ in range(2))
+    for one, same in zip(found, again):
+        np.testing.assert_equal(one, same)
+        assert np.all(np.abs(one["scale"] - 1) <= 0.1)
+        assert np.all(np.abs(one["shift"]) <= 0.1)
+    assert len({one["planes"].tobytes() for one in found}) == 50
+    assert len({tuple(one["flips"]) for one in found}) == 8
+    # The drawn intensity is applied to normalised values: here to x / 2 - 2.
+    halved = draw(config, np.full(2, 0.5), np.full(2, -2.0), (1, 1, 1), seed=1, position=3)
+    np.testing.assert_allclose(halved["scale"], 0.5 * found[3]["scale"], rtol=1e-6)
+    np.testing.assert_allclose(halved["shift"], found[3]["shift"] - 2 * found[3]["scale"], rtol=1e-6)
+    plain = drawn(AugmentConfig(), 3)
+    for name in ("flips", "scale", "shift"):  # one option does not move the others
+        np.testing.assert_array_equal(plain[name], found[3][name])
 
 
-def test_one_option_does_not_move_the_others():
-    plain = sample_params(AugmentConfig(), seed=1, position=5, channels=2)
-    turned = sample_params(AugmentConfig(rotation_deg=5, scaling=0.2), seed=1, position=5, channels=2)
-    assert (plain.flips, plain.gain, plain.offset) == (turned.flips, turned.gain, turned.offset)
-
-
-@pytest.mark.parametrize("flips", [(False, False, False), (True, False, False), (False, True, True)])
-def test_flip_mirrors_the_named_axes(flips):
-    volume = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
-    expected = volume[tuple(slice(None, None, -1 if mirrored else 1) for mirrored in flips)]
-    np.testing.assert_array_equal(flip(tf.constant(volume), tf.constant(flips)), expected)
+@pytest.mark.parametrize(("name", "value"), [("gain", 1), ("offset", -1), ("rotation_deg", 45), ("scaling", 0.5)])
+def test_an_augmentation_out_of_range_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"augment {name} must be in \[0, .*\), got {value}"):
+        AugmentConfig(**{name: value})
 
 
 def test_a_quarter_turn_in_each_plane_is_numpy_s():
@@ -50,29 +58,31 @@ def sphere(shape, spacing_mm, centre_mm, radius_mm):
 @pytest.mark.parametrize("position", range(3))
 def test_a_sphere_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
     shape, spacing_mm, centre_mm = (120, 120, 25), (1, 1, 5), np.array([8.0, 12, -9])
-    params = sample_params(AugmentConfig(rotation_deg=44), seed=0, position=position, channels=1)
-    turned = resample(sphere(shape, spacing_mm, centre_mm, 32), *params.planes(spacing_mm), linear=True).numpy() > 0.5
+    of_voxels, of_mm = (
+        drawn(AugmentConfig(rotation_deg=44), position, spacing_mm=size)["planes"] for size in (spacing_mm, (1, 1, 1))
+    )
+    turned = resample(sphere(shape, spacing_mm, centre_mm, 32), *of_voxels, linear=True).numpy() > 0.5
     about_z, about_x = np.eye(3), np.eye(3)
-    about_z[:2, :2], about_x[1:, 1:] = np.reshape(params.plane_xy, (2, 2)), np.reshape(params.plane_yz, (2, 2))
+    about_z[:2, :2], about_x[1:, 1:] = of_mm.reshape(2, 2, 2)
     expected = sphere(shape, spacing_mm, np.linalg.solve(about_z @ about_x, centre_mm), 32) > 0
     assert 2 * (turned & expected).sum() / (turned.sum() + expected.sum()) > 0.97
 
 
-@pytest.mark.parametrize("spacing_mm", [(1, 1, 1), (0.7, 0.7, 0.7), (0.9999999, 1, 1.0000001)])
-def test_voxels_of_equal_sides_are_turned_to_the_bit_by_what_was_drawn(spacing_mm):
-    params = sample_params(AugmentConfig(rotation_deg=15, scaling=0.1), seed=4, position=2, channels=1)
-    np.testing.assert_array_equal(params.planes(spacing_mm), np.float32([params.plane_xy, params.plane_yz]))
+@pytest.mark.parametrize("spacing_mm", [(0.7, 0.7, 0.7), (0.9999999, 1, 1.0000001)])
+def test_voxels_of_equal_sides_are_turned_to_the_bit_as_those_of_1_mm(spacing_mm):
+    config = AugmentConfig(rotation_deg=15, scaling=0.1)
+    np.testing.assert_equal(drawn(config, 2, spacing_mm=spacing_mm), drawn(config, 2))
 
 
 def test_a_batch_is_mirrored_and_turned_sample_by_sample():
     volumes = tf.constant(np.random.default_rng(0).normal(size=(8, 5, 6, 7, 2)).astype("f4"))
-    config = AugmentConfig(rotation_deg=20, scaling=0.2)
-    drawn = [sample_params(config, seed=1, position=p, channels=2) for p in range(8)]
-    flips = tf.constant([params.flips for params in drawn])
-    planes = np.stack([params.planes((1, 1, 1)) for params in drawn], axis=1)
+    each = [drawn(AugmentConfig(rotation_deg=20, scaling=0.2), position) for position in range(8)]
+    flips, planes = tf.constant([one["flips"] for one in each]), np.stack([one["planes"] for one in each], axis=1)
     mirrored, turned = flip(volumes, flips), resample(volumes, *planes, linear=True)
     for index in range(8):
-        np.testing.assert_array_equal(mirrored[index], flip(volumes[index], flips[index]))
+        axes = np.flatnonzero(flips[index])
+        np.testing.assert_array_equal(mirrored[index], np.flip(volumes[index], axes))
+        np.testing.assert_array_equal(flip(volumes[index], flips[index]), np.flip(volumes[index], axes))
         alone = resample(volumes[index], *(plane[index] for plane in planes), linear=True)
         np.testing.assert_array_equal(turned[index], alone)
     assert not np.array_equal(mirrored, volumes)

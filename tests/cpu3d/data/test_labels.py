@@ -28,15 +28,16 @@ def test_nested_regions_are_painted_in_the_data_sets_own_codes(regions, oedema, 
     assert painted(regions, 0.9, 0.9, 0.9) == enhancing
 
 
-def test_the_most_specific_region_is_believed_when_the_larger_ones_deny_it():
-    label = label_from_regions(np.array([0.1, 0.1, 0.9]).reshape(1, 1, 1, 3), DECATHLON)
-    assert label[0, 0, 0] == 3
-    assert region_mask(label, DECATHLON["WT"])[0, 0, 0]
-
-
-def test_a_probability_of_exactly_one_half_is_inside_and_nan_is_outside():
+def test_the_most_specific_region_is_believed_one_half_is_inside_and_nan_is_outside():
+    assert painted(DECATHLON, 0.1, 0.1, 0.9) == 3
     assert painted(DECATHLON, 0.5, 0.0, 0.0) == 1
     assert painted(DECATHLON, np.nan, np.nan, np.nan) == 0
+
+
+@pytest.mark.parametrize("regions", [{"WT": (1,)}, {"WT": (1,), "ET": (256,)}])
+def test_answers_that_do_not_match_the_regions_or_uint8_are_refused(regions):
+    with pytest.raises(ValueError, match=r"codes lie in 0\.\.255"):
+        label_from_regions(np.zeros((1, 1, 1, 2)), regions)
 
 
 def test_regions_of_equal_size_compete_by_probability_and_the_first_wins_a_tie():

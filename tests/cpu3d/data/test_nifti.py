@@ -30,7 +30,7 @@ def geometry_of(axes: str, shape=(2, 3, 4), spacing=(1.0, 2.0, 3.0)) -> Geometry
 
 
 @pytest.mark.parametrize("end", [".nii", ".nii.gz"])
-@pytest.mark.parametrize("dtype", ["<i2", ">i2", "<u1", "<f4", ">f8", "<u2", "<i4"])
+@pytest.mark.parametrize("dtype", ["<i2", ">i2", "<u1", ">f8"])
 def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype, end):
     written = np.arange(24).reshape(2, 3, 4).astype(dtype)
     header = nibabel.Nifti1Header(endianness=">" if dtype[0] == ">" else "<")
@@ -48,22 +48,14 @@ def test_nifti_2_is_read(tmp_path):
     assert np.array_equal(read_volume(tmp_path / "a.nii.gz")[0], written)
 
 
-def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
-    image = nibabel.Nifti1Image(np.arange(24, dtype=np.int16).reshape(2, 3, 4), np.eye(4))
-    image.header.set_slope_inter(3, -5)
-    nibabel.save(image, tmp_path / "a.nii.gz")
-    content = bytearray(gzip.decompress((tmp_path / "a.nii.gz").read_bytes()))
-    stored = np.frombuffer(content, "<i2", 24, 352).reshape(2, 3, 4, order="F")
-    voxels, _ = read_volume(tmp_path / "a.nii.gz")
-    slope, inter = np.frombuffer(content, "<f4", 2, 112)
-    assert np.array_equal(voxels, stored * float(slope) + float(inter))
-    content[352 : 352 + 48] = np.arange(24, dtype="<i2").tobytes()
+def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path, write_nifti):
+    path = write_nifti(tmp_path / "a.nii", np.arange(24, dtype=np.int16).reshape(2, 3, 4))
+    content = bytearray(path.read_bytes())
     content[112:120] = np.array([3, -5], "<f4").tobytes()
-    (tmp_path / "b.nii.gz").write_bytes(gzip.compress(bytes(content)))
-    voxels, _ = read_volume(tmp_path / "b.nii.gz")
-    assert voxels[0, 0, 0] == -5
-    assert voxels[1, 0, 0] == -2
-    assert np.array_equal(voxels, np.rint(voxels))
+    path.write_bytes(content)
+    voxels, _ = read_volume(path)
+    assert voxels.dtype == np.float64
+    assert np.array_equal(voxels, np.arange(24).reshape(2, 3, 4) * 3 - 5)
 
 
 CONTENTS = {"empty": b"", "short": b"no header", "zeros": b"\0" * 400, "gzip": gzip.compress(b"still none" * 50)}
@@ -76,22 +68,38 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
         read_volume(tmp_path / "a.nii.gz")
 
 
-def test_an_affine_without_an_inverse_is_refused(tmp_path, write_nifti):
+@pytest.mark.parametrize(
+    ("place", "content", "rule"),
+    [
+        (280, bytes(12), "an invertible affine"),  # srow_x
+        (40, np.array([3, 0, 3, 4], "<i2").tobytes(), "have voxels, got shape"),
+        (70, np.array([32], "<i2").tobytes(), "hold real numbers, got complex64"),
+        (108, np.array([16], "<f4").tobytes(), "vox offset 16 too low"),
+        (108, np.array([0], "<f4").tobytes(), "offset 0"),
+        (344, b"ni1\0", "header and voxels in one file, got magic b'ni1'"),
+        # Only the qform counts, whose quaternion is longer than 1.
+        (252, np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(), "have a valid qform"),
+    ],
+)
+def test_a_header_that_does_not_make_sense_is_refused(tmp_path, write_nifti, place, content, rule):
     path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16))
-    content = bytearray(path.read_bytes())
-    content[280:292] = bytes(12)  # srow_x
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="affine"):
+    whole = bytearray(path.read_bytes())
+    whole[place : place + len(content)] = content
+    path.write_bytes(whole)
+    with pytest.raises(InputError, match=rule):
         read_volume(path)
 
 
-def test_an_impossible_quaternion_is_refused_by_name(tmp_path, write_nifti):
-    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16), codes=(0, 1))
-    content = bytearray(path.read_bytes())
-    content[256:264] = np.array([1, 1], "<f4").tobytes()  # quatern_b and _c: longer than 1 together
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"a\.nii must have a valid qform"):
-        read_volume(path)
+def test_what_does_not_fit_the_grid_or_the_format_is_not_written(tmp_path):
+    geometry = geometry_of("LPS")
+    wrong = np.zeros((2, 3, 5), np.uint8)
+    for call in (lambda: to_ras(wrong, geometry), lambda: from_ras(wrong, geometry)):
+        with pytest.raises(ValueError, match="got"):
+            call()
+    with pytest.raises(ValueError, match=r"label must be 3D with integers 0\.\.255"):
+        write_label(tmp_path / "a.nii", np.full((2, 3, 4), 0.5), geometry)
+    with pytest.raises(InputError, match=r"must end in \.nii\.gz or \.nii"):
+        write_label(tmp_path / "a.mgz", np.zeros((2, 3, 4), np.uint8), geometry)
 
 
 @pytest.mark.parametrize("axes", ORIENTATIONS)
@@ -107,22 +115,18 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, wri
     assert np.array_equal(from_ras(to_ras(voxels, geometry), geometry), voxels)
 
 
-@pytest.mark.parametrize("codes", [(1, 1), (2, 0), (0, 1), (4, 2), (0, 0)])
-@pytest.mark.parametrize("axes", ["RAS", "LPS", "SLP", "AIR"])
+@pytest.mark.parametrize(("codes", "axes"), [((1, 1), "RAS"), ((2, 0), "LPS"), ((0, 1), "SLP"), ((0, 0), "AIR")])
 def test_a_label_written_on_the_sources_grid_reloads_with_its_shape_affine_axes_and_codes(
     tmp_path, write_nifti, axes, codes
 ):
-    source = write_nifti(
-        tmp_path / "a.nii.gz", np.zeros((2, 3, 4), np.float64), np.array(geometry_of(axes).affine), codes
-    )
+    affine = np.array(geometry_of(axes).affine)
+    source = write_nifti(tmp_path / "a.nii.gz", np.zeros((2, 3, 4), np.float64), affine, codes)
     _, geometry = read_volume(source)
     label = np.arange(24, dtype=np.uint8).reshape(nifti.ras_shape(geometry))
     write_label(tmp_path / "label.nii.gz", label, geometry)
     before, after = nibabel.load(source), nibabel.load(tmp_path / "label.nii.gz")
-    assert after.shape == before.shape
-    assert after.get_data_dtype() == np.uint8
+    assert (after.shape, after.get_data_dtype()) == (before.shape, np.uint8)
     assert np.allclose(after.affine, before.affine, atol=1e-5)
-    assert nibabel.aff2axcodes(after.affine) == nibabel.aff2axcodes(before.affine)
     assert (int(after.header["sform_code"]), int(after.header["qform_code"])) == codes
     voxels, again = read_volume(tmp_path / "label.nii.gz")
     assert np.array_equal(to_ras(voxels, again), label)
@@ -135,13 +139,12 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
     image.set_sform(turned, codes[0])
-    angle = 0.1
-    turned[:2, :2] = turned[:2, :2] @ [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turned[:2, :2] = turned[:2, :2] @ [[0.8, -0.6], [0.6, 0.8]]
     turned[:3, 3] += 1 / 3
     image.set_qform(turned, codes[1])
     nibabel.save(image, source)
     record = make_record(geometry=read_volume(source)[1])
-    geometry = case_from_json(json.loads(json.dumps(to_json(record)))).geometry
+    geometry = case_from_json(json.dumps(to_json(record)).encode()).geometry
     write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
     before, after = source.read_bytes(), (tmp_path / "label.nii").read_bytes()
     assert after[76:92] == before[76:92]  # pixdim

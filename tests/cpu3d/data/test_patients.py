@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from cpu3d.__main__ import main
 from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
@@ -36,14 +35,9 @@ def dataset(tmp_path, decathlon):
     ("case_id", "patient"),
     [
         ("BraTS-GLI-00005-100", "BraTS-GLI-00005"),
-        ("BraTS-PED-00001-002", "BraTS-PED-00001"),
         ("BraTS-MET-00110-000-t1c", "BraTS-MET-00110"),
-        ("BraTS-MEN-RT-0001-1", "BraTS-MEN-RT-0001"),
         ("BraTS2021_00495", "BraTS2021_00495"),
-        ("BraTS20_Training_001", "BraTS20_Training_001"),
         ("Brats18_TCIA01_131_1", "Brats18_TCIA01_131"),
-        ("Brats17_2013_10_1", "Brats17_2013_10"),
-        ("TCGA-DU-7294", "TCGA-DU-7294"),
         ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
         ("BRATS_001", None),
         ("spleen-0001-002", None),
@@ -65,25 +59,17 @@ def test_a_table_of_patients_may_be_written_as_spreadsheets_do(tmp_path, text):
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [
-        (b"a,p", "case b"),
-        (b"a,p\na,q\nb,p", ":2"),
-        (b"a\nb,p", ":1"),
-        (b"a,p,q\nb,p", ":1"),
-        (b"a,\nb,p", ":1"),
-        (b"\xff", ""),
-    ],
+    [(b"a,p", "case b"), (b"a,p\na,q\nb,p", ":2"), (b"a\nb,p", ":1"), (b"a,\nb,p", ":1"), (b"\xff", "UTF-8")],
 )
 def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, content, named):
     (tmp_path / "table").write_bytes(content)
-    with pytest.raises(InputError, match=r"--patients .*table") as error:
+    with pytest.raises(InputError, match=rf"--patients .*table.*{named}"):
         read_patients(tmp_path / "table", ["a", "b"])
-    assert named in str(error.value)
     with pytest.raises(InputError, match="--patients"):
         read_patients(tmp_path, ["a", "b"])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_time_points_of_a_patient_stay_together_in_the_decathlon_layout_and_the_rule_is_told(
     tmp_path, dataset, capsys, seed
 ):
@@ -94,8 +80,6 @@ def test_time_points_of_a_patient_stay_together_in_the_decathlon_layout_and_the_
     assert manifest.patient_rules == {rule: 6}
     assert f"6 cases: {rule}" in capsys.readouterr().out
     assert open_store(tmp_path / "store").manifest.patient_rules == manifest.patient_rules
-    main(["store", "info", str(tmp_path / "store"), "--json"])
-    assert json.loads(capsys.readouterr().out)["patient_rules"] == {rule: 6}
 
 
 def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(tmp_path, dataset):
@@ -120,3 +104,6 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     assert manifest.patient_rules == {TABLE: 4}
     (name,) = [name for name, ids in old.split.items() if "b" in ids]
     assert manifest.split[name] == ("b", "d")
+    table.write_text("a,p\nb,z\nc,r\nd,q\ne,z\n")
+    with pytest.raises(InputError, match=r"case b must be of the patient that store .* has, q, got z"):
+        append(store, dataset("e", folder="other"), workers=1, patients=table)

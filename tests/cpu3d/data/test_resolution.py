@@ -2,16 +2,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.resolution import Resizing, field_of, growing, network_grid, shrinking
+from cpu3d.data.resolution import Resizing, field_of, growing, network_grid, resizing_for, shrinking
 
 SHARES = (1 / 3, 0.4, 0.5, 2 / 3, 0.75, 0.9)
-
-
-def ramp(size, slope=(1.0, 10.0, 100.0), first=(0.0, 0.0, 0.0), step=1.0):
-    """(1, X, Y, Z, 2): what voxels at `first` + `step` * index have in a ramp, and in its negative."""
-    at = [a + step * np.arange(n) for a, n in zip(first, size)]
-    value = sum(s * x for s, x in zip(slope, np.meshgrid(*at, indexing="ij")))
-    return np.stack([value, -value], -1)[None].astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +21,9 @@ def ramp(size, slope=(1.0, 10.0, 100.0), first=(0.0, 0.0, 0.0), step=1.0):
 def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(grid, resolution, divisor, seen, field):
     assert network_grid(grid, resolution, divisor) == seen
     assert field_of(seen, resolution, grid) == field
+    if resolution < 1:
+        resizing = resizing_for(grid, resolution, divisor, at_least=(9, 1, 1))
+        assert resizing.seen == (max(seen[0], 9), *seen[1:])
 
 
 def test_half_the_resolution_averages_pairs_and_a_third_weighs_three():
@@ -38,17 +34,14 @@ def test_half_the_resolution_averages_pairs_and_a_third_weighs_three():
 
 
 @pytest.mark.parametrize("resolution", SHARES)
-def test_weights_sum_to_one_and_are_never_negative(resolution):
-    field = field_of((12, 1, 1), resolution)[0]
-    for weights in (shrinking(12, field, resolution), growing(field, 12, resolution)):
-        np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
-        assert weights.min() >= 0
-
-
-@pytest.mark.parametrize("resolution", SHARES)
 def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
     resizing = Resizing((8, 6, 4), resolution)
-    there = ramp(resizing.field)
+    for field, seen in zip(resizing.field, resizing.seen):
+        for weights in (shrinking(seen, field, resolution), growing(field, seen, resolution)):
+            np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
+            assert weights.min() >= 0
+    x, y, z = np.indices(resizing.field)
+    there = np.stack([x + 10 * y + 100 * z, -x - 10 * y - 100 * z], -1)[None].astype(np.float32)
     back = resizing.grow(resizing.shrink(there)).numpy()
     edge = int(np.ceil(0.5 / resolution))
     inside = (slice(None), *(slice(edge, -edge),) * 3)
@@ -66,14 +59,3 @@ def test_a_mask_keeps_what_half_a_network_voxel_or_more_holds():
     expected = np.zeros((1, 2, 2, 2, 2), np.uint8)
     expected[0, 0, 0, 0, 0] = expected[0, 1, 1, 1, 1] = 1
     np.testing.assert_array_equal(target, expected)
-
-
-def test_full_resolution_is_the_identity_to_the_bit():
-    resizing = Resizing((4, 4, 4), 1.0)
-    image = tf.constant(np.random.default_rng(2).normal(size=(1, 4, 4, 4, 2)).astype(np.float32))
-    mask = tf.cast(image > 0, tf.uint8)
-    assert resizing.field == (4, 4, 4)
-    for there, back in zip((image, mask, image), (*resizing.shrink_pair(image, mask), resizing.grow(image))):
-        np.testing.assert_array_equal(there, back)
-    np.testing.assert_array_equal(shrinking(5, 5, 1), np.eye(5))
-    np.testing.assert_array_equal(growing(5, 5, 1), np.eye(5))

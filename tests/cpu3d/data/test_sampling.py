@@ -1,46 +1,208 @@
-"""The order of cases is a pure function of seed and position."""
+"""Which case and patch comes where, and whose it is: pure functions of seed and position."""
 
 from itertools import islice
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.sampling import permutation, random_words, sample_at
+from cpu3d.data import sampling as module
+from cpu3d.data.region import Region, case_region
+from cpu3d.data.sampling import PatchSampling, Share, grid_starts, patch_at, patch_grid, sample_at
+from cpu3d.errors import InputError
 
-CASES = st.integers(1, 50)
-SEEDS = st.integers(0, 2**63)
+SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
+OVERLAPS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9])
+WORKERS = st.integers(1, 6)
+
+# Golden: changing these would silently change every seeded run ever made.
+ORDER = (3, 0, 7, 4, 2, 5, 1, 6)
+WORDS = [1321962074176129191, 15925659190040627001]
+PLACES = [(2, (10, 6, 7)), (0, (11, 3, 6)), (3, (3, 3, 2)), (1, (5, 5, 2)), (0, (9, 4, 3)), (1, (6, 7, 8))]
+
+# --- Cases ---
 
 
 def test_the_generator_is_splitmix64_to_the_published_bit():
     # Steele, Lea, Flood's reference code seeded with 1234567: the words that Java's and Julia's ports are tested with.
-    from cpu3d.data import sampling
-
     state, words = 1234567, []
     for _ in range(3):
-        state = state + 0x9E3779B97F4A7C15 & sampling.MASK
-        words.append(sampling._mix(state))
+        state = state + 0x9E3779B97F4A7C15 & module.MASK
+        words.append(module._mix(state))
     assert words == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-@given(CASES, SEEDS, st.integers(0, 20))
+def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
+    assert module.permutation(8, seed=0, epoch=0) == ORDER
+    assert list(islice(module.random_words(1, 2, 3), 2)) == WORDS
+    case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
+    sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
+    assert [(sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)] == PLACES
+
+
+@given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))
 def test_every_epoch_holds_each_case_once(cases, seed, epoch):
     drawn = [sample_at(epoch * cases + place, cases=cases, seed=seed) for place in range(cases)]
     assert sorted(sample.index for sample in drawn) == list(range(cases))
     assert {sample.epoch for sample in drawn} == {epoch}
+    for wrong in ({"position": -1, "cases": cases}, {"position": 0, "cases": 0}):
+        with pytest.raises(ValueError, match="position must be >= 0 and cases >= 1"):
+            sample_at(**wrong, seed=seed)
 
 
-def test_the_order_is_the_same_on_every_machine_and_version():
-    # Golden: changing these would silently change every seeded run ever made.
-    assert permutation(8, seed=0, epoch=0) == GOLDEN_ORDER
-    assert list(islice(random_words(1, 2, 3), 2)) == GOLDEN_WORDS
+# --- Patches ---
 
 
-@pytest.mark.parametrize(("position", "cases"), [(-1, 3), (0, 0)])
-def test_positions_before_the_start_and_empty_splits_are_refused(position, cases):
-    with pytest.raises(ValueError, match="position must be >= 0 and cases >= 1"):
-        sample_at(position, cases=cases, seed=0)
+def record(shape=(20, 18, 16), box=None, centres=None):
+    """What of a case's record patches depend on."""
+    box = box or Region((2, 3, 1), (15, 12, 13))
+    return SimpleNamespace(shape=shape, box=box, centres=centres or {})
 
 
-GOLDEN_ORDER = (3, 0, 7, 4, 2, 5, 1, 6)
-GOLDEN_WORDS = [1321962074176129191, 15925659190040627001]
+def draw(sampling, records, count=200):
+    return [patch_at(position, sampling, records) for position in range(count)]
+
+
+@st.composite
+def cases(draw):
+    """A case with a box in its grid, and centres of codes 1 and 2 in the box."""
+    shape = draw(SHAPES)
+    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    size = tuple(draw(st.integers(1, n - a)) for a, n in zip(start, shape))
+    voxel = st.tuples(*[st.integers(a, a + n - 1) for a, n in zip(start, size)])
+    centres = {code: tuple(draw(st.lists(voxel, min_size=1, max_size=3))) for code in (1, 2)}
+    return record(shape, Region(start, size), centres)
+
+
+@pytest.mark.parametrize(("extent", "start"), [("brain", (7, 7, 6)), ("full", (8, 7, 7))])
+def test_the_patch_in_the_centre_lies_around_the_middle_of_the_extent(extent, start):
+    sampling = PatchSampling((5, 4, 3), "centre", extent=extent)
+    assert sampling.per_case == 1
+    assert {sample.region for sample in draw(sampling, [record()], 5)} == {Region(start, (5, 4, 3))}
+
+
+@given(cases(), SHAPES, st.sampled_from(["random", "foreground"]), st.sampled_from(["brain", "full"]))
+def test_a_patch_stays_in_the_extent_along_every_axis_where_it_fits(case, patch, kind, extent):
+    sampling = PatchSampling(patch, kind, foreground=0.5, codes=((1,), (2,)), extent=extent)
+    inside = case.box if extent == "brain" else Region((0, 0, 0), case.shape)
+    for sample in draw(sampling, [case], 20):
+        assert sample.region.size == patch
+        for a, n, first, size in zip(sample.region.start, patch, inside.start, inside.size):
+            assert (first <= a <= first + size - n) if n <= size else (a <= first and a + n >= first + size)
+
+
+@given(cases(), SHAPES)
+def test_a_foreground_patch_holds_a_voxel_that_was_asked_for(case, patch):
+    sampling = PatchSampling(patch, "foreground", foreground=1.0, codes=((2,),))
+    for sample in draw(sampling, [case], 20):
+        start, stop = sample.region.start, sample.region.stop
+        assert any(all(a <= v < b for a, v, b in zip(start, voxel, stop)) for voxel in case.centres[2])
+
+
+def test_a_case_without_the_regions_gives_the_patches_of_random_sampling():
+    foreground, random = (
+        PatchSampling((5, 4, 3), how, codes=((2,),), foreground=1.0) for how in ("foreground", "random")
+    )
+    case = record(centres={1: ((4, 4, 4),)})
+    assert draw(foreground, [case], 9) == draw(random, [case], 9)
+
+
+@given(st.floats(0, 1), st.integers(0, 10**9), st.integers(1, 300))
+def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share, first, count):
+    sampling = PatchSampling((1, 1, 1), "foreground", foreground=share, codes=((1,),), extent="full")
+    case = record((10**9,) * 3, centres={1: ((7, 7, 7),)})
+    found = [patch_at(position, sampling, [case]).region.start for position in range(first, first + count)]
+    assert abs(found.count((7, 7, 7)) - share * count) < 1 + 1e-6
+
+
+@given(SHAPES, SHAPES, OVERLAPS)
+def test_a_grid_covers_every_voxel_and_ends_flush_with_the_edges(size, patch, overlap):
+    region = Region((3, -2, 5), size)
+    covered = np.zeros(size, bool)
+    patches = patch_grid(region, patch, overlap)
+    assert len(set(patches)) == len(patches)
+    for one in patches:
+        assert one.size == patch
+        inside = Region(tuple(a - b for a, b in zip(one.start, region.start)), patch)
+        covered[inside.slices(size)] = True
+    assert covered.all()
+    for n, want, starts in zip(size, patch, grid_starts(size, patch, overlap)):
+        assert (starts[0], starts[-1] + want) == (0, n) if n >= want else len(starts) == 1
+        assert all(b - a <= max(want * (1 - overlap), 1) for a, b in zip(starts, starts[1:]))
+
+
+def test_grid_starts_by_hand():
+    assert grid_starts((10, 4, 3), (4, 4, 5), 0.5) == ((0, 2, 4, 6), (0,), (-1,))
+    assert grid_starts((9, 9, 9), (4, 4, 4), 0.0) == ((0, 2, 5),) * 3
+
+
+@given(cases(), cases(), SHAPES, SHAPES, OVERLAPS)
+def test_positions_of_a_grid_run_through_every_patch_of_every_case(first, second, grid, patch, overlap):
+    sampling = PatchSampling(patch, "grid", overlap=overlap, extent="full", grid=grid, shuffle=False)
+    per_case = sampling.per_case
+    for index, case in enumerate((first, second)):
+        expected = patch_grid(case_region(case, grid, "full"), patch, overlap)
+        assert len(expected) == per_case
+        for place in {0, per_case // 2, per_case - 1}:
+            sample = patch_at(2 * per_case + index * per_case + place, sampling, [first, second])
+            assert (sample.epoch, sample.index, sample.region) == (1, index, expected[place])
+
+
+def test_every_value_out_of_range_is_named():
+    with pytest.raises(InputError) as caught:
+        PatchSampling((4, 0, 4), "dense", foreground=2, overlap=1, extent="tile")
+    names = [problem.split(" must ")[0] for problem in caught.value.problems]
+    assert names == ["sampling", "extent", "patch_shape", "foreground", "overlap"]
+
+
+# --- Shares of several workers ---
+
+
+def shares(workers, batch):
+    return [Share(rank, workers, batch) for rank in range(workers)]
+
+
+def test_samples_are_dealt_to_workers_by_hand():
+    first, second = shares(2, 6)
+    assert first.positions(0, 12) == (0, 1, 2, 6, 7, 8)
+    assert second.positions(6, 12) == (9, 10, 11)
+    assert (second.indices(6, 12), second.part) == (range(3, 6), 3)
+    dealt = [share.singly().positions(0, 8) for share in shares(3, 6)]  # without steps
+    assert dealt == [(0, 3, 6), (1, 4, 7), (2, 5)]
+    assert Share(2, 3).positions(0, 2) == ()
+
+
+@given(WORKERS, st.integers(1, 5), st.integers(0, 7), st.integers(0, 4))
+def test_the_shares_of_a_step_in_the_order_of_the_ranks_are_the_step(workers, part, first, steps):
+    batch = workers * part
+    for step in range(first, first + steps):
+        dealt = [share.positions(step * batch, (step + 1) * batch) for share in shares(workers, batch)]
+        assert [len(one) for one in dealt] == [part] * workers
+        assert [position for one in dealt for position in one] == list(range(step * batch, (step + 1) * batch))
+
+
+@given(WORKERS, st.integers(0, 4), st.integers(0, 60), st.integers(0, 60))
+def test_any_span_is_dealt_once_to_each_in_its_own_order(workers, part, start, length):
+    dealt = [share.positions(start, start + length) for share in shares(workers, workers * part)]
+    assert sorted(position for one in dealt for position in one) == list(range(start, start + length))
+    assert all(list(one) == sorted(one) for one in dealt)
+    for share in shares(workers, workers * part):
+        position = share.position(length)
+        assert share.indices(position, position + 1) == range(length, length + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rank": -1}, "rank must be an integer of at least 0, got -1"),
+        ({"workers": 0}, "workers must be an integer of at least 1, got 0"),
+        ({"batch": 1.5}, "batch must be an integer of at least 0, got 1.5"),
+        ({"rank": 2, "workers": 2}, "rank must be below the 2 workers, got 2"),
+        ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
+    ],
+)
+def test_what_is_no_share_is_refused_by_name(wrong, message):
+    with pytest.raises(InputError, match=message):
+        Share(**wrong)

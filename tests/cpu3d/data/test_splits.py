@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.splits import split_cases
+from cpu3d.data.splits import deal, parse_fold, split_cases, with_fold
 from cpu3d.errors import InputError
 
 THIRDS = (0.8, 0.1, 0.1)
@@ -30,7 +30,6 @@ def test_the_split_is_the_one_it_has_always_been():
         (1, (1, 0, 0), (1, 0, 0)),
         (5, (0, 0, 1), (0, 0, 5)),
         (4, (0.02, 0.49, 0.49), (1, 2, 1)),
-        (3, (1 / 3, 1 / 3, 1 / 3), (1, 1, 1)),
     ],
 )
 def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_asked(patients, fractions, sizes):
@@ -56,7 +55,55 @@ def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
 def test_too_few_patients_are_refused_with_the_way_out():
     with pytest.raises(InputError, match=r"at least 3 patients, got 2; .*--split 1 0 0"):
         split_cases({"a": "p", "b": "p", "c": "q"}, fractions=THIRDS, seed=0)
-    with pytest.raises(InputError, match="--split 80 10 10 must have at least 3"):
-        split_cases(one_each(2), fractions=(80, 10, 10), seed=0)
-    with pytest.raises(InputError, match="got 0"):
-        split_cases({}, fractions=(1, 0, 0), seed=0)
+    for fractions in ((0, 0, 0), (1, -1, 1), (float("nan"), 1, 1)):
+        with pytest.raises(InputError, match="--split must be three shares"):
+            split_cases(one_each(9), fractions=fractions, seed=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["6/5", "0/5", "1/1", "1", "/5", "-1/5", " 1/5", "01/5", "1/5/2", "1.0/5", "¹/5", "1/5\n"]
+)
+def test_what_is_no_fold_is_refused_with_the_rule(text):
+    with pytest.raises(InputError, match=r"fold must be I/K with 1 <= I <= K and K >= 2, got (.|\n)*; 1/5 holds out"):
+        parse_fold(text)
+    assert parse_fold("10/10") == (10, 10)
+
+
+def test_the_folds_are_the_ones_they_have_always_been():
+    patients = {f"case{number}": f"patient{number}" for number in range(5)}
+    held_out = [deal(patients, f"{part}/2", seed=0) for part in (1, 2)]
+    assert held_out == [("case0", "case2", "case3"), ("case1", "case4")]
+
+
+@given(
+    st.dictionaries(st.text(min_size=1), st.integers(0, 12), min_size=1, max_size=30),
+    st.integers(2, 6),
+    st.integers(0, 5),
+)
+def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, parts, seed):
+    patients = {case_id: f"patient{owner}" for case_id, owner in owners.items()}
+    count = len(set(patients.values()))
+    if count < parts:
+        with pytest.raises(InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts};"):
+            deal(patients, f"1/{parts}", seed=seed)
+        return
+    held_out = [deal(patients, f"{part}/{parts}", seed=seed) for part in range(1, parts + 1)]
+    assert sorted(case_id for one in held_out for case_id in one) == sorted(patients)
+    owners = [{patients[case_id] for case_id in one} for one in held_out]
+    assert sum(map(len, owners)) == count
+    assert max(map(len, owners)) - min(map(len, owners)) <= 1
+
+
+def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(tiny_store):
+    before, held_out = tiny_store.manifest, []
+    for part in range(1, 5):
+        view = with_fold(tiny_store, f"{part}/4")
+        held_out += view.manifest.split["val"]
+        assert sorted(view.manifest.split["train"] + view.manifest.split["val"]) == ["a", "b", "c", "d"]
+        assert [record.case_id for record in view.cases("val")] == list(view.manifest.split["val"])
+        assert [record.case_id for record in view.cases("test")] == ["e", "f"]
+        assert view.manifest.split_hash == before.split_hash
+        view.check_split()
+    assert sorted(held_out) == ["a", "b", "c", "d"]
+    assert tiny_store.manifest == before
+    assert with_fold(tiny_store, "") is tiny_store

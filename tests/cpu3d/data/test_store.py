@@ -45,13 +45,13 @@ def test_every_format_gives_the_same_whole_grids_read_only(write_small, tiny_ima
     folder, manifest = write_small(format_, cropped)
     store = open_store(folder)
     assert store.manifest == manifest
-    image, label = store.image("a"), store.label("a")
-    assert np.array_equal(image[..., 0], tiny_image(ord("a")))
-    assert np.array_equal(label, tiny_label(1))
-    assert (image.dtype, label.dtype) == (np.int16, np.uint8)
-    assert not image.flags.writeable
-    assert not label.flags.writeable
+    for array, expected in ((store.image("a")[..., 0], tiny_image(ord("a"))), (store.label("a"), tiny_label(1))):
+        assert array.dtype == expected.dtype
+        assert np.array_equal(array, expected)
+        assert not array.flags.writeable
     assert store.case("a").stored.size == ((4, 3, 2) if cropped else (6, 5, 4))
+    with pytest.raises(InputError, match="case b must have a label"):
+        store.label("b")
 
 
 def test_a_check_names_every_damaged_file_at_once_and_reads_no_voxel(small_store):
@@ -62,8 +62,8 @@ def test_a_check_names_every_damaged_file_at_once_and_reads_no_voxel(small_store
     (folder / "cases/b.x.npy").write_bytes(b"0" * manifest.cases[1].image_bytes)
     with pytest.raises(InputError) as caught:
         open_store(folder).check(manifest.cases)
-    assert [name in str(caught.value) for name in ("a.x.npy", "a.y.npy", "b.x.npy")] == [True] * 3
-    assert len(caught.value.problems) == 3
+    for name, problem in zip(("a.x.npy", "a.y.npy", "b.x.npy"), caught.value.problems):
+        assert name in problem
 
 
 def change_manifest(folder, change):
@@ -75,9 +75,8 @@ def change_manifest(folder, change):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda content: content.update(schema=1), "must have schema 2, got 1; run `prepare` again"),
-        (lambda content: content.update(schema=99), "schema 2, got 99"),
-        (lambda content: {"schema": 2}, "complete, got KeyError"),
+        (lambda content: content.update(schema=1), "must have schema 2, got 1;"),
+        (lambda content: {"schema": 2}, "complete JSON, got KeyError"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
         (lambda content: content.update(records=None), "complete"),
@@ -96,29 +95,18 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(small_store
         open_store(folder)
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda content: content.update(largest_box=[1, 1, 1]),
-        lambda content: content.update(name="another"),
-        lambda content: content.update(channels=["MR"]),
-        lambda content: content.update(regions=dict(reversed(content["regions"].items()))),
-        lambda content: content["records"].update(bytes=7),
-        lambda content: content.pop("versions"),
-        lambda content: content.pop("sha256"),
-        lambda content: content.update(split_seed=float("nan")),
-    ],
-)
-def test_a_manifest_that_was_edited_is_refused(small_store, edit):
+def test_a_manifest_that_was_edited_is_refused(small_store):
     folder, manifest = small_store
     write_store(folder, remake(manifest, regions={"all": (1,), "none": (0,)}))
     open_store(folder)
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"manifest\.json must be as it was written, got an edited one; restore it or"):
-        open_store(folder)
+    content = json.loads((folder / "manifest.json").read_text())
+    turned = dict(reversed(content["regions"].items()))
+    for change in ({"largest_box": [1, 1, 1]}, {"regions": turned}, {"sha256": ""}, {"split_seed": float("nan")}):
+        (folder / "manifest.json").write_text(json.dumps({**content, **change}))
+        with pytest.raises(
+            InputError, match=r"manifest\.json must be as it was written, got an edited one; restore it"
+        ):
+            open_store(folder)
 
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
@@ -138,24 +126,11 @@ def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_
     assert list(opened.manifest.cases) == list(manifest.cases)
 
 
-def test_a_record_never_leads_out_of_its_store(small_store, tmp_path):
-    folder, _ = small_store
-    (folder / "cases/a.x.npy").rename(tmp_path / "outside.x.npy")
-    (records,) = folder.glob("cases-*.jsonl")
-    content = records.read_bytes().replace(b'"stem":"a"', b'"stem":"../../outside"')
-    records.write_bytes(content)
-    change_manifest(folder, lambda manifest: manifest["records"].update(bytes=len(content)))
-    with pytest.raises(
-        InputError, match=r"cases-\w+.jsonl must hold case a in line 1, got .*stem must be names without"
-    ):
-        open_store(folder).image("a")
-
-
 def test_a_store_without_a_whole_manifest_is_refused(small_store):
     folder, _ = small_store
     for content in ('{"schema": 2', '["no object"]', "7", "{}"):
         (folder / "manifest.json").write_text(content)
-        with pytest.raises(InputError, match="JSON with a schema"):
+        with pytest.raises(InputError, match="complete JSON"):
             open_store(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="found none"):

@@ -9,18 +9,15 @@ import pytest
 from cpu3d.distributed import cluster as module
 from cpu3d.distributed.cluster import (
     ALONE,
-    OPEN_PORTS,
     VARIABLES,
-    Cluster,
     addresses,
+    expand_hosts,
     free_ports,
     from_hosts,
     host_and_port,
-    join_address,
     own_index,
     read_cluster,
-    read_hosts,
-    share_of_host,
+    read_slurm,
     without_cluster,
 )
 from cpu3d.errors import InputError
@@ -71,19 +68,15 @@ def test_workers_of_one_host_share_memory(found, engine):
     ("environ", "said"),
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
-        ({"TF_CONFIG": "[1]"}, "be JSON"),
         ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
         (tf_config({"worker": "a:1"}), "be JSON of a cluster and a task"),
-        (tf_config({"worker": [1]}), "be JSON of a cluster and a task"),
         (tf_config({"worker": ["a:1"], "ps": ["b:1"]}), "as all train alike, got tasks ps, worker"),
         (tf_config({"worker": ["a:1"]}, "evaluator"), "a evaluator"),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
         (tf_config({"worker": ["a:1"]}, index=1), "index below its 1 worker addresses, got 1"),
-        (tf_config({"worker": ["a:1"]}, index=-1), "got -1"),
         (tf_config({"worker": ["a:1"]}, index=None), "got None"),
         (tf_config({"worker": ["a:1"]}, "chief"), "index below its 0 chief addresses"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
-        (tf_config({"worker": ["a"]}), "must be host:port"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
         (horovod(2, 2, 0, 1), "must be of one job"),
@@ -100,27 +93,20 @@ def test_a_cluster_that_is_not_whole_is_refused(environ, said):
     [((0, 2, 0, 2), (0, 1), 0), ((3, 4, 1, 2), (2, 3), 1), ((2, 3, 0, 1), (2,), 0)],
 )
 def test_horovods_own_variables_count_the_workers_of_a_host(variables, local_ranks, index):
-    cluster = read_cluster({**horovod(*variables), "HOROVOD_HOSTNAME": "n1"})
+    cluster = read_cluster(horovod(*variables))
     assert (cluster.rank, cluster.workers) == variables[:2]
     assert (cluster.local_ranks, cluster.local_index) == (local_ranks, index)
     assert cluster.engine == cluster.of_rank(0).engine == "horovod"
 
 
 def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
-    cluster = from_hosts(("A", "fe80::2", "[fe80::3]"), (2, 1, 1), (5000, 5001), 2)
-    assert cluster.addresses == ("a:5000", "a:5001", "[fe80::2]:5000", "[fe80::3]:5000")
-    assert cluster.local_ranks == (2,)
+    cluster = from_hosts(("A", "fe80::2", "[fe80::3]"), 2, (5000, 5001), 2)
+    hosts = ("a", "[fe80::2]", "[fe80::3]")
+    assert cluster.addresses == tuple(f"{host}:{port}" for host in hosts for port in (5000, 5001))
+    assert cluster.local_ranks == (2, 3)
+    assert [host_and_port(address)[0] for address in cluster.addresses[::2]] == ["a", "fe80::2", "fe80::3"]
     with pytest.raises(InputError, match="got a twice"):
-        from_hosts(("a", "A"), (1, 1), (5000,))
-    for host, port in (("a-b.c", 1), ("10.0.0.1", 65535), ("fe80::1", 80)):
-        assert host_and_port(join_address(host, port)) == (host, port)
-
-
-def test_cpus_are_shared_by_the_workers_of_a_host_unless_slurm_has_bound_each():
-    cluster = Cluster(("a:1", "a:2", "b:1"), 1)
-    assert share_of_host(cluster, {}) == (1, 2)
-    assert share_of_host(cluster, {"SLURM_CPU_BIND_LIST": "0xF"}) == (1, 2), "one task of its host"
-    assert share_of_host(cluster, {"SLURM_CPU_BIND_LIST": "0x3,0xC"}) == (0, 1)
+        from_hosts(("a", "A"), 1, (5000,))
 
 
 # --- Hosts ---
@@ -139,17 +125,6 @@ def index(monkeypatch):
         return own_index(hosts)
 
     return find
-
-
-def test_a_list_or_a_file_names_the_hosts(tmp_path):
-    assert read_hosts("a, b,10.0.0.1") == ("a", "b", "10.0.0.1")
-    file = tmp_path / "hosts"
-    file.write_text("# the first rack\na\n\n b  # slow\n[fd00::3]\n")
-    assert read_hosts(str(file)) == ("a", "b", "[fd00::3]")
-    file.write_text("a slots=2\n")
-    for text in (str(file), "", ",", "a:1/b"):
-        with pytest.raises(InputError, match="--hosts must be names"):
-            read_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +160,57 @@ def test_a_list_that_does_not_tell_is_refused(index, hosts, said):
 def test_this_machine_has_addresses_and_free_ports():
     assert addresses("127.0.0.1") == {"127.0.0.1"}
     assert addresses("a..b") == frozenset()
-    assert own_index(("127.0.0.1",)) == 0
-    ports = free_ports(3)
-    assert len(set(ports) & set(OPEN_PORTS)) == 3
-    with socket.socket() as listener:
-        listener.bind(("", ports[1]))
+    assert len(set(free_ports(3))) == 3
+
+
+# --- Slurm ---
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("login", "login"),
+        ("node[01-03,7],login", "node01 node02 node03 node7 login"),
+        ("node[098-101]", "node098 node099 node100 node101"),
+        ("r[1-2]n[1-2]-ib,x", "r1n1-ib r1n2-ib r2n1-ib r2n2-ib x"),
+        (" n[1,3].cluster.org ", "n1.cluster.org n3.cluster.org"),
+    ],
+)
+def test_host_lists_are_expanded(text, hosts):
+    assert expand_hosts(text) == tuple(hosts.split())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "n[1-", "n[]", "n[1-a]", "n[3-1]", "n]1[", "a b", "n[0-99999999]", "n[0-9999]m[0-9999]"]
+)
+def test_other_host_lists_are_refused(text):
+    with pytest.raises(InputError, match="host list must be like"):
+        expand_hosts(text)
+
+
+def step(nodes, tasks, rank, **more):
+    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
+    return {"SLURM_JOB_ID": "1234567", **dict(zip(names, (nodes, tasks, str(rank)))), **more}
+
+
+def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
+    assert read_slurm(step("n[1-3]", "1(x3)", 2, SLURM_NODEID="2")) == (("n1", "n2", "n3"), 2, 15000 + 567 * 16)
+    assert read_slurm(step("a", "1", 0, SLURM_JOB_ID="999")) == (("a",), 0, 15000 + 999 * 16)
+    script = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
+    assert read_slurm(script) is None, "a batch script is no task"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (step("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
+        (step("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
+        (step("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
+        (step("a,b", "1(x2)", "x"), "SLURM_PROCID must be a whole number"),
+        (step("a,b", "1(x2)", 1, SLURM_NODEID="0"), "in order"),
+        (step("a", "1", 0, SLURM_JOB_ID="12_3"), "SLURM_JOB_ID must be a whole number"),
+    ],
+)
+def test_a_step_that_is_not_whole_is_refused(environ, said):
+    with pytest.raises(InputError, match=said):
+        read_slurm(environ)

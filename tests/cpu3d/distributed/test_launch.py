@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.distributed import launch
-from cpu3d.distributed.cluster import HOROVOD, OPEN_PORTS, from_tf_config
+from cpu3d.distributed.cluster import from_tf_config
 from cpu3d.distributed.launch import Options, make_plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
@@ -31,7 +31,7 @@ def slurm(nodes, tasks, rank, **more):
 
 
 def plan_of(environ=None, sockets=2, **options):
-    return make_plan(Options(**options), environ or {}, lambda: sockets)
+    return make_plan(Options(**options), environ or {}, sockets)
 
 
 TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})}
@@ -53,10 +53,7 @@ PLANS = [
     # each task of srun starts the workers of its host
     ({}, slurm("n[1-2]", "1(x2)", 0), 2, N1 + N2, (0, 1), "Slurm"),
     ({}, slurm("n[1-2]", "1(x2)", 1), 2, N1 + N2, (2, 3), "Slurm"),
-    # each task of srun is a worker
-    ({}, slurm("n[1-2]", "2(x2)", 2), 2, N1 + N2, (2,), "Slurm"),
-    ({"workers": 1, "port": 7000}, slurm("n1", "2", 1), 2, ["n1:7000", "n1:7001"], (1,), "Slurm"),
-    ({}, slurm("n1", "2", 1, SLURM_STEP_RESV_PORTS="9000"), 2, ["n1:9000", "n1:9001"], (1,), "Slurm"),
+    ({"workers": 1, "port": 7000}, slurm("n[1-2]", "1(x2)", 1), 2, ["n1:7000", "n2:7000"], (1,), "Slurm"),
 ]  # fmt: skip
 
 
@@ -77,7 +74,7 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     assert alone.environ_of(0, {"HOME": "/", **TF}) == {"HOME": "/"}
     assert alone.words == "1 worker on 1 host (this one), 1 here"
     ports = [int(address.rpartition(":")[2]) for address in plan_of(sockets=4).cluster.addresses]
-    assert len(set(ports) & set(OPEN_PORTS)) == 4
+    assert len(set(ports)) == 4
     assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 here"
 
 
@@ -86,10 +83,8 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     [
         ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be in --hosts, counted from 0, got 2"),
         ({"workers": 2}, TF, "--workers must be left out with TF_CONFIG"),
-        ({"workers": 2}, slurm("n1", "2", 0), "--workers must be left out with Slurm"),
-        ({"engine": HOROVOD}, TF, "launched once for all hosts, got it with TF_CONFIG"),
-        ({"engine": HOROVOD}, slurm("n1", "1", 0), "got it with a task of srun"),
         ({"hosts": "a,a", "host_index": 0}, {}, "got a twice"),
+        ({"hosts": "a:1/b"}, {}, "worker address must be host:port"),
     ],
 )
 def test_what_does_not_agree_is_refused(options, environ, said):
@@ -103,15 +98,10 @@ STAND_IN = """
 import json, os, sys
 from pathlib import Path
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.training.run_log import append_event
 cluster = read_cluster(os.environ)
 run = Path(sys.argv[sys.argv.index("--run") + 1])
 ends = json.loads((run.parent / "ends").read_text()) if (run.parent / "ends").exists() else {}
 print(f"worker {cluster.rank} of {cluster.workers}", " ".join(sys.argv[1:]), flush=True)
-if cluster.is_chief:
-    append_event(run, {"event": "start", "step": 0, "steps": 2})
-    for step in (1, 2):
-        append_event(run, {"event": "step", "step": step})
 sys.exit(ends.get(str(cluster.rank), 0))
 """
 
@@ -119,9 +109,8 @@ sys.exit(ends.get(str(cluster.rank), 0))
 @pytest.fixture
 def alone(monkeypatch):
     """No cluster around the tests."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "HOROVOD_", "TF_CONFIG")):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "HOROVOD_", "TF_CONFIG"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -151,9 +140,7 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in told
     assert "worker 0 of 2 train" in told, "the chief's words are shown"
     assert "worker 1 of 2 train" not in told
-    assert "---" not in told, "the header is for the log"
-    assert "launch: 2 workers on 1 host (this one), 2 here: ended well, 2 steps, to step 2, " in told
-    assert told.endswith(f"logs in {tmp_path / 'run' / 'logs'}")
+    assert "launch: 2 workers on 1 host (this one), 2 here: ended well after " in told
 
 
 def test_the_exit_code_is_the_failing_workers(program, tmp_path):
@@ -197,16 +184,6 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
     assert told.count("-m cpu3d train") == workers
     assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)
     assert not (ROOT / "none-such").exists()
-
-
-def test_horovod_is_started_by_its_own_launcher(alone, program, tmp_path, capsys, monkeypatch):
-    words = ("--engine", "horovod", "--workers", 2, *train(tmp_path, "--batch", 2))
-    launched("--dry-run", *words)
-    told = capsys.readouterr().out
-    assert "-m cpu3d.distributed.horovodrun --gloo -np 2 -H localhost:2 --output-filename" in told
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="horovod must be installed"):
-        launched(*words)
 
 
 def test_a_dry_run_as_json_is_the_plan_that_the_training_writes(alone, phantom_store, tmp_path, capsys):

@@ -72,25 +72,6 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
         assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(differ)
 
 
-def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all():
-    config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
-
-    def moved(exchange):
-        learner = Learner(config, exchange)
-        learner.step(share_of(exchange, batch(), 2), 0.01)
-        return [variable.numpy() for variable in learner.model.non_trainable_variables]
-
-    learner, alone = Learner(dataclasses.replace(config, batch=2)), []
-    initial = {name: np.array(array) for name, array in learner.arrays().items()}
-    for own in (0, 2):
-        learner.restore(initial)
-        learner.step(iter([tuple(tf.constant(part[own : own + 2]) for part in batch())]), 0.01)
-        alone.append([variable.numpy() for variable in learner.model.non_trainable_variables])
-    for found in together(2, moved):
-        for a, b, c in zip(*alone, found):
-            np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
-
-
 def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
     other = weights.copy()

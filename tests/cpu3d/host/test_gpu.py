@@ -6,18 +6,8 @@ import sys
 import pytest
 
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.host import apply, gpu
-from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import (
-    Gpu,
-    HostGpus,
-    best_dtype,
-    fits_memory,
-    parse_gpus,
-    pick_device,
-    use_device,
-    why_no_card,
-)
+from cpu3d.host import gpu
+from cpu3d.host.gpu import Gpu, HostGpus, best_dtype, fits_memory, parse_gpus, pick_device, use_device, why_no_card
 
 MIB = 2**20
 
@@ -41,36 +31,18 @@ def test_every_line_is_a_card_and_unknown_figures_are_none():
     split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
     assert parse_gpus(unified) == (Gpu(0, "NVIDIA GB10", None, None, (12, 1)),)
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
-    assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB (MIG)", None, None, (8, 0)),)
+    assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB", None, None, (8, 0)),)
     for text in ("", "No devices were found\n", 'Field "compute_cap" is not a valid field to query.\n', "\n0, A100\n"):
         assert parse_gpus(text) == ()
 
 
 @pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        (None, "VA"),
-        ("1", "A"),
-        ("GPU-bbbb", "A"),
-        ("GPU-", ""),  # of both
-        ("", ""),
-        ("1,7,0", "A"),
-        ("MIG-1234", ""),
-    ],
+    ("visible", "names"), [(None, "VA"), ("1", "A"), ("GPU-bbbb", "A"), ("GPU-", ""), ("", ""), ("1,7,0", "A")]
 )
 def test_cards_are_counted_as_cuda_does(visible, names):
     found = parse_gpus(TWO, visible)
     assert "".join({V100.name: "V", A100.name: "A"}[one.name] for one in found) == names
     assert [one.index for one in found] == list(range(len(found)))
-
-
-def test_an_instance_of_a_split_card_is_a_card_whose_memory_is_not_known():
-    split = "0, H100, 81559, 81000, 9.0, GPU-cccc3333, Enabled\n1, A100, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
-    found = parse_gpus(split + "2, V100, 16384, 16370, 7.0, GPU-aaaa1111, [N/A]\n", "2,MIG-7a0c1f2e")
-    assert found == (
-        Gpu(0, "V100", 16384 * MIB, 16370 * MIB, (7, 0)),
-        Gpu(1, "A100 (MIG)", None, None, (8, 0)),
-    )
 
 
 @pytest.fixture
@@ -106,23 +78,19 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp
     assert asked.read_text() == "x"
 
 
-def test_a_driver_that_fails_is_none(driver):
-    driver("sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff])); sys.exit(9)")
-    assert tuple(HostGpus()) == ()
-
-
-def test_a_driver_that_does_not_answer_in_time_is_none(driver, monkeypatch):
+@pytest.mark.parametrize(
+    "script", ["sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff])); sys.exit(9)", "time.sleep(30)"]
+)
+def test_a_driver_that_fails_or_does_not_answer_is_none(script, driver, monkeypatch):
     monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
-    driver("time.sleep(30)")
+    driver(script)
     assert pick_device(None, "patch", HostGpus()) == "cpu"
 
 
 # --- The choice ---
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((12, 1), "bfloat16"), ((0, 0), "float32")]
-)
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((0, 0), "float32")])
 def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
     assert best_dtype(Gpu(0, "", None, None, capability)) == dtype
 
@@ -145,13 +113,6 @@ def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda,
     lines = why_no_card(asked, mode, gpus)
     assert len(lines) == is_explained
     assert all("gpu:0 (Tesla V100-SXM2-16GB) is not used" in line and "setup --gpu" in line for line in lines)
-
-
-def test_cuda_is_known_by_its_package(monkeypatch):
-    monkeypatch.setattr(gpu, "CUDA_PACKAGE", "numpy")
-    assert gpu.cuda_is_installed()
-    monkeypatch.setattr(gpu, "CUDA_PACKAGE", "none-such")
-    assert not gpu.cuda_is_installed()
 
 
 @pytest.mark.parametrize(
@@ -214,25 +175,12 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
 
 @pytest.mark.parametrize(
     ("cards", "with_cuda", "message"),
-    [
-        ("", False, "got gpu:1 with TensorFlow 9.9.9, built without CUDA; run `./run.sh setup --gpu`, or"),
-        ("", True, "got gpu:1 with TensorFlow 9.9.9, which found no CUDA libraries or no driver; run `./run.sh setup"),
-        ("a", True, "got gpu:1 with 1 seen; use --device gpu:0, or unset CUDA_VISIBLE_DEVICES"),
-    ],
+    [("", False, "9.9.9, built without CUDA, and 0 seen"), ("a", True, "and 1 seen;")],
 )
 def test_a_card_that_tensorflow_does_not_see_is_an_error(cards, with_cuda, message):
     with pytest.raises(InputError, match="device must be a GPU that TensorFlow sees") as raised:
         use_device(FakeTensorFlow(cards, with_cuda), "gpu:1")
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(("device", "visible"), [((), []), (("cpu",), []), (("gpu:1",), ["b"])])
-def test_a_process_that_is_set_up_computes_on_no_card_but_the_one_it_names(device, visible, monkeypatch):
-    tf = FakeTensorFlow("ab")
-    monkeypatch.setitem(sys.modules, "tensorflow", tf)
-    monkeypatch.setattr(apply, "import_tensorflow", lambda engine: tf)
-    assert set_up(None, *device)[2] is tf
-    assert tf.visible == visible
 
 
 # --- Memory that runs out ---
@@ -258,13 +206,3 @@ def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(
     monkeypatch.delitem(sys.modules, "tensorflow")
     with pytest.raises(ValueError, match="early"), fits_memory("a training step", ""):
         raise ValueError("early")
-
-
-@pytest.mark.skipif(len(HostGpus()) > 0, reason="this host has a GPU")
-def test_the_real_tensorflow_says_that_it_sees_no_card():
-    tf = set_up()[2]
-    use_device(tf, "cpu")
-    tf.zeros(1)
-    use_device(tf, "cpu")
-    with pytest.raises(InputError, match=r"got gpu:0 with TensorFlow 2\.\d+\.\d+, .*; run `./run.sh setup --gpu`"):
-        use_device(tf, "gpu:0")

@@ -27,16 +27,5 @@ def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
     assert peak_rss_bytes() >= after.total_bytes - MIB
 
 
-def test_a_mapped_file_counts_as_file_pages(tmp_path):
-    path = tmp_path / "store"
-    path.write_bytes(os.urandom(MIB) * 64)
-    before = resident()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        assert sum(view[page] for page in range(0, len(view), 4096)) >= 0
-        after = resident()
-    assert 60 * MIB < after.file_bytes - before.file_bytes < 70 * MIB
-    assert abs(after.anonymous_bytes - before.anonymous_bytes) < 8 * MIB
-
-
 def test_a_process_that_has_ended_holds_nothing():
     assert resident(2**22 + 1) is None

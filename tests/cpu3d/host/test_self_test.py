@@ -12,6 +12,7 @@ from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
 
 GIB = 2**30
+NAMES = ("engine", "bfloat16", "large tensor")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
 
 
@@ -33,15 +34,8 @@ def line(state, name="engine"):
 def test_results_are_found_among_what_others_print(process):
     noise = "print('onednn_verbose,exec,cpu', '[1]', '7', '{\"name\": 1}', sep='\\n')\n"
     found = process(noise + line("ok") + noise + line("warn", "bfloat16") + line("skipped", "large tensor") + noise)
-    assert [(one.name, one.state) for one in found] == [
-        ("engine", "ok"),
-        ("bfloat16", "warn"),
-        ("large tensor", "skipped"),
-    ]
-
-
-def test_nothing_comes_after_a_failure(process):
-    assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"]
+    assert [(one.name, one.state) for one in found] == list(zip(NAMES, ("ok", "warn", "skipped")))
+    assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], "nothing comes after a failure"
 
 
 @pytest.mark.parametrize(

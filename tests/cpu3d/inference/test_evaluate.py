@@ -19,33 +19,41 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.run_files import gather
 from cpu3d.util import atomic
+from tests.cpu3d.conftest import LABELS
 from tests.cpu3d.runs import run_command
 
 
 @pytest.fixture
 def trained(monkeypatch, fake_predictor):
-    """Let every run have the fake predictor; the list collects what it was asked for."""
-    asked = []
+    """Let every run have the fake predictor; the list collects what it was called with."""
+    calls = []
     monkeypatch.setattr(
         evaluate,
         "trained_predictors",
-        lambda runs, weights, inference: [asked.append((run, weights, inference)) or fake_predictor for run in runs],
+        lambda runs, weights, inference: [calls.append((run, weights, inference)) or fake_predictor for run in runs],
     )
-    return asked
+    return calls
+
+
+def read(run, split="test"):
+    return json.loads(scores_path(run, split).read_text())
 
 
 def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_by_voxel(
     tiny_store, tiny_run, fake_predictor, tmp_path
 ):
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
-    assert scores["mean_dice"] == 1
-    assert scores["untouched"]
+    assert (scores["mean_dice"], scores["untouched"]) == (1, True)
     for case_id in ("e", "f"):
         prediction, found = read_volume(tiny_run / f"evaluation/predictions/{case_id}.nii.gz")
         source, geometry = read_volume(tmp_path / f"source/{case_id}_label.nii.gz")
         np.testing.assert_array_equal(prediction, source)
         assert found == geometry
+    assert read(tiny_run) == scores == read_scores(scores_path(tiny_run))
+    assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (1, "last", "test", 2.0)
+    assert scores["split_hash"] == tiny_store.manifest.split_hash
+    assert scores["label_codes"] == {str(code): name for code, name in LABELS.items()}
 
 
 def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
@@ -53,36 +61,34 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
     # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
     for case in scores["cases"]:
-        assert case["regions"]["ET"]["dice"] == 0
-        assert case["regions"]["ET"]["hd95_mm"] == pytest.approx(1.0)
-        assert case["regions"]["ET"]["surface_dice"] == 0
+        assert [case["regions"]["ET"][name] for name in METRICS] == [0, pytest.approx(1.0), 0]
         assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
         assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
 
 
-def test_the_file_is_what_was_returned_and_names_run_split_and_hash(tiny_store, tiny_run, fake_predictor):
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
-    assert json.loads(scores_path(tiny_run).read_text()) == scores
-    assert scores["schema"] == 1
-    assert (scores["weights"], scores["split"], scores["tolerance_mm"]) == ("last", "test", 2.0)
-    assert scores["split_hash"] == tiny_store.manifest.split_hash
-    assert scores["label_codes"] == {
-        "0": "background",
-        "1": "edema",
-        "2": "non-enhancing tumor",
-        "3": "enhancing tumour",
-    }
+def test_the_summary_is_worked_out_by_hand():
+    def case(dice, hd95_mm):
+        return {"regions": {"WT": {"dice": dice, "hd95_mm": hd95_mm, "surface_dice": dice, "empty": ""}}}
+
+    summary = summarise([case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)])["WT"]
+    expected = {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
+    assert summary["dice"] == pytest.approx(expected)
+    assert summary["hd95_mm"]["median"] == 3.0
 
 
-def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(
-    tiny_store, tiny_run, fake_predictor
-):
-    test = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    train = evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
-    assert (test["untouched"], train["untouched"]) == (True, False)
-    assert json.loads((tiny_run / "evaluation/scores.json").read_text()) == test
-    assert json.loads((tiny_run / "evaluation/train/scores.json").read_text()) == train
+def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(tiny_run, trained, capsys):
+    assert run_command(evaluate, "--run", tiny_run) == 0
+    test, (out, err) = read(tiny_run), capsys.readouterr()
+    assert "WT 1.000 ± 0.000 1.000 0.00 ± 0.00 0.00 1.000" in " ".join(out.split())
+    assert "NOT untouched" not in err
+    assert trained == [(tiny_run, "best", Inference())]
+    assert run_command(evaluate, "--run", tiny_run, "--json", "--split", "train") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == read(tiny_run, "train")
+    assert "NOT untouched" in err
+    assert (test["untouched"], json.loads(out)["untouched"]) == (True, False)
+    assert read(tiny_run) == test
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
     assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
 
@@ -117,7 +123,7 @@ def test_scores_and_predictions_are_replaced_together_or_not_at_all(
         assert position == 0 or not scores_path(tiny_run).exists()
         monkeypatch.setattr(atomic, "_bring_back", bring_back)
         fake_predictor.sure = np.nan  # the next attempt fails early
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="case e must be finite"):
             evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
         fake_predictor.sure = 0.9
     assert content() == before
@@ -126,116 +132,77 @@ def test_scores_and_predictions_are_replaced_together_or_not_at_all(
     assert content()["e.nii.gz"] != before["e.nii.gz"]
 
 
+# --- What is refused ---
+
+
 @pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])
-def test_files_of_others_are_never_replaced(tiny_run, tmp_path, monkeypatch, capsys, name):
-    monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: pytest.fail("must be refused before the work"))
+def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, capsys, name):
     mine = tmp_path / "out/evaluation" / name
     mine.parent.mkdir(parents=True)
     mine.write_text('{"schema": 3}')
     assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 2
     assert "must not be replaced" in capsys.readouterr().err
     assert mine.read_text() == '{"schema": 3}'
+    assert trained == []
 
 
-def test_a_network_that_answers_nan_is_told_and_not_scored_as_empty(tiny_store, tiny_run, fake_predictor):
-    fake_predictor.sure = np.nan
-    with pytest.raises(InputError, match="case e must be finite"):
-        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+def test_a_place_that_cannot_be_written_is_refused_before_the_network_is_loaded(tiny_run, trained):
+    (tiny_run / "evaluation").write_text("in the way")
+    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
+        run_command(evaluate, "--run", tiny_run)
+    assert trained == []
+
+
+def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, tiny_run, fake_predictor):
+    def problems(**changes):
+        write_store(tiny_store.folder, remake(tiny_store.manifest, **changes))
+        with pytest.raises(InputError) as caught:
+            evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
+        return caught.value.problems
+
+    bare = {"label_bytes": 0, "label_sha256": "", "label_voxels": {}}
+    found = problems(cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases])
+    assert [problem[:27] for problem in found] == ["case e must have a label to", "case f must have a label to"]
+    (problem,) = problems(split={"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()})
+    assert "must hold cases, got none; choose --split train" in problem
+    fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
+    assert [problem.split()[0] for problem in problems()] == ["channels", "labels"]
     assert not scores_path(tiny_run).exists()
 
 
-def test_all_cases_without_a_label_are_listed(tiny_store, tiny_run, fake_predictor, tmp_path):
-    records = [
-        dataclasses.replace(case, label_bytes=0, label_sha256="", label_voxels={}) for case in tiny_store.manifest.cases
-    ]
-    write_store(tiny_store.folder, remake(tiny_store.manifest, cases=records))
-    with pytest.raises(InputError) as caught:
-        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
-    assert len(caught.value.problems) == 2
-    assert "case e must have a label" in str(caught.value)
-    assert "case f must have a label" in str(caught.value)
-
-
-def test_an_empty_split_is_refused_and_the_others_are_offered(tiny_store, tiny_run, fake_predictor):
-    split = {"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()}
-    write_store(tiny_store.folder, remake(tiny_store.manifest, split=split))
-    with pytest.raises(InputError, match=r'split "test" .* must hold cases, got none; choose --split train'):
-        evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
-
-
-def test_a_store_of_other_channels_or_labels_is_refused(tiny_store, tiny_run, fake_predictor):
-    fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
-    with pytest.raises(InputError) as caught:
-        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    assert [problem.split()[0] for problem in caught.value.problems] == ["channels", "labels"]
-
-
-def test_the_summary_is_worked_out_by_hand():
-    def case(dice, hd95_mm):
-        return {"regions": {"WT": {"dice": dice, "hd95_mm": hd95_mm, "surface_dice": dice, "empty": ""}}}
-
-    summary = summarise([case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)])["WT"]
-    assert summary["dice"] == pytest.approx(
-        {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
-    )
-    assert summary["hd95_mm"]["median"] == 3.0
-
-
-def test_the_command_prints_a_row_a_region_and_warns_of_seen_cases_alone(tiny_run, trained, capsys):
-    assert run_command(evaluate, "--run", str(tiny_run)) == 0
-    out, err = capsys.readouterr()
-    assert "WT 1.000 ± 0.000 1.000 0.00 ± 0.00 0.00 1.000" in " ".join(out.split())
-    assert "NOT untouched" not in err
-    assert trained == [(tiny_run, "best", Inference())]
-    assert run_command(evaluate, "--run", str(tiny_run), "--json", "--split", "train") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["split"] == "train"
-    assert "NOT untouched" in err
-
-
 def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_run, trained, monkeypatch):
-    run_command(evaluate, "--run", str(tiny_run))
-    scores = json.loads(scores_path(tiny_run).read_text())
+    run_command(evaluate, "--run", tiny_run)
+    scores = read(tiny_run)
     for name in ("fold", "inference", "peak_rss_bytes"):
         del scores[name]
     scores_path(tiny_run).write_text(json.dumps(scores))
     monkeypatch.setitem(METRICS, "newer", METRICS["dice"])
     assert gather(tiny_run).scores == scores
     assert len(summary_table(scores).columns) == 7
-    del scores["cases"][0]["regions"]["WT"]["hd95_mm"]
-    scores_path(tiny_run).write_text(json.dumps(scores))
-    with pytest.raises(InputError, match=r"e\.WT\.hd95_mm must be float"):
+    for spoil, problem in (
+        (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), r"e\.WT\.hd95_mm must be float"),
+        (lambda one: one["summary"].pop("ET"), r"summary must be of WT, TC, ET, got WT, TC"),
+        (lambda one: one.update(split="all"), "a split, regions and cases must be there"),
+    ):
+        damaged = json.loads(json.dumps(scores))
+        spoil(damaged)
+        scores_path(tiny_run).write_text(json.dumps(damaged))
+        with pytest.raises(InputError, match=problem):
+            read_scores(scores_path(tiny_run))
+    scores_path(tiny_run).unlink()
+    with pytest.raises(InputError, match="found none; run `evaluate`"):
         read_scores(scores_path(tiny_run))
 
 
-def test_folds_that_cannot_be_scored_together_are_refused_before_a_network_is_loaded(fold_runs, trained, tmp_path):
-    runs, out = [str(run) for run in fold_runs("1/3", "3/3")], ("--out", str(tmp_path / "some"))
-    for words, problem in (
-        ((), "all folds of 3"),
-        (("--some-folds", "--split", "train"), "--split must be test or val"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            run_command(evaluate, "--run", *runs, *out, *words)
-    assert trained == []
-    assert run_command(evaluate, "--run", *runs, *out, "--some-folds", "--split", "val") == 0
+# --- Inference, folds and several runs ---
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_network_is_loaded(tiny_run, trained):
-    (tiny_run / "evaluation").write_text("in the way")
-    with pytest.raises(InputError, match=r"evaluation .* must be a folder to write to, got a file"):
-        run_command(evaluate, "--run", str(tiny_run))
-    assert trained == []
-
-
-def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it_took(
-    tiny_run, trained, fake_predictor
-):
+def test_the_scores_hold_how_the_network_was_applied_and_what_memory_it_took(tiny_run, trained, fake_predictor):
     fake_predictor.inference, fake_predictor.window = Inference(overlap=0.25, flips=True), (16, 16, 16)
-    asked = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
-    assert run_command(evaluate, "--run", str(tiny_run), *asked) == 0
-    scores = json.loads(scores_path(tiny_run).read_text())
-    assert scores["run"] == str(tiny_run)
-    assert scores["fold"] == ""
+    how = ("--window", "16", "16", "16", "--overlap", "0.25", "--flips", "--device", "gpu:1")
+    assert run_command(evaluate, "--run", tiny_run, *how) == 0
+    scores = read(tiny_run)
+    assert (scores["run"], scores["fold"]) == (str(tiny_run), "")
     assert scores["inference"] == {"window": [16, 16, 16], "one_pass": False, "overlap": 0.25, "flips": True}
     assert scores["peak_rss_bytes"] > 2**24
     assert trained[0][2] == Inference(window=(16, 16, 16), overlap=0.25, flips=True, device="gpu:1")
@@ -244,24 +211,29 @@ def test_the_scores_tell_the_fold_how_the_network_was_applied_and_what_memory_it
 def test_a_run_of_a_fold_validates_on_its_part_and_its_report_lists_it(tiny_store, fold_runs, trained):
     (run,) = fold_runs("2/2")
     held_out = with_fold(tiny_store, "2/2").manifest.split["val"]
-    assert run_command(evaluate, "--run", str(run), "--split", "val") == 0
-    scores = json.loads(scores_path(run, "val").read_text())
-    assert tuple(case["case_id"] for case in scores["cases"]) == held_out
-    assert scores["fold"] == "2/2"
+    assert run_command(evaluate, "--run", run, "--split", "val") == 0
+    scores = read(run, "val")
+    assert (tuple(case["case_id"] for case in scores["cases"]), scores["fold"]) == (held_out, "2/2")
     assert gather(run).store.manifest.split["val"] == held_out
 
 
-def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path, capsys):
-    runs = [str(run) for run in fold_runs("1/2", "2/2")]
-    with pytest.raises(InputError, match="--out must name a folder for the scores of 2 runs together"):
-        run_command(evaluate, "--run", *runs)
+def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):
+    first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
+    for words, problem in (
+        ((), "--out must name a folder for the scores of 2 runs together"),
+        (("--some-folds",), "--out must name a folder"),
+        (("--out", out), "all folds of 3"),
+        (("--out", out, "--some-folds", "--split", "train"), "--split must be test or val"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            run_command(evaluate, "--run", first, last, *words, *(() if words else ("--some-folds",)))
     assert trained == []
-    assert run_command(evaluate, "--run", *runs, "--out", str(tmp_path / "both")) == 0
-    scores = json.loads((tmp_path / "both/evaluation/scores.json").read_text())
+    assert run_command(evaluate, "--run", first, last, "--out", out, "--some-folds") == 0
+    scores = read(out)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
-    assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(runs[0], "1/2"), (runs[1], "2/2")]
+    assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(str(first), "1/3"), (str(last), "3/3")]
     assert scores["untouched"]
-    assert not (tmp_path / "run-1/evaluation").exists()
+    assert not (first / "evaluation").exists()
 
 
 def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
@@ -283,14 +255,13 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
 
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
-    runs = [str(run) for run in fold_runs("1/2", "2/2")]
-    assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", str(tmp_path / "both")) == 0
-    scores = json.loads((tmp_path / "both/evaluation/val/scores.json").read_text())
+    runs = fold_runs("1/2", "2/2")
+    assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", tmp_path / "both") == 0
+    scores = read(tmp_path / "both", "val")
     assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
     assert not scores["untouched"]
     assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
     assert right == set(own[0].held_out)
-    assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in " ".join(
-        capsys.readouterr().out.split()
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in printed

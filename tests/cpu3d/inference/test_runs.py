@@ -32,17 +32,13 @@ OTHER_SPLIT = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
 # --- The store ---
 
 
-def test_a_run_finds_its_store_as_its_fold_sees_it(tiny_store, tiny_run):
+def test_a_run_finds_its_store_as_its_fold_sees_it_also_where_it_was_moved_to(tiny_store, tiny_run, tmp_path):
     config = load_config(tiny_run)
     assert store_of_run(config).manifest == tiny_store.manifest
     view = store_of_run(dataclasses.replace(config, fold="1/2"))
     assert view.manifest.split["test"] == tiny_store.manifest.split["test"]
     assert len(view.manifest.split["val"]) == 2
-
-
-def test_a_store_that_has_moved_is_asked_for_and_then_found(tiny_store, tiny_run, tmp_path):
     moved = tiny_store.folder.rename(tmp_path / "moved")
-    config = load_config(tiny_run)
     with pytest.raises(InputError) as caught:
         store_of_run(config, way_out="--case must name a case")
     assert caught.value.problems[-1] == "--case must name a case"
@@ -171,14 +167,13 @@ def test_a_case_held_out_is_answered_by_its_own_fold_alone(tiny_store):
         both.probabilities(tiny_store.image("d"), tiny_store.case("d"))
 
 
-@pytest.mark.parametrize("folds", [("3/3", "1/3", "2/3"), ("", ""), ("",), ("2/5",)])
-def test_all_folds_in_any_order_runs_without_and_a_single_one_can_answer(fold_runs, folds):
-    assert tuple(config.fold for config in load_configs(fold_runs(*folds))) == folds
-
-
+@pytest.mark.parametrize("some_folds", [False, True])
 @pytest.mark.parametrize(
     ("folds", "problem"),
     [
+        (("3/3", "1/3", "2/3"), None),
+        (("", ""), None),
+        (("2/5",), None),
         (("1/5", "2/5", "4/5"), "all folds of 5, got 1/5, 2/5 and 4/5, missing 3/5, 5/5"),
         (("2/10", "10/10"), "all folds of 10, got 2/10 and 10/10, missing 1/10, 3/10"),
         (("1/2", "1/2", "2/2"), r"different folds, got 1/2 for \S*run-1 and \S*run-2"),
@@ -186,36 +181,29 @@ def test_all_folds_in_any_order_runs_without_and_a_single_one_can_answer(fold_ru
         (("1/2", "", "2/2"), r"all be of folds, or none of them, got no fold for \S*run-2"),
     ],
 )
-def test_folds_that_are_no_cross_validation_are_refused(fold_runs, folds, problem):
-    with pytest.raises(InputError, match=problem):
-        load_configs(fold_runs(*folds))
+def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(fold_runs, folds, problem, some_folds):
+    folders = fold_runs(*folds)
+    if problem is None or (some_folds and problem.startswith("all folds")):
+        assert tuple(config.fold for config in load_configs(folders, some_folds=some_folds)) == folds
+    else:
+        with pytest.raises(InputError, match=problem):
+            load_configs(folders, some_folds=some_folds)
 
 
-def test_some_folds_will_do_where_that_is_said_but_never_one_twice(fold_runs):
-    folders = fold_runs("1/5", "4/5", "4/5")
-    assert len(load_configs(folders[:2], some_folds=True)) == 2
-    with pytest.raises(InputError, match="different folds, got 4/5"):
-        load_configs(folders, some_folds=True)
-
-
-def test_the_same_run_twice_is_refused(tiny_run):
-    with pytest.raises(InputError, match=r"runs must differ, got \S*run 2 times"):
-        load_configs([tiny_run, tiny_run.parent / "." / tiny_run.name])
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("store_channels", ("T1gd", "FLAIR")),
-        ("label_names", {0: "background", 1: "liver"}),
-        ("region_codes", {**REGIONS, "ET": (2,)}),
-        ("regions", ("WT", "ET", "TC")),
-        ("split_hash", "another"),
-    ],
-)
-def test_runs_of_another_store_or_split_or_of_other_regions_are_refused(fold_runs, name, value):
-    first, second = fold_runs("", "")
-    save_config(dataclasses.replace(load_config(second), **{name: value}), second)
+def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused(fold_runs, tmp_path):
+    with pytest.raises(InputError, match=r"runs must differ, got \S*run-1 2 times"):
+        load_configs([*fold_runs(""), tmp_path / "." / "run-1"])
+    with pytest.raises(InputError, match="must hold a config"):
+        load_configs([tmp_path / "none"])
+    other = {
+        "store_channels": ("T1gd", "FLAIR"), "label_names": {0: "background", 1: "liver"},
+        "region_codes": {**REGIONS, "ET": (2,)}, "regions": ("WT", "ET", "TC"), "split_hash": "another",
+    }  # fmt: skip
+    second = tmp_path / "second"
+    second.mkdir()
+    save_config(dataclasses.replace(load_config(tmp_path / "run-1"), **other), second)
     with pytest.raises(InputError) as caught:
-        load_configs([first, second])
-    assert [problem.split()[:4] for problem in caught.value.problems] == [[name, "of", "run", str(second)]]
+        load_configs([tmp_path / "run-1", second])
+    assert [problem.split()[:4] for problem in caught.value.problems] == [
+        [name, "of", "run", str(second)] for name in other
+    ]

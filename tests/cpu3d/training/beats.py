@@ -10,32 +10,11 @@ GIB = 2**30
 
 def beat(**changes):
     """Of this very process, a second ago, in step 120 of 4000."""
-    now = time.time()
-    content = {
-        "rank": 0,
-        "workers": 1,
-        "pid": os.getpid(),
-        "process_start": process_start(os.getpid()),
-        "place": this_place(),
-        "host_name": "node-17",
-        "started": now - 4000,
-        "beat": now - 1,
-        "phase": "computing",
-        "phase_since": now - 3,
-        "step": 120,
-        "steps": 4000,
-        "last_step_s": 9.4,
-        "median_step_s": 9.3,
-        "longest_step_s": 31.0,
-        "anonymous_bytes": 6 * GIB,
-        "file_bytes": GIB,
-        "swapped_bytes": 0,
-        "peak_bytes": 8 * GIB,
-        "bound_bytes": 9 * GIB,
-        "free_bytes": 14 * GIB,
-        "free_of": "this machine",
-        "limit_bytes": 24 * GIB,
-        "checkpoint_step": 110,
-        "checkpoint_time": now - 100,
-    }
+    now, pid = time.time(), os.getpid()
+    who = {"rank": 0, "workers": 1, "pid": pid, "process_start": process_start(pid), "place": this_place()}
+    when = {"started": now - 4000, "beat": now - 1, "phase": "computing", "phase_since": now - 3, "step": 120}
+    steps = {"steps": 4000, "longest_step_s": 31.0, "checkpoint_step": 110}
+    own = {"anonymous_bytes": 6 * GIB, "file_bytes": GIB, "swapped_bytes": 0, "peak_bytes": 8 * GIB}
+    free = {"bound_bytes": 9 * GIB, "free_bytes": 14 * GIB, "free_of": "this machine", "limit_bytes": 24 * GIB}
+    content = {**who, **when, **steps, **own, **free, "host_name": "node-17", "checkpoint_time": now - 100}
     return Heartbeat(**{**content, **changes})

@@ -37,18 +37,6 @@ def test_arrays_and_state_come_back(tmp_path):
     assert size == (tmp_path / "last.npz").stat().st_size
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
-def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
-    path = tmp_path / "last.npz"
-    save_checkpoint(path, {"model/000": np.ones(1000, "f4")}, {"step": 3})
-    content = bytearray(path.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-    path.write_bytes({"cut": content[:-50], "flip": content, "empty": b""}[damage])
-    with pytest.raises(InputError, match=r"last\.npz must be whole"):
-        load_checkpoint(path)
-
-
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last.npz"
     save_checkpoint(path, ARRAYS, {"step": 3})
@@ -96,6 +84,10 @@ def test_no_flipped_bit_loads_as_something_else(tmp_path):
     path = tmp_path / "last.npz"
     save_checkpoint(path, {"model/000": np.arange(24, dtype="f4").reshape(2, 3, 4)}, {"step": 3})
     good = path.read_bytes()
+    for content in (good[:-50], b""):
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=r"last\.npz must be whole"):
+            load_checkpoint(path)
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 1 << position % 8]) + good[position + 1 :])
         try:

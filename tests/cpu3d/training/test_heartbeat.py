@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
@@ -55,16 +54,6 @@ def test_a_damaged_file_is_told_and_no_other_is_lost(tmp_path, damage):
     found = read_heartbeats(tmp_path)
     assert isinstance(found[0], Heartbeat)
     assert found[1].startswith(f"{path} must ")
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    write_heartbeat(tmp_path, beat())
-    writer = threading.Thread(target=lambda: [write_heartbeat(tmp_path, beat(step=step)) for step in range(100)])
-    writer.start()
-    seen = []
-    while writer.is_alive():
-        seen.append(read_heartbeats(tmp_path)[0])
-    assert all(isinstance(one, Heartbeat) for one in seen)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):

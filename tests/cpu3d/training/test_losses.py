@@ -51,13 +51,6 @@ def test_loss_and_gradient_are_those_of_the_definition():
         np.testing.assert_allclose(written, differentiated, rtol=2e-5, atol=1e-8)
 
 
-def test_logits_of_zero_cost_log_two_and_half_of_dice():
-    loss, dice = dice_cross_entropy(volume([1, 0, 0, 0]), volume([0, 0, 0, 0]))
-    by_hand = (2 * 0.5 + 1) / (4 * 0.5 + 1 + 1)
-    np.testing.assert_allclose(dice, [[by_hand]], rtol=1e-6)
-    np.testing.assert_allclose(loss, 1 - by_hand + np.log(2), rtol=1e-6)
-
-
 def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
@@ -120,16 +113,6 @@ def test_by_slabs_it_is_what_it_is_at_once(heads, samples, size_x, dtype):
         assert tf.norm(found - expected) <= (1e-6 if dtype == "float32" else 1e-3) * tf.norm(expected)
 
 
-def test_by_slabs_an_absent_region_that_nothing_is_predicted_of_scores_one_and_is_left_alone():
-    target, far = tf.zeros((2, 5, 2, 2, 1), tf.uint8), tf.fill((2, 5, 2, 2, 1), -200.0)
-    with tf.GradientTape() as tape:
-        tape.watch(far)
-        loss, dice = dice_cross_entropy(target, far, by_slabs=True)
-    np.testing.assert_array_equal(dice, [[1], [1]])
-    assert loss == 0
-    np.testing.assert_array_equal(tape.gradient(loss, far), np.zeros(far.shape))
-
-
 def of_type(graph, kind):
     return [op for op in graph.get_operations() if op.type == kind]
 
@@ -142,22 +125,3 @@ def test_no_slab_begins_before_the_one_before_is_done(waits_for):
         assert len(found) == slabs
         assert all(waits_for(later, earlier) for earlier, later in zip(found, found[1:]))
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
-
-
-def test_a_heads_loss_and_gradient_wait_for_those_of_the_finer_one(waits_for):
-    graph, _ = compiled(*maps(1, (8, 4, 4)), by_slabs=True)
-    losses = of_type(graph, "Softplus")
-    fine = [op for op in losses if op.outputs[0].shape[-1] == 4 * 3]
-    assert 0 < len(fine) < len(losses)
-    assert waits_for(losses[len(fine)], fine[-1])
-    fine, coarse = (made_by(gradient) for gradient in graph.structured_outputs[2])
-    assert waits_for(coarse, fine)
-    assert not waits_for(fine, coarse)
-
-
-def made_by(tensor):
-    """The operation behind a function's result."""
-    operation = tensor.op
-    while operation.type == "Identity":
-        operation = operation.inputs[0].op
-    return operation

@@ -1,30 +1,16 @@
 """The guard around a training that is none: what is free, how long it is silent, what it notes, says and does."""
 
 import os
-import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from cpu3d.errors import DivergedError, Interrupted
 from cpu3d.training import watchdog
-from cpu3d.training.heartbeat import PHASES, WAITING_PHASES, read_heartbeats
-from cpu3d.training.watchdog import (
-    ADDRESSES,
-    CGROUP,
-    MACHINE,
-    Guard,
-    MemoryFloor,
-    Room,
-    Sample,
-    noted_signals,
-    take_sample,
-)
+from cpu3d.training.heartbeat import read_heartbeats
+from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
 
 MIB, GIB = 2**20, 2**30
 
@@ -45,39 +31,12 @@ def write(root, path, text):
     (root / path).write_text(text + "\n")
 
 
-def test_swap_counts_for_the_machine(host):
-    assert take_sample(host).rooms[MACHINE] == Room(12 * GIB, 16 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("group", "folder", "limit", "used", "stat"),
-    [
-        ("0::/job", "job", "memory.max", "memory.current", "active_file"),
-        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file"),
-    ],
-)
-def test_a_container_leaves_what_is_not_used_and_all_file_pages(host, group, folder, limit, used, stat):
-    write(host, "proc/self/cgroup", group)
-    write(host, f"sys/fs/cgroup/{folder}/{limit}", str(8 * GIB))
-    write(host, f"sys/fs/cgroup/{folder}/{used}", str(7 * GIB))
-    write(host, f"sys/fs/cgroup/{folder}/memory.stat", f"{stat} {4 * GIB}")
-    assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
-
-
-def test_where_a_container_slows_its_processes_down_nobody_is_killed_and_it_is_said(host):
+def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(host):
+    assert take_sample(host).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
     write(host, "proc/self/cgroup", "0::/job")
-    write(host, "sys/fs/cgroup/job/memory.high", str(6 * GIB))
-    write(host, "sys/fs/cgroup/job/memory.current", str(8 * GIB))
-    write(host, "sys/fs/cgroup/job/memory.stat", f"active_file {2 * GIB}")
-    sample = take_sample(host)
-    assert sample.slow == Room(0, 6 * GIB)
-    assert CGROUP not in sample.rooms
-    assert "below 6.00 GiB, the memory.high" in MemoryFloor().warnings(sample)["slow"]
-
-
-def test_a_limit_of_addresses_leaves_what_is_not_mapped(host, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**50, -1))
-    assert 2**49 < take_sample(host).rooms[ADDRESSES].free_bytes < 2**50
+    for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
+        write(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
+    assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
 
 
 # --- Whether it lasts ---
@@ -112,14 +71,6 @@ def judged(samples, **limits):
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
     assert judged(samples, **limits) == action
-
-
-def test_the_limit_of_addresses_stops_a_run_and_never_ends_it_at_once():
-    floor = MemoryFloor()
-    for free in (100, 20, 10):
-        action, why = floor.judge(Sample({MACHINE: Room(9 * GIB, 16 * GIB), ADDRESSES: Room(free * MIB, 8 * GIB)}))
-    assert action == "stop"
-    assert "ulimit -v" in why
 
 
 # --- What the guard does ---
@@ -165,44 +116,36 @@ def test_steps_are_timed_without_what_comes_between(guard, stage):
         guard.phase("validating")
         stage.live(guard, 50)
     guard.phase("computing", step=4)
-    assert (guard.now.last_step_s, guard.now.longest_step_s) == (6.0, 6.0)
+    assert guard.now.longest_step_s == 6.0
     assert (guard.now.step, guard.now.phase) == (4, "computing")
 
 
 def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(guard, stage):
     stage.free = 50 * MIB
     stage.live(guard, 2)
-    assert guard.stop is None, "it starts"
+    assert not guard.why, "it starts"
     stage.step(guard, 0, 2)
-    assert (guard.stop, len(stage.said)) == ("memory", 1)
+    assert len(stage.said) == 1
     assert "must keep 64 MiB free for the next step, got 50 MiB free of this machine" in guard.why
     stage.free = 8 * GIB
     stage.live(guard, 3)
-    assert guard.stop == "memory", "it is not taken back"
+    assert guard.why, "it is not taken back"
     assert stage.ended == []
 
 
-def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(guard, stage, tmp_path):
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, tmp_path, is_heard):
+    guard = Guard(tmp_path, say=stage.said.append if is_heard else lambda line: 1 / 0, end=stage.ended.append)
     stage.step(guard, 0, 5)
     guard.saved(7)
     stage.free = 10 * MIB
     stage.live(guard, 0.5)
     assert stage.ended == [5]
-    assert stage.said[0].startswith("error: memory must last to the end of a step, got 10 MiB free of this machine")
-    assert "the checkpoint of step 7 is good" in stage.said[0]
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.exit_code, beat.phase) == (5, "computing")
-    assert beat.reason in stage.said[0]
-
-
-def test_what_exceeds_the_plan_is_said_once_also_of_a_plan_that_is_told_later(guard, stage):
-    stage.own = 3 * GIB
-    stage.live(guard, 5)
-    assert len(stage.said) == 1
-    assert "below the plan's upper bound of 2.00 GiB, got 1.00 GiB more" in stage.said[0]
-    guard.plan(step=3, steps=9, save_bytes=GIB)
-    assert (guard.now.step, guard.now.steps, guard.now.bound_bytes) == (3, 9, 2 * GIB)
-    assert guard.stop is None
+    assert beat.reason.startswith("memory must last to the end of a step, got 10 MiB free of this machine")
+    if is_heard:
+        assert stage.said == [f"error: {beat.reason}; the checkpoint of step 7 is good; ending at once"]
 
 
 def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, capfd, tmp_path):
@@ -254,13 +197,6 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, phase
     assert guard.allowed_s(phase) == allowed_s
 
 
-def test_who_hangs_is_found_before_those_who_wait_for_him(guard, stage):
-    for step in (0, 1):
-        waits = [guard.allowed_s(phase) for phase in WAITING_PHASES]
-        assert min(waits) >= 1.5 * max(guard.allowed_s(phase) for phase in PHASES if phase not in WAITING_PHASES)
-        stage.step(guard, step, 8)
-
-
 @pytest.mark.parametrize(
     ("error", "exit_code", "reason"),
     [
@@ -269,7 +205,6 @@ def test_who_hangs_is_found_before_those_who_wait_for_him(guard, stage):
         (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
         (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
-        (SystemExit(3), 3, "exit code 3"),
     ],
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
@@ -323,15 +258,6 @@ def test_a_watch_that_fails_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in said[0]
 
 
-def test_words_that_cannot_be_said_do_not_keep_the_process_from_ending(stage, tmp_path):
-    guard = Guard(tmp_path, say=lambda line: 1 / 0, end=stage.ended.append)
-    stage.step(guard, 0, 5)
-    stage.free = 10 * MIB
-    stage.live(guard, 0.5)
-    assert stage.ended == [5]
-    assert read_heartbeats(tmp_path)[0].exit_code == 5
-
-
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
     with noted_signals() as stop:
         for _ in range(3):
@@ -339,40 +265,3 @@ def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
         assert signal.SIGTERM in stop
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-EATER = """
-import sys, time
-from pathlib import Path
-from cpu3d.training.watchdog import Guard
-Path(sys.argv[1], "cgroup.procs").write_text("0")
-held = []
-with Guard(Path(sys.argv[2]), say=lambda line: print(line, flush=True), bound_bytes=60 * 2**20) as guard:
-    for step in range(10**6):
-        guard.phase("computing", step=step)
-        held.append(b"x" * 3 * 2**20)
-        time.sleep(0.02)
-        if guard.stop and sys.argv[3] == "listens":
-            raise SystemExit(5)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("listens", "said"), [("listens", "memory must keep 64 MiB"), ("hangs", "error: memory must")])
-def test_memory_that_grows_in_a_container_ends_the_process_before_the_kernel_does(tmp_path, listens, said):
-    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    group = (old if old.is_dir() else new) / f"cpu3d-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(200 * MIB))
-    except OSError as error:
-        pytest.skip(f"needs to limit a cgroup: {error}")
-    try:
-        command = [sys.executable, "-c", EATER, str(group), str(tmp_path), listens]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3])
-    finally:
-        group.rmdir()
-    assert done.returncode == 5, (done.stdout, done.stderr)
-    assert "must stay below the plan's upper bound of 60 MiB" in done.stdout
-    assert said in done.stdout
-    assert read_heartbeats(tmp_path)[0].exit_code == 5

@@ -1,33 +1,35 @@
+"""An array's file: encoded, read in every mode and format, and refused where it is another than was written."""
+
 import dataclasses
 import errno
 import hashlib
+import io
+import mmap
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files import arrays, pages
-from cpu3d.data.files.reader import Reader
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, npy_header, voxels_sha256
+from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.records import array_path
 from cpu3d.errors import InputError
 
 MODES = ("mmap", "pread", "ram")
 SHAPE = (7, 6, 5)
+EACH = [(mode, kind) for mode in MODES for kind in FORMATS]
 
 
 def voxels(shape=SHAPE, channels=2, dtype=np.int16, seed=0):
     """An image of distinct values, as far as the dtype goes, and a label."""
     values = np.random.default_rng(seed).permutation(np.prod((*shape, channels))).reshape(*shape, channels)
     return values.astype(dtype), (values[..., 0] % 251).astype(np.uint8)
-
-
-def maps():
-    """What is mapped into this process."""
-    return Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -37,8 +39,46 @@ def case(tmp_path, stored_case):
     return tmp_path, stored_case(tmp_path, image, label), image, label
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["npy", "b2nd"])
+def refuses(folder, record, box, match, mode="mmap"):
+    """Whether reading all of an image and reading a box of it are refused for this reason."""
+    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (box,) * 3)):
+        with pytest.raises(InputError, match=match):
+            read(Reader(folder, mode))
+
+
+# --- Files ---
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@settings(max_examples=40)
+@given(
+    shape=st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 4)) | st.tuples(*[st.integers(1, 40)] * 3),
+    dtype=st.sampled_from(["<i2", "<f2", "|u1"]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_encoded_comes_back_bit_by_bit_with_the_same_hash(format_, shape, dtype, seed):
+    array = np.random.default_rng(seed).integers(0, 200, shape).astype(dtype)
+    content = b"".join(bytes(piece) for piece in encode(array, format_))
+    back = decode_b2nd(content) if format_ == "b2nd" else np.load(io.BytesIO(content), allow_pickle=False)
+    assert back.dtype == array.dtype
+    assert back.flags.c_contiguous
+    assert back.tobytes() == array.tobytes()
+    assert voxels_sha256(back) == voxels_sha256(np.asfortranarray(array)) == voxels_sha256(array)
+
+
+def test_a_npy_file_is_numpy_s_and_the_hash_tells_dtype_shape_and_every_voxel():
+    label, theirs = voxels()[1], io.BytesIO()
+    np.save(theirs, label)
+    assert b"".join(bytes(piece) for piece in encode(label, "npy")) == theirs.getvalue()
+    assert {len(npy_header("<i2", shape)) % 64 for shape in [(1, 1, 1), (512, 512, 1000, 4)]} == {0}
+    others = [label.astype(np.int8), label.reshape(6, 7, 5), label ^ (np.arange(210).reshape(SHAPE) == 7)]
+    assert len({voxels_sha256(one) for one in [label, *others]}) == 4
+
+
+# --- Reading ---
+
+
+@pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("dtype", [np.int16, np.float16])
 def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path, stored_case, mode, kind, dtype):
     image, label = voxels(dtype=dtype)
@@ -50,149 +90,129 @@ def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path
         assert array.flags.c_contiguous
         assert array.ctypes.data % 64 == 0
         np.testing.assert_array_equal(array, stored)
-    assert reader.reads.zero_copy_ratio == (1 if kind == "npy" and mode != "pread" else 0)
-    assert reader.reads.arrays == 2
+        is_map = str(array_path(tmp_path, record, part)) in Path("/proc/self/maps").read_text(encoding="utf-8")
+        assert is_map == (not array.flags.writeable) == (kind == "npy" and mode != "pread")
 
 
 @st.composite
 def arrays_and_boxes(draw):
     """(shape, channels, slices), boxes that are whole along some axes and empty ones among them."""
     shape = tuple(draw(st.integers(1, 12)) for _ in range(3))
-    slices = tuple(slice(a, draw(st.integers(a, n))) for a, n in ((draw(st.integers(0, n)), n) for n in shape))
-    whole = draw(st.tuples(*[st.booleans()] * 3))
-    slices = tuple(slice(0, n) if all_ else part for all_, part, n in zip(whole, slices, shape))
-    return shape, draw(st.integers(1, 3)), slices
+    ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) if draw(st.booleans()) else (0, n) for n in shape]
+    return shape, draw(st.integers(1, 3)), tuple(slice(*pair) for pair in ends)
 
 
-@pytest.mark.parametrize("gap_bytes", [4, arrays.GAP_BYTES])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrays_and_boxes())
-def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, monkeypatch, gap_bytes, drawn):
+def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, drawn):
     shape, channels, slices = drawn
-    monkeypatch.setattr(arrays, "GAP_BYTES", gap_bytes)  # so that small arrays meet each way to read a box
     image, label = voxels(shape, channels)
-    records = [stored_case(tmp_path, image, label, kind=kind) for kind in ("npy", "b2nd")]
-    for record in records:
-        for mode in MODES:
-            reader = Reader(tmp_path, mode)
-            for part, stored in (("x", image), ("y", label)):
-                box = reader.box(record, part, slices)
-                assert box.flags.c_contiguous
-                assert box.flags.writeable
-                assert box.ctypes.data % 64 == 0 or box.size == 0
-                assert box.dtype == stored.dtype
-                np.testing.assert_array_equal(box, stored[slices])
+    records = {kind: stored_case(tmp_path, image, label, kind=kind) for kind in FORMATS}
+    for mode, kind in EACH:
+        reader = Reader(tmp_path, mode)
+        for part, stored in (("x", image), ("y", label), ("x", image)):
+            box = reader.box(records[kind], part, slices)
+            assert box.flags.c_contiguous
+            assert box.flags.writeable
+            assert box.ctypes.data % 64 == 0 or box.size == 0
+            assert box.dtype == stored.dtype
+            np.testing.assert_array_equal(box, stored[slices])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["npy", "b2nd"])
-@pytest.mark.parametrize(
-    ("axis", "bad", "told"),
-    [
-        (0, slice(-1, 3), "-1:3 of 7"),
-        (1, slice(2, 7), "2:7 of 6"),
-        (2, slice(3, 2), "3:2 of 5"),
-        (2, slice(6, 6), "6:6 of 5"),
-        (0, slice(None, 3), "None:3 of 7"),
-        (0, slice(0, 4, 2), "0:4:2 of 7"),
-    ],
-)
-def test_a_box_that_reaches_beyond_the_array_is_refused(tmp_path, stored_case, mode, kind, axis, bad, told):
-    record = stored_case(tmp_path, *voxels(), kind=kind)
-    slices = [slice(1, 2)] * 3
-    slices[axis] = bad
-    reader = Reader(tmp_path, mode)
-    with pytest.raises(ValueError, match=f"must be three slices within the stored array, got {told}; crop"):
-        reader.box(record, "x", tuple(slices))
-    if mode != "ram":
-        with pytest.raises(ValueError, match=f"got {told}"):
-            reader.advise(record, tuple(slices))
-    with pytest.raises(ValueError, match="got 2 slices"):
-        reader.box(record, "x", (slice(1, 2),) * 2)
-    assert reader.reads.bytes_read == 0
+@pytest.mark.parametrize("bad", [(-1, 3), (2, 8), (3, 2), (None, 3), (0, 4, 2)])
+def test_a_box_that_reaches_beyond_the_array_is_refused(case, bad):
+    folder, record, _, _ = case
+    reader, rule = Reader(folder), r"must be three slices within \(7, 6, 5\), got .*slice\("
+    for slices in ((slice(*bad), slice(1, 2), slice(1, 2)), (slice(1, 2),) * 2):
+        with pytest.raises(ValueError, match=rule):
+            reader.box(record, "x", slices)
+        with pytest.raises(ValueError, match=rule):
+            reader.advise(record, slices)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["npy", "b2nd"])
+def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
+    folder, record, image, _ = case
+    name, opened = str(array_path(folder, record, "x")), len(os.listdir("/proc/self/fd"))
+    part = Reader(folder).array(record, "x")[2:3]
+    assert name in Path("/proc/self/maps").read_text(encoding="utf-8")
+    np.testing.assert_array_equal(part, image[2:3])
+    with pytest.raises(ValueError, match="read-only"):
+        part[...] = 0
+    del part
+    assert name not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+# --- Files that are not what was written ---
+
+
+@pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("length", [0, 50, -1, 1])
 def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     tmp_path, stored_case, monkeypatch, mode, kind, length
 ):
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
-    stored_case(tmp_path, image, label, stem="b", kind=kind)
     path = array_path(tmp_path, record, "x")
     os.truncate(path, length if length in (0, 50) else record.image_bytes + length)
-    monkeypatch.setattr(pages, "map_file", lambda *_, **__: pytest.fail("mapped"))
-    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
-        found = path.stat().st_size
-        message = f"store file {path} must be {record.image_bytes} bytes long, got {found}; delete it and run"
-        with pytest.raises(InputError, match=re.escape(message)):
-            read(Reader(tmp_path, mode))
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
+    message = f"store file {path} must be {record.image_bytes} bytes long, got {path.stat().st_size}; delete it and run"
+    refuses(tmp_path, record, slice(0, 1), re.escape(message), mode)
     monkeypatch.undo()
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
-    good = dataclasses.replace(record, stem="b")
-    np.testing.assert_array_equal(Reader(tmp_path, mode).array(good, "x"), image)
 
 
-@pytest.mark.parametrize(
-    "other", [np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")]
-)
-def test_a_file_of_another_array_is_refused(case, other):
-    folder, record, _, label = case
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_of_another_array_is_refused(case, mode):
+    folder, record, _, _ = case
     path = array_path(folder, record, "x")
-    np.save(path, other)
-    assert path.stat().st_size == record.image_bytes
-    for mode in MODES:
-        message = re.escape(f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete")
-        with pytest.raises(InputError, match=message):
-            Reader(folder, mode).array(record, "x")
-    np.testing.assert_array_equal(Reader(folder).array(record, "y"), label)
+    for other in (np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")):
+        np.save(path, other)
+        assert path.stat().st_size == record.image_bytes
+        message = f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete"
+        refuses(folder, record, slice(0, 1), re.escape(message), mode)
 
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
-def test_a_damaged_packed_file_is_told_by_name(tmp_path, stored_case, flipped):
+def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
     image, label = voxels((40, 40, 40))
     record = stored_case(tmp_path, image, label, kind="b2nd")
     path = array_path(tmp_path, record, "x")
     content = bytearray(path.read_bytes())
     content[flipped] = bytes(byte ^ 1 for byte in content[flipped])
     path.write_bytes(content)
-    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 40),) * 3)):
-        with pytest.raises(InputError, match=re.escape(f"store file {path} must be a .b2nd array of int16")):
-            read(Reader(tmp_path))
-    np.testing.assert_array_equal(Reader(tmp_path).array(record, "y"), label)
+    refuses(tmp_path, record, slice(0, 40), re.escape(f"store file {path} must be a .b2nd array of int16"))
+    with pytest.raises(ValueError, match="no whole Blosc2 array"):
+        decode_b2nd(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize(
-    "named",
-    [
-        {"proxy-source": {"local_abspath": "SECRET", "urlpath": None, "caterva2_env": False}},
-        {"proxy-source": {"local_abspath": None, "urlpath": ["a", "http://localhost:9", None], "caterva2_env": False}},
-        {"LazyArray": 1},
-    ],
+    "place", [{"local_abspath": "secret.b2nd"}, {"urlpath": ["a", "http://localhost:9", None]}, None]
 )
-def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, stored_case, monkeypatch, named):
+def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, stored_case, monkeypatch, place):
     blosc2 = pytest.importorskip("blosc2")
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind="b2nd")
-    secret = str(tmp_path / "secret.b2nd")
-    blosc2.asarray(image, urlpath=secret, mode="w")
-    for source in named.values():
-        if isinstance(source, dict) and source["local_abspath"]:
-            source["local_abspath"] = secret
-    content = blosc2.asarray(image, meta=named).to_cframe()
+    monkeypatch.chdir(tmp_path)
+    blosc2.asarray(image, urlpath="secret.b2nd", mode="w")
+    source = {"local_abspath": None, "urlpath": None, "caterva2_env": False, **(place or {})}
+    meta = {"proxy-source": source} if place else {"LazyArray": 1}
+    content = blosc2.asarray(image, meta=meta).to_cframe()
     array_path(tmp_path, record, "x").write_bytes(content)
     record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(blosc2, "open", lambda *_, **__: pytest.fail("opened"))
-    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (slice(0, 1),) * 3)):
-        with pytest.raises(InputError, match=rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(named))}"):
-            read(Reader(tmp_path))
-    np.testing.assert_array_equal(Reader(tmp_path).box(record, "y", (slice(1, 3),) * 3), label[1:3, 1:3, 1:3])
+    refuses(tmp_path, record, slice(0, 1), rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(meta))}")
+
+
+def test_a_packed_file_of_another_array_than_its_record_says_is_refused(tmp_path, stored_case):
+    image, label = voxels()
+    record = stored_case(tmp_path, image, label, kind="b2nd")
+    record = dataclasses.replace(record, image_dtype="float16")
+    refuses(tmp_path, record, slice(0, 1), r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_replaced_under_a_reader_is_told(case, mode):
+def test_a_file_replaced_under_a_reader_is_refused(case, mode):
     folder, record, image, label = case
     reader = Reader(folder, mode)
     before = reader.array(record, "x")
@@ -209,71 +229,82 @@ def test_a_file_replaced_under_a_reader_is_told(case, mode):
 
 
 def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
-    folder, record, _, label = case
-    path = array_path(folder, record, "x")
-    preadv = os.preadv
+    folder, record, _, _ = case
+    path, preadv = array_path(folder, record, "x"), os.preadv
 
-    def cut_then_read(handle, buffers, offset, *flags):
+    def cut_then_read(handle, buffers, offset):
         if offset > 0:
             os.truncate(path, 200)
-        return preadv(handle, buffers, offset, *flags)
+        return preadv(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
     message = f"store file {path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
     with pytest.raises(InputError, match=re.escape(message)):
         Reader(folder, "pread").array(record, "x")
-    monkeypatch.undo()
-    np.testing.assert_array_equal(Reader(folder, "pread").array(record, "y"), label)
 
 
-@pytest.mark.parametrize("mode", ["pread", "mmap"])
-def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode):
+@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", mmap, "mmap")])
+def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode, module, name):
     folder, record, _, _ = case
+    reader = Reader(folder, mode)
+    assert reader.problems(record) == []
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(module, name, fail)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        Reader(folder, mode).array(record, "x")
+        reader.array(record, "x")
     assert raised.value.filename == str(array_path(folder, record, "x"))
 
 
-def test_problems_names_every_bad_file_of_a_case_and_reads_no_voxel(case):
+def test_problems_names_every_bad_file_of_a_case(case):
     folder, record, _, _ = case
-    assert Reader(folder).problems(record) == []
-    assert Reader(folder).reads.bytes_read == 0
     os.truncate(array_path(folder, record, "x"), 10)
     array_path(folder, record, "y").unlink()
-    found = Reader(folder).problems(record)
-    assert [line.split(" must ")[0] for line in found] == [
-        f"store file {array_path(folder, record, part)}" for part in "xy"
-    ]
+    found = [line.split(" must ")[0] for line in Reader(folder).problems(record)]
+    assert found == [f"store file {array_path(folder, record, part)}" for part in "xy"]
+    bare = dataclasses.replace(record, label_voxels={})
+    with pytest.raises(InputError, match="case a must have a label, the store has none"):
+        Reader(folder).array(bare, "y")
 
 
-def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
-    folder, record, image, _ = case
-    reader = Reader(folder)
-    part = reader.array(record, "x")[2:3]
-    assert str(array_path(folder, record, "x")) in maps()
-    np.testing.assert_array_equal(part, image[2:3])
-    with pytest.raises(ValueError, match="read-only"):
-        part[...] = 0
-    del part
-    assert str(array_path(folder, record, "x")) not in maps()
-    for mode in MODES:
-        before = len(os.listdir("/proc/self/fd"))
-        reader = Reader(folder, mode)
-        kept = [reader.array(record, "x"), reader.array(record, "y")]
-        assert len(os.listdir("/proc/self/fd")) == before
-        del kept
+# --- The mode ---
 
 
-def test_ram_maps_a_file_once_and_keeps_it(case):
-    folder, record, _, _ = case
-    reader = Reader(folder, "ram")
-    reader.advise(record)
-    assert reader.array(record, "x").ctypes.data == reader.array(record, "x").ctypes.data
-    assert str(array_path(folder, record, "y")) in maps()
-    del reader
-    assert str(array_path(folder, record, "y")) not in maps()
+def choose(asked=None, kind="ext4", needed=10, free=100, patches=True):
+    sizes = {"needed_bytes": needed * 2**30, "free_bytes": free * 2**30}
+    return choose_read_mode(asked, file_system=kind, patches=patches, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "mode"),
+    [
+        ({"needed": 25}, "ram"),
+        ({"needed": 26}, "mmap"),
+        ({"patches": False}, "mmap"),
+        ({"kind": ""}, "ram"),
+        *(({"kind": kind}, "pread") for kind in ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")),
+    ],
+)
+def test_the_mode_follows_the_disk_the_memory_and_what_is_read(facts, mode):
+    plan = choose(**facts)
+    assert plan.mode == mode
+    assert plan.reason.startswith(f"{mode} (")
+
+
+def test_the_budget_is_half_of_what_is_free_and_all_the_files_in_ram():
+    assert choose("mmap", needed=300).page_budget_bytes == choose("pread", needed=3).page_budget_bytes == 50 * 2**30
+    assert choose("ram", needed=100).page_budget_bytes == 100 * 2**30
+    with pytest.raises(InputError, match=r"ram must hold 101\.0 GiB .* got 100\.0 GiB free"):
+        choose("ram", needed=101)
+
+
+def test_the_last_of_the_longest_mount_points_above_a_path_is_the_one_it_lies_on(monkeypatch):
+    points = [("/", "ext4"), ("/data", "ext3"), ("/data", "nfs4"), ("/data/fast", "xfs"), ("/dat", "tmpfs")]
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in points]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
+    kinds = {"/data/x/y": "nfs4", "/data": "nfs4", "/data/fast/store": "xfs", "/database": "ext4", "/": "ext4"}
+    assert {path: file_system(path) for path in kinds} == kinds
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: os.stat("/no/such/table"))
+    assert file_system("/data") == ""

@@ -44,9 +44,7 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert (case.image.dtype, case.image.shape) == (np.int16, (3, 2, 2, 2))
     assert case.image.flags.c_contiguous
     assert case.label.flags.c_contiguous
-    assert case.image[2, 1, 0, 0] == 2
-    assert case.image[1, 1, 0, 0] == 4
-    assert case.image[1, 0, 0, 1] == -5
+    assert (case.image[2, 1, 0, 0], case.image[1, 1, 0, 0], case.image[1, 0, 0, 1]) == (2, 4, -5)
     assert case.label[1, 1, 0] == 3
     record = case.record
     assert (record.image_dtype, record.max_abs_error) == ("int16", 0.0)
@@ -66,9 +64,8 @@ def test_axes_that_are_permuted_come_back_in_order_with_their_spacing(files):
     affine[2, 0], affine[0, 1], affine[1, 2], affine[3, 3] = -3, 1, 2, 1  # first axis down, second right, third front
     volume = np.arange(1, 25, dtype=np.int16).reshape(2, 3, 4)
     case = load_case(files(volume, affines=[affine]), channels=("a",))
-    assert case.record.geometry.axes == "IRA"
-    assert case.record.shape == (3, 4, 2)
-    assert case.record.spacing_mm == (1.0, 2.0, 3.0)
+    found = case.record.geometry.axes, case.record.shape, case.record.spacing_mm
+    assert found == ("IRA", (3, 4, 2), (1.0, 2.0, 3.0))
     assert np.array_equal(case.image[..., 0], volume[::-1].transpose(1, 2, 0))
 
 
@@ -98,18 +95,38 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     assert case.record.max_abs_error < 5e-4
 
 
-def problems_of(files, channels=("a", "b"), labels=LABELS):
-    with pytest.raises(InputError) as error:
-        load_case(files, channels=channels, labels=labels)
-    return error.value.problems
-
-
 def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tiny_label):
     sick = tiny_image(0).astype(np.float32)
     sick[1, 1, 1], sick[2, 2, 2] = np.nan, np.inf
-    told = problems_of(files(sick, np.zeros_like(sick), label=tiny_label(1, 9)))
-    assert len(told) == 3
-    assert "c_0.nii.gz must be finite, got 2 NaN" in told[0]
-    assert "c_1.nii.gz must not be empty" in told[1]
-    assert "c_seg.nii.gz must hold only the codes 0 background, 1 core" in told[2]
-    assert "got 9 (1 voxels)" in told[2]
+    with pytest.raises(InputError) as error:
+        load_case(files(sick, np.zeros_like(sick), label=tiny_label(1, 9)), channels=("a", "b"), labels=LABELS)
+    finite, empty, codes = error.value.problems
+    assert "c_0.nii.gz must be finite, got 2 NaN" in finite
+    assert "c_1.nii.gz must not be empty" in empty
+    assert "c_seg.nii.gz must hold only the codes 0 background, 1 core" in codes
+    assert "got 9 (1 voxels)" in codes
+
+
+@pytest.mark.parametrize(
+    ("images", "label", "rule"),
+    [
+        (3, (6, 5, 4), r"case c must have a file for each of .*, got 3"),
+        (2, (6, 5, 4, 2), "must be 3D, got shape"),
+        (2, (6, 5, 4, 1), None),
+    ],
+)
+def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, tiny_image, images, label, rule):
+    case = files(*map(tiny_image, range(images)), label=np.ones(label, np.uint8))
+    if rule is None:
+        assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
+        return
+    with pytest.raises(InputError, match=rule):
+        load_case(case, channels=("a", "b"), labels=LABELS)
+
+
+def test_scores_that_float16_cannot_hold_are_refused(files):
+    volume = np.ones((40, 40, 40), np.float64)
+    volume[:, :, 0] = np.arange(1600).reshape(40, 40) * 1e-9 + 1
+    volume[0, 0, 0] = 1e300
+    with pytest.raises(InputError, match="channel a of c must have z-scores that float16 can hold"):
+        load_case(files(volume), channels=("a",))

@@ -3,7 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.stores.layouts import case_files, read_dataset
+from cpu3d.data.stores.layouts import (
+    case_files,
+    grouped_by_case,
+    label_codes_of,
+    parse_label_map,
+    read_dataset,
+    regions_of,
+    with_label_map,
+)
 from cpu3d.errors import InputError
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
@@ -15,30 +23,27 @@ def names(paths):
 
 def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decathlon):
     dataset = read_dataset(decathlon(tmp_path / "Task01"))
-    assert (dataset.layout, dataset.name) == ("decathlon", "BRATS")
+    assert (dataset.layout, dataset.name, dataset.problems) == ("decathlon", "BRATS", {})
     assert dataset.channels == ("FLAIR", "T1w", "t1gd", "T2w")
     assert dataset.labels[3] == "enhancing tumour"
-    assert dataset.regions == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
+    assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
-    assert dataset.problems == ()
+    nnunet = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "liver": 1}, "modality": {}, "name": ""}
+    dataset = read_dataset(decathlon(tmp_path / "Task02", 1, **nnunet))
+    assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
-@pytest.mark.parametrize("end", [".nii", ".nii.gz"])
-def test_brats_2017_folders_are_recognised_below_hgg_and_lgg(tmp_path, brats_case, end):
-    brats_case(tmp_path / "HGG" / "Brats17_A_1", "brats2017", end)
-    brats_case(tmp_path / "LGG" / "Brats17_B_1", "brats2017", end)
+def test_brats_2017_folders_are_recognised_below_hgg_and_lgg(tmp_path, brats_case):
+    brats_case(tmp_path / "HGG" / "Brats17_A_1", "brats2017", ".nii")
+    brats_case(tmp_path / "LGG" / "Brats17_B_1", "brats2017")
+    (tmp_path / "notes/other").mkdir(parents=True)
     dataset = read_dataset(tmp_path)
-    assert dataset.layout == "brats2017"
-    assert dataset.channels == CANONICAL
-    assert dataset.regions == {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
+    assert (dataset.layout, dataset.channels) == ("brats2017", CANONICAL)
+    assert regions_of(dataset.labels) == {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
     assert [case.case_id for case in dataset.cases] == ["Brats17_A_1", "Brats17_B_1"]
-    assert [name.split("_")[-1].split(".")[0] for name in names(dataset.cases[0].images)] == [
-        "flair",
-        "t1",
-        "t1ce",
-        "t2",
-    ]
+    found = [name.split("_")[-1].split(".")[0] for name in names(dataset.cases[0].images)]
+    assert found == ["flair", "t1", "t1ce", "t2"]
 
 
 def test_brats_2023_folders_are_recognised_and_time_points_share_their_patient(tmp_path, brats_case):
@@ -46,43 +51,62 @@ def test_brats_2023_folders_are_recognised_and_time_points_share_their_patient(t
         brats_case(tmp_path / case_id)
     dataset = read_dataset(tmp_path)
     assert dataset.layout == "brats2023"
-    assert dataset.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
+    assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
     assert [case.patient_id for case in dataset.cases] == ["BraTS-GLI-00001", "BraTS-GLI-00001", "BraTS-GLI-00002"]
     assert [name[-10:-7] for name in names(dataset.cases[0].images)] == ["t2f", "t1n", "t1c", "t2w"]
     assert dataset.cases[0].label.name == "BraTS-GLI-00001-000-seg.nii.gz"
+    assert read_dataset(tmp_path / "BraTS-GLI-00002-000").cases[0] == dataset.cases[2]
 
 
-def test_paediatric_cases_are_all_told_and_never_read_with_the_codes_of_gliomas(tmp_path, brats_case):
+def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas(tmp_path, brats_case):
     for case_id in ("BraTS-GLI-00001-000", "BraTS-PED-00001-000", "BraTS-PED-00002-000"):
         brats_case(tmp_path / case_id)
     with pytest.raises(InputError, match=r"Decathlon layout with a dataset\.json that names their codes") as error:
         read_dataset(tmp_path)
-    assert [problem.split()[1] for problem in error.value.problems[:-1]] == [
-        "BraTS-PED-00001-000",
-        "BraTS-PED-00002-000",
-    ]
-    assert case_files([tmp_path / "BraTS-PED-00001-000"], CANONICAL).images  # an image has no codes
+    cases = [problem.split()[1] for problem in error.value.problems[:-1]]
+    assert cases == ["BraTS-PED-00001-000", "BraTS-PED-00002-000"]
+    files = case_files([tmp_path / "BraTS-PED-00001-000"], CANONICAL)  # an image has no codes
+    assert label_codes_of(files) is None
+    assert label_codes_of(case_files([tmp_path / "BraTS-GLI-00001-000"], CANONICAL))[0] == "brats2023"
 
 
-def test_every_missing_or_double_file_of_every_case_is_told_and_good_cases_stay(tmp_path, brats_case):
-    brats_case(tmp_path / "good")
-    first = brats_case(tmp_path / "bad1")
+def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path, brats_case, decathlon):
+    brats_case(tmp_path / "b/good")
+    first = brats_case(tmp_path / "b/bad1")
     first["t1c"].unlink()
     first["seg"].unlink()
-    brats_case(tmp_path / "bad2")
-    brats_case(tmp_path / "bad2", end=".nii")
-    (tmp_path / "bad3").mkdir()
-    dataset = read_dataset(tmp_path)
+    brats_case(tmp_path / "b/bad2")
+    brats_case(tmp_path / "b/bad2", end=".nii")
+    (tmp_path / "b/bad3").mkdir()
+    dataset = read_dataset(tmp_path / "b")
     assert [case.case_id for case in dataset.cases] == ["good"]
-    told = {(problem.case_id, problem.reason.split()[0]) for problem in dataset.problems}
-    assert told == {(case, what) for case in ("bad1", "bad2", "bad3") for what in ("modality", "label")}
-    assert len(dataset.problems) == 2 + 5 + 5
-    assert any("bad1-t1c" in p.reason or "-t1c.nii.gz" in p.reason for p in dataset.problems)
+    assert {case_id: len(reasons) for case_id, reasons in dataset.problems.items()} == {"bad1": 2, "bad2": 5, "bad3": 5}
+    assert [reason.split()[0] for reason in dataset.problems["bad1"]] == ["T1gd", "seg"]
+    folder = decathlon(tmp_path / "d")
+    (folder / "imagesTr/BRATS_001.nii.gz").unlink()
+    content = json.loads((folder / "dataset.json").read_text())
+    del content["training"][2]["label"]
+    (folder / "dataset.json").write_text(json.dumps(content))
+    dataset = read_dataset(folder)
+    assert [case.case_id for case in dataset.cases] == ["BRATS_000"]
+    assert [dataset.problems[f"BRATS_00{n}"][0].split()[0] for n in (1, 2)] == ["image", "label"]
 
 
-@pytest.mark.parametrize(
-    "path", ["/etc/passwd.nii.gz", "../out.nii.gz", "./imagesTr/../../out.nii.gz", "link/../../out.nii.gz"]
-)
+def test_what_is_no_data_set_is_refused(tmp_path, brats_case, decathlon):
+    with pytest.raises(InputError, match="must be a folder, found none"):
+        read_dataset(tmp_path / "none")
+    with pytest.raises(InputError, match="found neither"):
+        read_dataset(tmp_path)
+    for layout in ("brats2017", "brats2023"):
+        brats_case(tmp_path / "two" / layout, layout)
+        brats_case(tmp_path / "same" / layout / "x")
+    with pytest.raises(InputError, match="found brats2017 and brats2023"):
+        read_dataset(tmp_path / "two")
+    with pytest.raises(InputError, match=r"case id x in .* must be used once"):
+        read_dataset(tmp_path / "same")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "../out.nii.gz", "link/../../out.nii.gz"])
 def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
@@ -96,55 +120,46 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, p
     assert len(error.value.problems) == 2
 
 
-@pytest.mark.parametrize("layout", ["decathlon", "brats2017", "brats2023"])
-@pytest.mark.parametrize("linked", ["file", "folder"])
-def test_volumes_that_are_kept_elsewhere_may_be_linked_into_every_layout(
-    tmp_path, decathlon, brats_case, layout, linked
-):
+@pytest.mark.parametrize("layout", ["decathlon", "brats2023"])
+def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, decathlon, brats_case, layout):
     folder, disk = tmp_path / "d", tmp_path / "disk"
-    if layout == "decathlon":
-        decathlon(folder)
-    else:
-        brats_case(folder / "a", layout)
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*.nii.gz"))]
+    decathlon(folder, 1) if layout == "decathlon" else brats_case(folder / "a", layout)
     there = [case.images for case in read_dataset(folder).cases]
-    for name in {name.parent for name in names} if linked == "folder" else names:
-        (disk / name.parent).mkdir(parents=True, exist_ok=True)
-        (folder / name).rename(disk / name)
-        (folder / name).symlink_to(disk / name)
-    dataset = read_dataset(folder)
-    assert dataset.problems == ()
-    assert [case.images for case in dataset.cases] == there
+    for name in {path.parent for path in folder.rglob("*.nii.gz")}:
+        disk.mkdir(exist_ok=True)
+        name.rename(disk / name.name)
+        name.symlink_to(disk / name.name)
+    assert [case.images for case in read_dataset(folder).cases] == there
+
+
+GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        "{",
-        "[]",
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}}',
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": []}',
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"image": 3}]}',
-        '{"labels": {"0": "b", "1": "t"}, "modality": {"1": "CT"}, "training": [{"image": "a"}]}',
-        '{"labels": {"a": 1, "b": 1}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}',
-        '{"labels": {"0": "b"}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}',
-        '{"labels": {"0": "b", "300": "t"}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}',
-        '{"labels": {"all": [1, 2]}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}',
+        {"training": None},
+        {"training": []},
+        {"training": [{"image": 3}]},
+        {"modality": {"1": "CT"}},
+        {"labels": {"a": 1, "b": 1}},
+        {"labels": {"a": "one"}},
+        {"labels": {"0": "b"}},
+        {"labels": {"0": "b", "300": "t"}},
+        {"labels": {"all": [1, 2]}},
     ],
 )
-def test_a_damaged_list_is_refused_by_name(tmp_path, content):
-    (tmp_path / "dataset.json").write_text(content)
+def test_a_damaged_list_is_refused_by_name(tmp_path, change):
+    (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"dataset\.json"):
         read_dataset(tmp_path)
 
 
 def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
     brats_case(tmp_path / "x", "brats2017")
-    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR", "T1w"))
-    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz", "x_t1.nii.gz"]
+    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR"))
+    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz"]
     assert (files.case_id, files.label) == ("x", None)
-    brats_case(tmp_path / "y")
-    assert names(case_files([tmp_path / "y"], ("FLAIR",)).images) == ["y-t2f.nii.gz"]
 
 
 def test_files_to_predict_are_put_in_order_by_their_names_or_taken_in_theirs(tmp_path, brats_case, write_nifti):
@@ -156,6 +171,10 @@ def test_files_to_predict_are_put_in_order_by_their_names_or_taken_in_theirs(tmp
     plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "cab"]
     assert names(case_files(plain, ("one", "two", "three")).images) == ["c.nii.gz", "a.nii.gz", "b.nii.gz"]
     assert case_files(plain[:1], CANONICAL).case_id == "c"
+    other = list(brats_case(tmp_path / "z").values())
+    assert grouped_by_case([*shuffled, *other], CANONICAL) == [shuffled[1:], other[:4]]
+    assert grouped_by_case(plain, ("CT",)) == [[path] for path in plain]
+    assert grouped_by_case(plain, ("one", "two", "three")) == [plain]
 
 
 def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, brats_case, write_nifti):
@@ -164,12 +183,45 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
     files["t2w"].unlink()
     with pytest.raises(InputError) as error:
         case_files([tmp_path / "x"], CANONICAL)
-    assert [problem.split()[1] for problem in error.value.problems] == ["T1gd", "T2w"]
-    with pytest.raises(InputError, match="found none") as error:
-        case_files([tmp_path / "no1.nii", tmp_path / "no2.nii"], CANONICAL)
-    assert len(error.value.problems) == 2
-    plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "ab"]
+    assert [problem.split()[0] for problem in error.value.problems] == ["T1gd", "T2w"]
+    plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "abcd"]
     with pytest.raises(InputError, match="got 2 files"):
-        case_files(plain, CANONICAL)
-    with pytest.raises(InputError, match="got a folder"):
-        case_files([tmp_path / "x", plain[0]], CANONICAL)
+        case_files(plain[:2], CANONICAL)
+    with pytest.raises(InputError, match="must be the file of channel FLAIR by its place, got a name of T1w"):
+        case_files([files["t1n"], plain[0]], ("FLAIR", "T1w"))
+    for given, channels in ((plain, ("CT", "PET")), ([files["t1n"], plain[0]], ("FLAIR",))):
+        with pytest.raises(InputError, match="3D files must be of one case"):
+            grouped_by_case(given, channels)
+
+
+@pytest.mark.parametrize("pair", ["", "4=", "-1=3", "4=3.0", "256=1", "4=3=2", "0=1"])
+def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
+    with pytest.raises(InputError, match=r"OLD=NEW of codes 1\.\.255 and 0\.\.255") as error:
+        parse_label_map([pair, "1=2", "x"])
+    assert len(error.value.problems) == 2
+    with pytest.raises(InputError, match="code 4 one meaning, got 3 and 2"):
+        parse_label_map(["4=3", "4=2"])
+
+
+@pytest.mark.parametrize(
+    ("label_map", "codes"),
+    [
+        ({}, (0, 1, 2, 4)),
+        ({9: 4}, (0, 1, 2, 4)),  # a code that the data set has no name for falls together with one that has
+        ({1: 2, 2: 1}, (0, 1, 2, 4)),
+        ({1: 0, 2: 0}, (0, 4)),
+        ({1: 2, 2: 4}, (0, 2, 4)),
+        ({4: 3}, (0, 1, 2, 3)),
+    ],
+)
+def test_codes_change_all_at_once_and_one_onto_which_nothing_falls_is_gone(tmp_path, brats_case, label_map, codes):
+    brats_case(tmp_path / "a", "brats2017")
+    before = read_dataset(tmp_path)
+    mapped = with_label_map(before, label_map)
+    assert tuple(mapped.labels) == codes
+    assert all(mapped.labels[code] == before.labels[code] for code in codes if code != 3)
+    assert mapped.labels.get(3, "enhancing tumour") == "enhancing tumour"
+    with pytest.raises(InputError, match=r"--label-map 9=7 must lead to a code with a name \(0 background, 1 nec.* 7;"):
+        with_label_map(before, {9: 7})
+    with pytest.raises(InputError, match="leave a label beside the background"):
+        with_label_map(before, {1: 0, 2: 0, 4: 0})

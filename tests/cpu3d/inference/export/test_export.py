@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -13,21 +13,24 @@ from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.conversion import Settings, identity
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.inference.export import network
+from cpu3d.inference.export.contract import Contract
+from cpu3d.inference.export.segment import painted, probabilities_of
 from cpu3d.inference.predictor import load_predictor
-from cpu3d.settings import load_config, save_config
+from cpu3d.settings import RunConfig, load_config, save_config
 from cpu3d.training.checkpoint import save_checkpoint
 from cpu3d.training.learner import weight_names
+from cpu3d.training.sliding_window import sliding_window
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
+from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import decided
-
-NET = {"filters": 4, "depth": 3, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def store(tmp_path_factory):
 def make_run(store, folder, **settings):
     """A run whose network answers something, though it was never trained."""
     grid = settings.pop("grid", None)
-    config = decided(store, folder, **{**NET, **settings})
+    config = decided(store, folder, **{"filters": 4, "depth": 3, "dtype": "float32", **settings})
     config = dataclasses.replace(config, grid=grid or config.grid)
     (folder / "checkpoints").mkdir(parents=True)
     save_config(config, folder)
@@ -73,24 +76,18 @@ def export(request, store, tmp_path_factory):
     return run, folder / "out"
 
 
-def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, tmp_path):
+def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, tmp_path, monkeypatch):
     run, out = export
-    image = store.folder.parent / "source/f.nii.gz"
-    config = load_config(run)
+    image, config = store.folder.parent / "source/f.nii.gz", load_config(run)
     if config.channels == ("T1gd",):
         volume = read_volume(image)[0][..., 1]
         image = tmp_path / "f.nii.gz"
         write_volume(image, volume[::-1, ::-1], LPS_2MM)
-    script = out / "segment.py"
+    script = shutil.copytree(out, tmp_path / "out") / "segment.py"
     script.write_text((out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0])
-    done = subprocess.run(
-        [sys.executable, script, image, tmp_path / "label.nii.gz"], cwd=tmp_path, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    script.unlink()
-    assert done.returncode == 0, done.stderr
-    files = CaseFiles("f", "f", (image,), None)
-    case = load_case(files, channels=config.channels, labels=None)
+    monkeypatch.setattr(sys, "argv", [str(script), str(image), str(tmp_path / "label.nii.gz")])
+    runpy.run_path(str(script), run_name="__main__")
+    case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
     predictor = load_predictor(run)
     expected = label_from_regions(predictor.probabilities(case.image, case.record, config.channels), predictor.regions)
     assert len(np.unique(expected)) > 2
@@ -99,7 +96,7 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, 
     assert np.mean(found != expected) < (0.02 if config.unet.dtype == "bfloat16" else 1e-9)
 
 
-def test_export_json_says_what_is_needed_to_use_it(export, store):
+def test_export_json_holds_what_is_needed_to_use_it(export, store):
     run, out = export
     config, about = load_config(run), json.loads((out / "export.json").read_text())
     assert (out / about["file"]).exists()
@@ -117,11 +114,66 @@ def test_export_json_says_what_is_needed_to_use_it(export, store):
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     (answer,) = about["outputs"]
     assert (answer, "mean" in about["inputs"]) == (("logits", True) if config.is_patch else ("probabilities", False))
-    told = about["verification"]
-    assert told["case_id"] == "e"  # the first of test
-    assert told["largest_difference"] < 1e-4
-    assert told["label_voxels"] > 0
-    assert told["different_labels"]["float32"] == 0
+    found = about["verification"]
+    assert found["case_id"] == "e"  # the first of test
+    assert found["largest_difference"] < 1e-4
+    assert found["label_voxels"] > 0
+    assert found["different_labels"]["float32"] == 0
+
+
+REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}
+"""One holds three that are as large as each other and so compete."""
+
+
+def statistics(image):
+    seen = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(2)]
+    return np.array([values.mean() for values in seen]), np.array([values.std() for values in seen])
+
+
+def made_up_logits(image, mean, std):
+    """They depend on the normalised voxel and on where in its image it lies."""
+    scores = np.where(image == 0, 0, (image - mean) / std)
+    waves = np.sin(np.einsum("ixyz,i->xyz", np.indices(scores.shape[:3]), [1, 2, 3]))[..., None]
+    first, second = scores[..., 0], scores[..., 1]
+    return (waves + np.stack([first, -second, second - first, second], -1) - 0.2).astype(np.float32)
+
+
+@pytest.mark.parametrize("extent", ["brain", "full"])
+@pytest.mark.parametrize("mode", ["whole", "patch"])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((9, 12, 7), (12, 8, 8)), ((10, 5, 11), (8, 8, 12)), ((13, 13, 13), (4, 12, 8))]
+)
+def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, shape, size):
+    rng, image = np.random.default_rng(4), np.zeros((*shape, 2), np.float32)
+    inside = tuple(slice(1, max(min(n - 2, want), 3)) for n, want in zip(shape, size))
+    image[inside] = rng.integers(0, 99, image[inside].shape)
+    box = bounding_box(image.any(-1)) if extent == "brain" else whole(shape)
+    if mode == "whole":  # which fits, or is exported larger
+        size = tuple(max(pair) for pair in zip(box.size, size))
+    config = RunConfig(
+        label_names=dict(enumerate("0abcd")), region_codes=REGIONS, regions=tuple(REGIONS),
+        channels=("FLAIR", "T1w"), mode=mode, extent=extent, grid=size, unet=UNetConfig(channels=2, outputs=4),
+    )  # fmt: skip
+    contract = Contract(config, "float32", "onnx")
+    region = centred(box, tuple(max(pair) for pair in zip(box.size, size)), shape)
+    stats, part = statistics(image), crop(image, region)
+    window = size if contract.slides else region.size
+    logits = sliding_window(lambda tile: made_up_logits(tile[0], *stats)[None], part[None], window)
+    expected = label_from_regions(paste(1 / (1 + np.exp(-logits)), region, shape), REGIONS)
+    assert len(np.unique(expected)) == 5
+
+    def made_up(image, mean=None, std=None):
+        logits = made_up_logits(image, *(statistics(image) if mean is None else (mean, std)))
+        return logits if contract.slides else 1 / (1 + np.exp(-logits))
+
+    about = json.loads(json.dumps(contract.to_json()))
+    np.testing.assert_array_equal(painted(probabilities_of(made_up, about, image), about), expected)
+
+
+def test_the_program_refuses_an_image_that_does_not_fit():
+    about = {"size": [8, 8, 8], "mode": "whole", "extent": "full"}
+    with pytest.raises(SystemExit, match=r"must fit into \[8, 8, 8\], got \[8, 9, 8\]; export with a larger --size"):
+        probabilities_of(None, about, np.ones((4, 9, 8, 1), np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +184,7 @@ def tiny(store, tmp_path_factory):
 
 @pytest.fixture
 def call(tiny, tmp_path, capsys):
-    """The command in ONNX; exit code and what it said."""
+    """The command in ONNX; exit code and what it printed."""
 
     def call(*words, run=tiny, out=tmp_path / "out"):
         code = main(["export", "--run", str(run), "--format", "onnx", "--out", str(out), *map(str, words)])
@@ -142,45 +194,38 @@ def call(tiny, tmp_path, capsys):
     return call
 
 
-def test_a_network_that_answers_otherwise_is_told_with_figures_and_gets_no_export_json(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(network, "EPSILON", 0.5)
-    code, said = call()
+def test_a_network_that_answers_otherwise_or_not_at_all_gets_no_export_json(call, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "EPSILON", 0.5)
+        code, message = call()
     assert code == 1
-    assert "largest difference" in said
-    assert "has no export.json" in said
+    assert "largest difference" in message
+    assert "has no export.json" in message
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["USAGE.md", "model.onnx"]
+    monkeypatch.setattr(network, "write_onnx", lambda contract, network, path: path.write_bytes(b"damaged"))
+    code, message = call(out=tmp_path / "damaged")
+    assert (code, "could not be run" in " ".join(message.split())) == (1, True)
+    assert not (tmp_path / "damaged/export.json").exists()
 
 
-def test_another_size_and_a_case_of_ones_own(call, store, tmp_path):
-    case = store.folder.parent / "source/b.nii.gz"
-    assert call("--size", 16, 12, 8, "--case", case)[0] == 0
-    about = json.loads((tmp_path / "out/export.json").read_text())
-    assert about["size"] == [16, 12, 8]
-    assert about["verification"]["case_id"] == "b"
-
-
-def test_a_case_with_nan_is_read_as_the_runs_store_was_made(call, store, tmp_path):
-    case = tmp_path / "in/b.nii.gz"
+def test_another_size_the_last_weights_and_a_case_with_nan(call, tiny, store, tmp_path):
+    run, case = shutil.copytree(tiny, tmp_path / "run"), tmp_path / "in/b.nii.gz"
+    (run / "checkpoints/best.npz").rename(run / "checkpoints/step-00000120.npz")
+    (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
     case.parent.mkdir()
     voxels = read_volume(store.folder.parent / "source/b.nii.gz")[0][::-1, ::-1].astype(np.float32)
     voxels[0, 0, 0] = np.nan
     write_volume(case, voxels, LPS_2MM)
-    assert "--zero-nan" in call("--case", case)[1]
+    words = ("--case", case, "--size", 16, 12, 8, "--weights", "last")
+    assert "--zero-nan" in call(*words, run=run)[1]
     made = store.folder / "source.json"
-    write_json(made, identity(store.manifest, Settings(zero_nan=True)))
+    write_json(made, identity(store.manifest, Settings(zero_nan=True)))  # the run's store was made so
     try:
-        assert call("--case", case)[0] == 0
+        assert call(*words, run=run)[0] == 0
     finally:
         made.unlink()
-
-
-def test_the_last_weights_are_those_of_the_newest_checkpoint(call, tiny, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny, run)
-    (run / "checkpoints/best.npz").rename(run / "checkpoints/step-00000120.npz")
-    (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
-    assert call("--weights", "last", run=run)[0] == 0
     about = json.loads((tmp_path / "out/export.json").read_text())
+    assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
 
@@ -194,33 +239,31 @@ def test_weights_that_one_file_cannot_hold_lie_beside_it(call, monkeypatch, tmp_
     assert (tmp_path / "out/model.onnx.data").stat().st_size > 1000
 
 
-def test_what_killed_exports_have_left_is_removed_but_not_what_is_being_written(call, tmp_path):
-    for name in (".out.7.cpu3d.partial", ".out.8.cpu3d.partial", ".out.mine.cpu3d.partial", ".output.7.cpu3d.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.onnx").touch()
-    with locked(tmp_path / ".out.8.cpu3d.partial", "export"):
-        assert call()[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "out",
-        ".out.8.cpu3d.partial",
-        ".out.mine.cpu3d.partial",
-        ".output.7.cpu3d.partial",
-    }
-
-
-def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
+def test_an_error_leaves_nothing_behind_and_what_a_killed_export_has_left_goes(call, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cpu3d.inference.export.network.write_onnx", full)
+    left, other = tmp_path / ".out.cpu3d.partial", tmp_path / ".output.cpu3d.partial"
+    for folder in (left, other):
+        (folder / "saved_model").mkdir(parents=True)
+        (folder / "model.onnx").touch()
+    with locked(left, "export"):
+        assert call()[0] == 2
+    assert (left / "model.onnx").exists()  # it is being written
     (tmp_path / "out").mkdir()
-    assert call()[0] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("cpu3d.inference.export.network.write_onnx", full)
+        assert call()[0] == 1
     assert not list((tmp_path / "out").iterdir())
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", other.name}
+    left.mkdir()
+    (left / "old").touch()
+    assert call()[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["USAGE.md", "export.json", "model.onnx"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "problem"),
     [
         (["--size", 16, 10, 8], "--size (16, 10, 8) must be divisible by 4; pad to (16, 12, 8)"),
         (["--size", 8, 8, 8], "case e must fit into 8 x 8 x 8, got a brain of 10 x 8 x 6; export with --size 12 8 8"),
@@ -229,25 +272,31 @@ def test_an_error_leaves_nothing_behind(call, monkeypatch, tmp_path):
         (["--weights", "last"], "must hold its last weights, found none"),
     ],
 )
-def test_what_cannot_be_exported_is_told_and_nothing_is_written(call, store, tmp_path, monkeypatch, words, told):
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, tmp_path, monkeypatch, words, problem):
     monkeypatch.chdir(store.folder.parent / "source")
-    code, said = call(*words)
+    code, message = call(*words)
     assert code == 2
-    assert told in said
+    assert problem in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"resolution": 0.5}, "must have a run of resolution 1, got 0.5"),
+        ({"store_channels": ("T1gd", "FLAIR")}, "must be the run's ('T1gd', 'FLAIR')"),
+    ],
+)
+def test_a_run_that_no_file_can_stand_for_is_refused(call, tiny, tmp_path, settings, problem):
+    run = shutil.copytree(tiny, tmp_path / "run")
+    save_config(dataclasses.replace(load_config(tiny), **settings), run)
+    assert problem in call(run=run)[1]
 
 
 def test_a_folder_that_holds_something_else_is_refused(call, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
-    code, said = call()
+    code, message = call()
     assert (code, (tmp_path / "out/thesis.tex").read_text()) == (2, "a year of work")
-    assert "must be a new or an empty folder, got 1 entries in it" in said
+    assert "must be a new or an empty folder, got 1 entries in it" in message
     assert "got a file" in call(out=tmp_path / "out/thesis.tex")[1]
-
-
-def test_a_run_of_a_smaller_resolution_is_refused(call, tiny, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    save_config(dataclasses.replace(load_config(tiny), resolution=0.5), run)
-    assert "must have a run of resolution 1, got 0.5" in call(run=run)[1]

@@ -33,7 +33,7 @@ def contract_of(mode="whole", **options):
         label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
         regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
     )  # fmt: skip
-    return Contract(config, "float32", "model.onnx"), unet
+    return Contract(config, "float32", "onnx"), unet
 
 
 def random_weights(unet, seed=0):
@@ -70,15 +70,18 @@ def run(model, **given):
     return session.run(None, given)[0]
 
 
+def both(contract, weights):
+    """Probabilities of the raw image by the ONNX graph, and by the Keras model of the normalised one."""
+    network, image = exported_network(contract, weights), raw_image()
+    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
+    return run(onnx_model(contract, layer_weights(network)), image=image), expected
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(options):
     contract, unet = contract_of(**options)
-    weights = random_weights(unet)  # of the run's own policy: their order is the same
-    network = exported_network(contract, weights)
-    image = raw_image()
-    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
-    assert expected.std() > 0.01  # it says something
-    found = run(onnx_model(contract, layer_weights(network)), image=image)
+    found, expected = both(contract, random_weights(unet))  # of the run's own policy: their order is the same
+    assert expected.std() > 0.01
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -87,16 +90,11 @@ def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(opt
 def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
     contract, unet = contract_of(norm=norm)
     factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
-    weights = [
-        array
-        * next((factor for part, factor in factors.items() if part in weight.name and "head" not in weight.name), 1)
-        for weight, array in zip(build_unet3d(unet, SIZE, 1).weights, random_weights(unet))
-    ]
-    network = exported_network(contract, weights)
-    image = raw_image()
-    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
+    names = [weight.name for weight in build_unet3d(unet, SIZE, 1).weights]
+    scales = [next((f for part, f in factors.items() if part in name and "head" not in name), 1) for name in names]
+    found, expected = both(contract, [array * scale for array, scale in zip(random_weights(unet), scales)])
     assert expected.std() > 0.05
-    np.testing.assert_allclose(run(onnx_model(contract, layer_weights(network)), image=image), expected, atol=5e-6)
+    np.testing.assert_allclose(found, expected, atol=5e-6)
 
 
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):

@@ -1,0 +1,93 @@
+"""Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz"""
+
+# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and what reads the network alone.
+import itertools
+import json
+import pathlib
+import sys
+
+import nibabel
+import numpy as np
+
+
+def load_network(folder, about):
+    """The network in `folder` as a function of its inputs by name; `about` is the content of export.json."""
+    file = str(folder / about["file"])
+    if about["format"] == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        return lambda **given: session.run(None, given)[0]
+    import tensorflow as tf
+
+    model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
+
+    def network(**given):
+        return model.signatures["serving_default"](**{name: tf.constant(given[name]) for name in given})[output].numpy()
+
+    return network
+
+
+def probabilities_of(network, about, image):
+    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where it is not seen."""
+    shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
+    low, high = (0, 0, 0), shape
+    if about["extent"] == "brain":  # the box around all voxels that are not 0
+        full = [np.flatnonzero((image != 0).any(tuple({0, 1, 2, 3} - {axis}))) for axis in range(3)]
+        low, high = [at[0] for at in full], [at[-1] + 1 for at in full]
+    seen = [max(b - a, w) for a, b, w in zip(low, high, size)]
+    if not slides and seen != list(size):
+        sys.exit(f"the image must fit into {size}, got {seen}; export with a larger --size")
+    start = [
+        min(max(a - (w - (b - a)) // 2, 0), n - w) if w < n else -((w - n) // 2)
+        for a, b, w, n in zip(low, high, seen, shape)
+    ]
+    inside = tuple(slice(max(s, 0), min(s + w, n)) for s, w, n in zip(start, seen, shape))
+    place = tuple(slice(max(-s, 0), max(-s, 0) + i.stop - i.start) for s, i in zip(start, inside))
+    part = np.zeros((*seen, image.shape[3]), np.float32)
+    part[place] = image[inside]
+    answer = windows(network, about, image, part) if slides else network(image=part)
+    probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
+    probabilities[inside] = answer[place]
+    return probabilities
+
+
+def windows(network, about, image, part):
+    """Probabilities of a part of an image, from windows that slide over it."""
+    values = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(image.shape[3])]
+    mean, std = (np.float32([getattr(one, name)() for one in values]) for name in ("mean", "std"))
+    size = about["size"]
+    bells = [np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size]
+    bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
+    steps = [-(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(part.shape, size)]
+    starts = [[i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)]
+    total, weight = np.zeros((*part.shape[:3], len(about["regions"])), np.float32), 0 * part[..., :1]
+    for corner in itertools.product(*starts):
+        tile = tuple(slice(s, s + w) for s, w in zip(corner, size))
+        total[tile] += bell * network(image=part[tile], mean=mean, std=std)
+        weight[tile] += bell
+    return 0.5 + 0.5 * np.tanh(total / weight / 2)  # logits are blended, and then the sigmoid
+
+
+def painted(probabilities, about):
+    """The label uint8 (X, Y, Z); later groups of regions override earlier ones."""
+    label = np.zeros(probabilities.shape[:3], np.uint8)
+    for group in about["paint"]:
+        rivals = probabilities[..., [one["output"] for one in group]]
+        codes = np.uint8([one["code"] for one in group])[rivals.argmax(-1)]
+        label = np.where(rivals.max(-1) >= about["threshold"], codes, label)
+    return label
+
+
+def main(folder, *paths):
+    """Segment the images `paths` but the last one, which is written."""
+    about = json.loads((folder / "export.json").read_text())
+    files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
+    image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
+    image = np.nan_to_num(image, posinf=0, neginf=0)
+    label = painted(probabilities_of(load_network(folder, about), about, image), about)
+    nibabel.save(nibabel.Nifti1Image(label, files[0].affine), paths[-1])
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(__file__).resolve().parent, *sys.argv[1:])
