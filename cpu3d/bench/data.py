@@ -41,15 +41,9 @@ HELP = "measure how long loading takes: the store against nibabel, with warm and
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
 NAMES = {
-    "s4": "a case",
-    "s0": "a patch",
-    "spleen": "training on patches",
-    "ladder": "S1's ladder",
-    "volumes": "training on whole volumes",
-    "many": "a large store",
-    "augment": "augmentation",
-    "monai": "MONAI",
-}
+    "s4": "a case", "s0": "a patch", "spleen": "training on patches", "ladder": "S1's ladder",
+    "volumes": "training on whole volumes", "many": "a large store", "augment": "augmentation", "monai": "MONAI",
+}  # fmt: skip
 """Row -> what it is about, in the order of the page; older records have rows that are not measured any more."""
 
 Ways = Dict[str, Tuple[Path, Callable[[int], Any], int]]

@@ -37,12 +37,9 @@ PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
 
 NAMES = {
-    ALONE: "1 worker",
-    IN_PARTS: "1 worker, its update apart",
-    TOGETHER: "{} workers",
-    APART: "{} side by side, no exchange",
-    WIDE: "1 worker on the cores of {}",
-}
+    ALONE: "1 worker", IN_PARTS: "1 worker, its update apart", TOGETHER: "{} workers",
+    APART: "{} side by side, no exchange", WIDE: "1 worker on the cores of {}",
+}  # fmt: skip
 """Of the rows, by their number of workers."""
 
 
