@@ -6,8 +6,7 @@ import faulthandler
 import importlib
 import os
 import sys
-from types import ModuleType
-from typing import List, Optional, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
@@ -52,9 +51,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        module, args = parse(sys.argv[1:] if argv is None else argv)
-        options = getattr(module, "OPTIONS", None)
-        return module.run(args) if options is None else module.run(*arguments(options, args, InputError))
+        command, args = parse(sys.argv[1:] if argv is None else argv)
+        return command.run(*arguments(command.OPTIONS, args, InputError))
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -78,19 +76,32 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-def parse(argv: List[str]) -> Tuple[ModuleType, argparse.Namespace]:
-    """Read a command line: the module of its subcommand, the only one imported, and the options."""
+def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
+    """Read a command line: the command that it names, with `OPTIONS` and `run`, and the options as they were given."""
     parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
-    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
-    for command, (module_name, help_line) in COMMANDS.items():
-        sub = subparsers.add_parser(command, help=help_line, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if argv[:1] == [command]:
-            module = importlib.import_module(module_name)
-            sub.description = module.__doc__
-            # The actions of `store` and the kinds of `bench` are commands themselves.
-            getattr(module, "add_arguments", add_options)(sub, *getattr(module, "OPTIONS", ()))
-    args = parser.parse_args(argv)
-    return module, args
+    lines = {name: line for name, (_, line) in COMMANDS.items()}
+    command = _choose(parser, lines, lambda name: importlib.import_module(COMMANDS[name][0]), argv)
+    return command, parser.parse_args(argv)
+
+
+# --- Private helpers ---
+
+
+def _choose(
+    parser: argparse.ArgumentParser, lines: Mapping[str, str], load: Callable[[str], Any], words: Sequence[str]
+) -> Any:
+    """Offer the commands of `lines`, and load the one that `words` begin with, or one of its `actions()`, alone."""
+    offered, chosen = parser.add_subparsers(metavar="COMMAND", required=True), None
+    for name, line in lines.items():
+        sub = offered.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if words and words[0] == name:
+            chosen = load(name)
+            sub.description = chosen.__doc__
+            if hasattr(chosen, "actions"):
+                chosen = _choose(sub, chosen.actions(), chosen.action, words[1:])
+            else:
+                add_options(sub, *chosen.OPTIONS)
+    return chosen
 
 
 if __name__ == "__main__":

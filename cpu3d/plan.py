@@ -245,7 +245,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
         return
     price = _price(plan, host, found.constants, found.accuracy)
     same = nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
-    other = nearest(found.job, price, free_bytes, grids=_mildest(_other_grids(plan), found.job, price, free_bytes))
+    other = nearest(found.job, price, free_bytes, grids=_other_grids(plan))
     fits = "; ".join(map(str, same or other)) or "nothing smaller does"
     advice = f"what fits: {fits}; or --force"
     if plan.saved and not same:
@@ -556,35 +556,22 @@ def _check_card(plan: Plan, card: Gpu) -> None:
     config, needed = plan.config, _card_bytes(plan.config)
     if card.free_bytes is None or needed <= card.free_bytes:
         return
-    parts = "a smaller --micro-batch, " if config.micro > 1 else ""
-    if plan.saved is not None:  # it has to keep its patch and its network
-        parts = "" if config.unet.norm == "batch" else parts
-        advice = f"free some of it, or take another --device, {parts}or --force"
-    else:
-        size = "a smaller --patch" if config.is_patch else "--mode patch"
-        advice = f"choose {size}, {parts}fewer --filters, or --force"
+    what = ["another --device" if plan.saved else "a smaller --patch" if config.is_patch else "--mode patch"]
+    if config.micro > 1 and not (plan.saved and config.unet.norm == "batch"):  # which has to keep it
+        what.append("a smaller --micro-batch")
+    what += [] if plan.saved else ["fewer --filters"]
     raise DoesNotFitError(
         f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
-        f"{format_bytes(card.memory_bytes)}; {advice}"
+        f"{format_bytes(card.memory_bytes)}; choose {', '.join(what)}, or --force"
     )
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
-    """Smaller grids that the run could have, each with its option, the largest first."""
+    """Smaller grids that the run could have, each with its option, the smallest first."""
     config = plan.config
     if config.is_patch:
         *smaller, _ = gpu.patch_shapes(config.grid, config.unet.divisor)
-        return [(f"--patch {by(shape, ' ')}", shape) for shape in reversed(smaller)]
+        return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
     brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
     smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
     return [("--extent brain", brain)] if smaller else []
-
-
-def _mildest(
-    grids: Sequence[Tuple[str, Shape3]], job: Job, price: Price, budget_bytes: int
-) -> Sequence[Tuple[str, Shape3]]:
-    """Of grids, largest first, the first one that fits; the last where none does."""
-    for option, shape in grids:
-        if price(dataclasses.replace(job, shape=shape)).upper_bound_bytes <= budget_bytes:
-            return [(option, shape)]
-    return grids[-1:]

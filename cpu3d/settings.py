@@ -23,12 +23,9 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
+from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from memory_estimator.schema import check, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
-
-AUTO = "auto"
-"""What an option says that `cpu3d.plan` decides."""
 
 
 def left_open(value: Optional[str]) -> Optional[str]:

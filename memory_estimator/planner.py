@@ -151,10 +151,10 @@ def nearest(
 ) -> List[Option]:
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
 
-    `grids` are the only grids that may be chosen, each with its option; None is any of the job's proportions. With
-    `same_training` only what a run that has begun may change is, which costs time alone: the policy, and the
-    micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes no less
-    than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
+    `grids` are the only grids that may be chosen, each with its option, the smallest first; None is any of the job's
+    proportions. With `same_training` only what a run that has begun may change is, which costs time alone: the policy,
+    and the micro-batch but for batch norm, whose statistics follow it. A smaller batch is none of the changes: it takes
+    no less than a smaller micro-batch, but for one set of gradients. Empty when nothing helps.
     """
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
@@ -270,5 +270,5 @@ def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]])
         numbers = (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS))
         return [job.with_unet(filters=n) for n in numbers if n < unet.filters]
     if grids is not None:
-        return [dataclasses.replace(job, shape=shape) for _, shape in grids if shape != job.shape][:1]
+        return [dataclasses.replace(job, shape=shape) for _, shape in grids if shape != job.shape]
     return [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]

@@ -8,19 +8,19 @@ Examples: python -m cpu3d store info store
 What can be long can be interrupted: `convert` and `append` continue with the same command.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from types import SimpleNamespace
+from typing import Dict, Optional
 
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.conversion import FORMAT_CHOICES
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
 from cpu3d.data.stores.upkeep import append, change_format
 from cpu3d.data.stores.verify import verify
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import refuse
 from cpu3d.util.records import count
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import option
 
 
 @dataclass(frozen=True)
@@ -62,41 +62,56 @@ class Append:
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
-ACTIONS = {"info": Info, "verify": Verify, "convert": Convert, "append": Append}
+def info(options: Info) -> int:
+    summarise(options.store)
+    return 0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, options in ACTIONS.items():
-        add_options(actions.add_parser(name, help=options.__doc__), options)
+def whole(options: Verify) -> int:
+    store = open_store(options.store)
+    refuse(verify(store.folder, workers=options.workers))
+    print(f"Store {store.folder} is whole: {count(store.manifest.cases, 'case')}")
+    return 0
 
 
-def run(args: argparse.Namespace) -> int:
-    options = from_args(ACTIONS[args.action], args, InputError)
+def convert(options: Convert) -> int:
+    before, settings = open_store(options.store).manifest, dict(vars(options))
+    folder, new = settings.pop("store"), settings.pop("new")
+    same = change_format(folder, new, **settings).split_hash == before.split_hash
+    summarise(new)
+    runs = f"runs trained on {folder}"
+    print(f"  voxels   {f'same, so {runs} can go on' if same else f'rounded: {runs} refuse it'}")
+    return 0
+
+
+def add_cases(options: Append) -> int:
     before, settings = open_store(options.store).manifest, dict(vars(options))
     folder = settings.pop("store")
-    if args.action == "info":
-        summarise(folder)
-    elif args.action == "verify":
-        refuse(verify(folder, workers=options.workers))
-        print(f"Store {folder} is whole: {count(before.cases, 'case')}")
-    elif args.action == "convert":
-        new = settings.pop("new")
-        same = change_format(folder, new, **settings).split_hash == before.split_hash
-        summarise(new)
-        what = (
-            f"same, so runs trained on {folder} can go on" if same else f"rounded: runs trained on {folder} refuse it"
-        )
-        print(f"  voxels   {what}")
-    else:
-        done = append(folder, settings.pop("dataset"), **settings)
-        print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
-        if done.bad:
-            print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
-        if done.new:
-            print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
-            print(
-                f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it."
-            )
-            print("           Train anew, or keep a copy of the store they know.")
+    done = append(folder, settings.pop("dataset"), **settings)
+    print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+    if done.bad:
+        print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+    if done.new:
+        print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
+        print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: runs trained before refuse it.")
+        print("           Train anew, or keep a copy of the store they know.")
     return 0
+
+
+ACTIONS = {
+    "info": (Info, info),
+    "verify": (Verify, whole),
+    "convert": (Convert, convert),
+    "append": (Append, add_cases),
+}
+
+
+def actions() -> Dict[str, str]:
+    """Action -> its line of help."""
+    return {name: options.__doc__ for name, (options, _) in ACTIONS.items()}
+
+
+def action(name: str) -> SimpleNamespace:
+    """An action as a command."""
+    options, run = ACTIONS[name]
+    return SimpleNamespace(OPTIONS=(options,), run=run, __doc__=options.__doc__)

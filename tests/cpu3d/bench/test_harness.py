@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.command import kinds
+from cpu3d.bench.command import actions
 from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_peer, run_together, summary, with_range
 from cpu3d.errors import InputError
 
@@ -99,7 +99,7 @@ def test_a_peer_tells_its_step_its_name_and_its_peak():
 
 
 def test_kinds_are_found_by_their_files(capsys):
-    assert set(kinds()) == {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
+    assert set(actions()) == {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "tables", "--help"])
     assert "Make the page of results" in capsys.readouterr().out
