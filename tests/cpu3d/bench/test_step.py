@@ -101,17 +101,17 @@ def test_a_step_is_recorded_beside_its_prediction_where_there_is_one(monkeypatch
     }
     figures = {"allocator_peak_bytes": None, "process_peak_bytes": 2**30, "step_s": 1.0}
     monkeypatch.setattr(harness, "in_fresh_process", lambda work, request: {**request, **facts, **figures})
-    command = ["bench", "memory", *TINY, "--record", str(tmp_path / "r" / "memory.jsonl")]
+    record = tmp_path / "r" / "memory.jsonl"
+    command = ["bench", "memory", *TINY, "--record", str(record)]
     assert main(command) == 0
-    (one,) = read_measured(tmp_path / "r" / "memory.jsonl")
+    (one,) = read_measured(record)
     assert (one.job.shape, one.process_peak_bytes) == ((16, 16, 16), 2**30)
     assert "predicted" in capsys.readouterr().out
     assert main([*command, "--engine", "stock-no-onednn"]) == 0
     printed = capsys.readouterr()
     assert "no prediction: engine must use oneDNN" in printed.err
     assert "predicted" not in printed.out
-    kept = read_records(tmp_path / "r" / "memory.jsonl", "memory")
-    assert [bool(one["predicted"]) for one in kept] == [True, False]
+    assert [bool(one["predicted"]) for one in read_records(record, "memory")] == [True, False]
 
 
 def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, capsys):
