@@ -227,7 +227,7 @@ setup_horovod() {
   if ! is_ready || [ "$requirements" != requirements.txt ]; then
     [ "${requirements:-}" != requirements.txt ] || kept="${version:-}"
     choose
-    [ "$requirements" = requirements.txt ] || die "setup --horovod must have TensorFlow 2.15, which Horovod is written for: Linux x86-64 with AVX2 and Python 3.9 to 3.11, got $platform with Python $version; install Python 3.11, or train without --engine horovod"
+    [ "$requirements" = requirements.txt ] || die "setup --horovod must have TensorFlow 2.15, which Horovod is written for: Linux x86-64 with AVX2 and Python 3.9 to 3.11, got $platform with Python $version; install Python 3.11, or train without Horovod"
     setup
   fi
   wanted="$(checksum requirements-horovod.txt) beside $(cat "$stamp")"

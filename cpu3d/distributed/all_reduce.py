@@ -6,7 +6,7 @@
 
 Engines (`cluster.ENGINES`): "memory" is for the workers of one host; "tensorflow" is the ring over gRPC of
 `tf.distribute.MultiWorkerMirroredStrategy`, "horovod" is Horovod's over Gloo. In all of them one worker adds up each
-part of the vector and the others copy it: there is one order of addition, so the bits cannot differ between workers.
+part of the vector and the others copy it, so the bits cannot differ between workers.
 """
 
 import contextlib
@@ -28,11 +28,7 @@ from cpu3d.errors import InputError, WorkerLostError
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
 
-MEETING_S = 300.0
-"""How long a worker waits for the others at the start: the hosts of a queue do not start together."""
-
-REGISTER_S = 60.0
-"""For the servers of workers that have just met to find each other. TensorFlow itself would wait an hour."""
+MEETING_S = 300.0  # how long a worker waits for the others at the start: the hosts of a queue do not start together
 
 PIECE = 4 * 2**20
 """Numbers summed at a time: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on one host)."""
@@ -51,10 +47,7 @@ class Exchange:
         return self.rank == 0
 
     def sum(self, vector: Any) -> Any:
-        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone.
-
-        At once when its process has ended, within SILENCE_S when it is cut off. It waits for one that lives.
-        """
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone."""
         return vector
 
     def close(self) -> None:
@@ -96,9 +89,9 @@ def join(
 
 
 def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
-    """The chief's array to the bit. The others give one of the same shape and dtype, whose values do not count.
+    """The chief's array to the bit, by nothing but the sum: every 16 bits travel as one float32, which holds them.
 
-    By nothing but the sum, to which the others add zeros: every 16 bits travel as one float32, which holds them.
+    The others give an array of the same shape and dtype, whose values do not count.
     """
     if exchange.count == 1:
         return array
@@ -176,7 +169,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     context.context().configure_coordination_service(
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
-        cluster_register_timeout_in_ms=int(REGISTER_S * 1000),
+        cluster_register_timeout_in_ms=60_000,  # of workers that have just met; TensorFlow itself would wait an hour
         heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
         coordinated_jobs=list(jobs),
     )
@@ -214,8 +207,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
 # ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
 
-MEMORY_BYTES = 32 * 2**20
-"""Of all parts."""
+MEMORY_BYTES = 32 * 2**20  # of all parts
 
 WORD = struct.Struct("<q")
 """The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
@@ -243,7 +235,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
     finally:
         os.close(handle)
     length = memory.size // (2 * cluster.workers)
-    # Two halves in turn: when one is written again, all workers have been ready in the other, so have read this one.
+    # In turns: when one half is written again, all workers have been ready in the other, so have read this one.
     halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
 
     def send(word: int) -> None:
@@ -289,7 +281,7 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
 
 # --- A worker that is lost ---
 
-GONE, SILENT = "no connection: its process has ended or its host is gone", "no sign of life: it hangs or is cut off"
+GONE = "no connection: its process has ended or its host is gone"
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
@@ -303,13 +295,8 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The same from an engine's message, some twenty lines from C++: which worker is gone, as far as known, and how."""
     text = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
-    reason = text[:160] or "an error without words"
-    if re.search(r"heartbeat|deadline.exceeded", message, re.IGNORECASE):
-        reason = SILENT
-    elif re.search(r"connect|reset by peer|broken pipe|stream removed|shut down", message, re.IGNORECASE):
-        reason = GONE
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
     known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
-    return lost_worker(cluster, known[0] if known else None, reason)
+    return lost_worker(cluster, known[0] if known else None, text[:160] or "an error without words")

@@ -17,9 +17,6 @@ import psutil
 from cpu3d.errors import InputError
 from memory_estimator.files import parse_json, typed
 
-CHIEF, WORKER = "chief", "worker"
-"""The kinds of task that train alike. TensorFlow's others, ps and evaluator, are of other ways to train."""
-
 ENGINES = MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
 """What sums over the workers, see `all_reduce`."""
 
@@ -29,8 +26,7 @@ VARIABLES = ("TF_CONFIG", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCA
 LOOPBACK = "127.0.0.1"
 """The host of all workers where there is only one."""
 
-MOST_HOSTS = 100_000
-"""In a list: one with more is a slip of the keyboard."""
+MOST_HOSTS = 100_000  # in a list: one with more is a slip of the keyboard
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Cluster:
 
     def as_tf_config(self) -> str:
         """The environment variable TF_CONFIG that says the same, all of them named workers."""
-        return json.dumps({"cluster": {WORKER: self.addresses}, "task": {"type": WORKER, "index": self.rank}})
+        return json.dumps({"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": self.rank}})
 
     def of_rank(self, rank: int) -> "Cluster":
         """The same workers, seen from another."""
@@ -124,14 +120,12 @@ def from_tf_config(text: str) -> Cluster:
         raise InputError(f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}") from None
     if not tasks:
         return ALONE
-    chiefs, kind, index = tasks.get(CHIEF, ()), task.get("type"), str(task.get("index"))
-    if set(tasks) - {CHIEF, WORKER} or kind not in (CHIEF, WORKER) or len(chiefs) > 1:
-        got = f"tasks {', '.join(sorted(tasks))} and this one a {kind}"
-        raise InputError(f"TF_CONFIG must name workers and at most one chief, as all train alike, got {got}; {todo}")
-    count = len(tasks.get(kind, ()))
-    if not index.isdigit() or int(index) >= count:
-        raise InputError(f"TF_CONFIG must have a task index below its {count} {kind} addresses, got {index}; {todo}")
-    return Cluster(chiefs + tasks.get(WORKER, ()), int(index) + (len(chiefs) if kind == WORKER else 0))
+    chiefs, kind, index = tasks.get("chief", ()), task.get("type"), str(task.get("index"))
+    own = tasks.get(kind, ()) if kind in ("chief", "worker") and set(tasks) <= {"chief", "worker"} else ()
+    if len(chiefs) > 1 or not index.isdigit() or int(index) >= len(own):
+        got = f"tasks {', '.join(sorted(tasks))} and {kind} {index} of {len(own)}"
+        raise InputError(f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}")
+    return Cluster(chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0))
 
 
 def from_horovod(environ: Mapping[str, str]) -> Cluster:
@@ -151,11 +145,9 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster:
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:
     """So many workers on each of `hosts`, ranks host by host; the first on a host has `ports[0]`, and so on.
 
-    `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError for one named twice.
+    `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError as `Cluster`.
     """
     names = [host.strip("[]").lower() for host in hosts]
-    for name in (one for one, count in Counter(names).items() if count > 1):
-        raise InputError(f"hosts must differ, got {name} twice; use --workers for two on one host")
     places = [f"[{name}]" if ":" in name else name for name in names]
     return Cluster(tuple(f"{place}:{port}" for place in places for port in ports[:workers]), rank)
 
@@ -228,7 +220,8 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
         if not re.fullmatch(r"[0-9]+", text):
             raise InputError(f"{name} must be a whole number, got {text!r}; {todo}")
     rank, job = map(int, numbers)
-    if tasks not in ("1", f"1(x{len(hosts)})") or rank >= len(hosts) or int(environ.get("SLURM_NODEID", rank)) != rank:
+    one_each = tasks in ("1", f"1(x{len(hosts)})") and rank < len(hosts)
+    if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
         got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
         raise InputError(f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}")
     return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections, from 32768 on
@@ -250,8 +243,6 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
                 choices[-1] = [*choices[-1], *(str(number).zfill(len(first)) for number in numbers)]
         form = re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name)
         if not form or not 0 < math.prod(map(len, choices)) < MOST_HOSTS:
-            raise InputError(
-                f"host list must be like node[01-03,7],login, got {text!r}; start by srun, or name --hosts"
-            )
+            raise InputError(f"host list must be like node[01-03,7],login, got {text!r}; name --hosts")
         hosts += map("".join, itertools.product(*choices))
     return tuple(hosts)

@@ -6,13 +6,13 @@
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The options of launch come before `train`, those of train after it. The workers share each batch, and learn what one
-would with the same --batch. What each of them says is added to RUN/logs/worker-RANK.log; the first one's is shown too.
-The first that fails ends all, is named with its last words, and gives its exit code. The same command again continues.
+The workers share each batch, and learn what one would with the same --batch. What each of them says is added to
+RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails ends all, is named with its last words, and
+gives its exit code. The same command again continues.
 
 Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
-one, with one task a host. On several hosts the command is the same on each, --workers too: the first worker, the chief,
-writes the run; store and program have to be on each.
+one. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
+have to be on each.
 """
 
 import argparse
@@ -47,7 +47,6 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.records import count as counted
 from memory_estimator.schema import add_options, arguments, option
-from memory_estimator.table import Table
 from memory_estimator.units import format_seconds
 
 PORT = 29500
@@ -161,11 +160,8 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -
 
 def _show(plan: Plan, topology: Topology, train: Sequence[str]) -> None:
     """Print the plan on stdout."""
-    console, starts = Console(), {True: "yes", False: "no"}
-    rows = [(address, str(rank), starts[rank in plan.ranks]) for rank, address in enumerate(plan.cluster.addresses)]
     say(f"{plan.words}; a dry run, nothing is started", stderr=False)
-    console.print(Table(("address", "rank", "starts here"), rows, title="Workers"))
-    console.print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
+    Console().print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
     for rank in plan.ranks:
         given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
         say(f"\nworker {rank}:\n{' '.join([*given, shlex.join([*PROGRAM, *train])])}", stderr=False)

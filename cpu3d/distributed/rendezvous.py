@@ -1,7 +1,6 @@
-"""The workers of a run wait for each other before TensorFlow does: with a time limit, and saying who has not come.
+"""The workers of a run wait for each other before TensorFlow does, deaf to Ctrl-C for an hour and without a name.
 
-TensorFlow's own start waits an hour for a worker that does not come, deaf to Ctrl-C, and does not say for whom. So
-each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
+Each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
 they are there; and when all have come the chief sends its plan, and everyone gives its port free for TensorFlow.
 Workers that share memory meet by sockets of their host instead, which no network and no other user reaches.
 """
@@ -23,12 +22,9 @@ from memory_estimator.files import parse_json
 
 POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0
-HELLO_S = 5.0
-"""For whoever has connected to say who he is."""
-HELLO_BYTES, PLAN_BYTES = 4096, 2**24
-"""The most that a caller may say, and the chief."""
-PIECE_BYTES = 2**15
-"""Sent at a time: a socket of the host takes no larger message."""
+HELLO_S = 5.0  # for whoever has connected to say who he is
+HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may say, and the chief
+PIECE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
 
 def meet(
@@ -91,10 +87,9 @@ def digest(cluster: Cluster) -> str:
 
 
 def _listeners(cluster: Cluster) -> List[socket.socket]:
-    """Sockets that listen for the others: at no network for shared memory.
+    """Sockets that listen for the others: at no network for shared memory, else at the worker's own host name.
 
-    Else at each address of the worker's host name that others can reach, so that no other network reaches it, and at
-    all of the host where there is none: a name may stand for 127.0.1.1 on its own host, or for a translated address.
+    At all addresses of the host where others reach none of its own: it may stand for 127.0.1.1 there.
     """
     address = cluster.addresses[cluster.rank]
     host, port = host_and_port(address)
@@ -145,15 +140,12 @@ def _gather(
         hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
         rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
         with turn:
-            if hello.get("cluster") != digest(cluster):
-                problem = f"workers must all be given the same addresses, worker {rank} has others than worker 0"
-            elif rank in here or rank not in others:
-                problem = f"workers must each have a rank of their own below {cluster.workers}, got {rank} twice"
-            else:
+            if hello.get("cluster") == digest(cluster) and rank in others and rank not in here:
                 here[rank] = connection
                 return
         if hello:
-            _send(connection, {"wrong": problem})
+            rule = "workers must all be given the same addresses, and each a rank of its own"
+            _send(connection, {"wrong": f"{rule}, got others of worker {rank} than of worker 0"})
         connection.close()
 
     missing = list(others)

@@ -3,8 +3,7 @@
     supervise([Job("worker 0", command, environ, log), ...], run)
 
 The others of a run cannot go on without one: their exchange fails within seconds, and they end with the code of
-WorkerLostError. So that code is never the cause where a worker ended in another way. Whatever is read of the run's file
-system, which may stop to answer, is read in a thread of its own.
+WorkerLostError. So that code is never the cause where a worker ended in another way.
 """
 
 import contextlib
@@ -25,9 +24,6 @@ from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_hear
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
 
 LOST = WorkerLostError.exit_code
-
-LAST_LOOK_S = 5.0
-"""For what is still to be read when all have ended."""
 
 WORDS = {
     1: "it failed",
@@ -140,10 +136,10 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
     Raises InputError where they go on for `most_s` and three of their steps, as those of a run that lives do.
     """
-    until_s, said = time.monotonic() + most_s, False
+    began_s, said = time.monotonic(), False
     while left := _beats_here(run):
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
-        if time.monotonic() > until_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
+        if time.monotonic() - began_s > most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not said:
             say(f"launch: waiting for {names} of an earlier attempt to end")
@@ -240,17 +236,14 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
         yield hanging
     finally:
         done.set()
-        thread.join(LAST_LOOK_S)
+        thread.join(5.0)  # for what is still to be shown
 
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     """The error that names the worker, with its last words and how the others ended."""
-    job, words = failed.job, ["(no word: its file system does not answer)"]
-    reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
-    reader.start()
-    reader.join(LAST_LOOK_S)
+    job = failed.job
     others = "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)
-    lines = [words[0], *([f"the others: {others}"] if others else [])]
+    lines = [last_words(job.log, failed.begin), *([f"the others: {others}"] if others else [])]
     if failed.followed == 1:
         lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
     place = f"{job.name} on {socket.gethostname()} (process {failed.child.pid})"

@@ -106,23 +106,23 @@ def best_dtype(gpu: Gpu) -> str:
     return "bfloat16" if gpu.compute_capability >= (8, 0) else "float32"
 
 
-def pick_device(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
+def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
     """The device of a run: "cpu", or a card such as "gpu:0".
 
     None is a card for mode "patch" alone, since whole volumes are what this trainer has a CPU for: of several the one
     with most free memory, and only where a TensorFlow for cards is installed. Raises InputError for a card that is not
     there.
     """
-    if asked is not None:
-        return asked if asked == CPU else card_of(asked, gpus).device
+    if requested is not None:
+        return requested if requested == CPU else card_of(requested, gpus).device
     if mode != "patch" or not gpus or not cuda_is_installed():
         return CPU
     return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
 
 
-def why_no_card(asked: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
+def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
     """A line to print where `pick_device` has chosen the CPU although there is a card; else nothing."""
-    if asked is not None or mode != "patch" or not gpus or cuda_is_installed():
+    if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
     why = "this TensorFlow is without CUDA; `./run.sh setup --gpu`, or"

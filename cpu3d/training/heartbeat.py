@@ -139,7 +139,7 @@ def process_start(pid: int) -> Optional[int]:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if len(fields) < 20 or fields[0] in "ZX" else int(fields[19])
 
 
 def is_suspended(pid: int) -> bool:

@@ -177,11 +177,11 @@ def _changes(
 ) -> List[str]:
     """A line of warning where the run was computed in another way before."""
     starts = [event for event in read_events(run_folder) if event["event"] == "start"]
-    now = {"engine": engine, "workers": workers, "threads": threads}
+    now = {"engine": engine, "workers": 1 if starts else workers, "threads": threads}  # earlier versions said less
     last, saved = {**now, **(starts[-1] if starts else {})}, saved or config
     ways = (  # before, now, in words
         (last["engine"], engine, "on {}"),
-        (last["workers"], workers, "by {} workers"),
+        (last["workers"], workers, "with --workers {}"),
         (last["threads"].get("OMP_NUM_THREADS"), threads.get("OMP_NUM_THREADS"), "with OMP_NUM_THREADS={}"),
         (saved.unet.policy, config.unet.policy, "under policy {}"),
         (saved.device, config.device, "on device {}"),

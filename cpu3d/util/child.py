@@ -20,8 +20,6 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-import psutil
-
 from cpu3d.errors import InputError
 from memory_estimator.files import open_regular, parse_json
 
@@ -79,13 +77,6 @@ def forward_signals(children: List[subprocess.Popen], as_signal: Callable[[int],
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def family(pid: int) -> Tuple[int, ...]:
-    """A process and all its descendants; itself alone where it is gone."""
-    with contextlib.suppress(psutil.Error):
-        return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
-    return (pid,)
 
 
 def how_ended(returncode: int) -> str:

@@ -70,17 +70,19 @@ def test_workers_of_one_host_share_memory(found, engine):
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
         ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
         (tf_config({"worker": "a:1"}), "be JSON of a cluster and a task"),
-        (tf_config({"worker": ["a:1"], "ps": ["b:1"]}), "as all train alike, got tasks ps, worker"),
-        (tf_config({"worker": ["a:1"]}, "evaluator"), "a evaluator"),
+        (
+            tf_config({"worker": ["a:1"], "ps": ["b:1"]}),
+            "at most one chief, and one of them as task, got tasks ps, worker",
+        ),
+        (tf_config({"worker": ["a:1"]}, "evaluator"), "evaluator 0 of 0"),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
-        (tf_config({"worker": ["a:1"]}, index=1), "index below its 1 worker addresses, got 1"),
-        (tf_config({"worker": ["a:1"]}, index=None), "got None"),
-        (tf_config({"worker": ["a:1"]}, "chief"), "index below its 0 chief addresses"),
+        (tf_config({"worker": ["a:1"]}, index=1), "worker 1 of 1"),
+        (tf_config({"worker": ["a:1"]}, "chief"), "chief 0 of 0"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
         (horovod(2, 2, 0, 1), "must be of one job"),
-        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE ''"),
+        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE, "),
     ],
 )
 def test_a_cluster_that_is_not_whole_is_refused(environ, said):
@@ -105,7 +107,7 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
     assert cluster.addresses == tuple(f"{host}:{port}" for host in hosts for port in (5000, 5001))
     assert cluster.local_ranks == (2, 3)
     assert [host_and_port(address)[0] for address in cluster.addresses[::2]] == ["a", "fe80::2", "fe80::3"]
-    with pytest.raises(InputError, match="got a twice"):
+    with pytest.raises(InputError, match="got a:5000 twice"):
         from_hosts(("a", "A"), 1, (5000,))
 
 
@@ -169,7 +171,6 @@ def test_this_machine_has_addresses_and_free_ports():
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("login", "login"),
         ("node[01-03,7],login", "node01 node02 node03 node7 login"),
         ("node[098-101]", "node098 node099 node100 node101"),
         ("r[1-2]n[1-2]-ib,x", "r1n1-ib r1n2-ib r2n1-ib r2n2-ib x"),

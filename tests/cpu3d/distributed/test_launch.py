@@ -83,7 +83,7 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     [
         ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be in --hosts, counted from 0, got 2"),
         ({"workers": 2}, TF, "--workers must be left out with TF_CONFIG"),
-        ({"hosts": "a,a", "host_index": 0}, {}, "got a twice"),
+        ({"hosts": "a,a", "host_index": 0}, {}, "got a:29500 twice"),
         ({"hosts": "a:1/b"}, {}, "worker address must be host:port"),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_exit_code_is_the_failing_workers(program, tmp_path):
     [
         ((), "launch must be followed by its options and then by train and its own, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
-        (("--on-host", "paper-4x20", "train"), "--on-host must come with --dry-run"),
+        (("--on-host", "paper-4x20", "train"), "--on-host and --json must come with --dry-run"),
         (("--dry-run", "--on-host", "nowhere", "train", "--store", "s", "--run", "r"), "got nowhere"),
         (("--dry-run", "--on-host", "small-1x2", "--workers", 3, "train", "--store", "s", "--run", "r", "--batch", "3"),
          "workers must have .* got 3 on 2 cores"),

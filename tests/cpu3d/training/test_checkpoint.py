@@ -21,7 +21,6 @@ from cpu3d.training.checkpoint import (
     write_next,
 )
 from cpu3d.training.run_log import append_event, read_events
-from cpu3d.util import atomic
 
 ARRAYS = {"model/000": np.arange(6, dtype="f4").reshape(2, 3), "updates": np.array(7)}
 
@@ -44,10 +43,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(path, ARRAYS, {"step": 4})
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(path, ARRAYS, {"step": 4})
     assert load_checkpoint(path)[1]["step"] == 3
     assert [file.name for file in tmp_path.iterdir()] == ["last.npz"]
 

@@ -33,14 +33,10 @@ def validations_of(folder):
 
 def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_store, tmp_path):
     start(phantom_store, tmp_path, epochs=3, keep=2).run()
-    events = read_events(tmp_path)
-    assert len(steps_of(tmp_path)) == 12
-    assert len(validations_of(tmp_path)) == 3
-    assert (events[-1]["event"], events[-1]["reason"]) == ("end", "finished")
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
-        "best.npz",
-        *(f"step-{step:08d}.npz" for step in (8, 12)),
-    ]
+    assert (len(steps_of(tmp_path)), len(validations_of(tmp_path))) == (12, 3)
+    assert read_events(tmp_path)[-1]["reason"] == "finished"
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["best.npz", "step-00000008.npz", "step-00000012.npz"]
     assert any((tmp_path / "tensorboard").iterdir())
 
 

@@ -1,15 +1,12 @@
 """A batch in parts is the batch: the same gradients, weights and averages to rounding, in the memory of one part."""
 
 import dataclasses
-import gc
-import tracemalloc
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cpu3d.settings import RunConfig
-from cpu3d.training.checkpoint import load_checkpoint, save_checkpoint
 from cpu3d.training.learner import Learner, allocator_peak_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.training_step import training_step
@@ -124,26 +121,6 @@ def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradien
         pytest.skip("needs an engine that counts its memory")
     # The allocator gives out chunks of up to twice what is asked for, whichever earlier work left.
     assert peak_bytes_of(4, 1) == pytest.approx(peak_bytes_of(1, 1), rel=0.15)
-
-
-def test_saving_and_restoring_copy_no_more_than_a_few_arrays_at_a_time(tmp_path):
-    one = Learner(config(1, 1, unet=dataclasses.replace(UNET, filters=32, depth=4), ema=0.9))
-    sizes = [array.nbytes for array in map(np.asarray, one.arrays().values())]
-
-    def peak_bytes(work):
-        """Of arrays and of what is read: TensorFlow's own memory is not counted."""
-        gc.collect()
-        tracemalloc.start()
-        try:
-            work()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    path, limit = tmp_path / "last.npz", 5 * max(sizes) + 2**20  # threads of other tests may take some meanwhile
-    assert sum(sizes) > 2 * limit
-    assert peak_bytes(lambda: save_checkpoint(path, one.arrays(), {})) < limit
-    assert peak_bytes(lambda: one.restore(load_checkpoint(path)[0])) < limit
 
 
 def test_arrays_stay_as_they_were_while_training_goes_on():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.sliding_window import gaussian, sliding_window
+from cpu3d.training.sliding_window import sliding_window
 
 PATCH = (8, 6, 4)
 
@@ -34,24 +34,6 @@ def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
     weight = np.exp(-0.5 * (np.arange(8) - 3.5) ** 2)
     np.testing.assert_allclose(along[4:8], weight[:4] / (weight[:4] + weight[4:]), rtol=1e-5)
     assert np.all(np.diff(along) >= 0)
-
-
-def test_the_mean_of_many_tiles_is_the_weighted_mean():
-    volume, seen, parts = image((13, 11, 9), channels=1), [], []
-
-    def network(tile):
-        seen.append(tile)
-        parts.append(np.random.default_rng(len(seen)).standard_normal((1, *PATCH, 2)))
-        return parts[-1]
-
-    found = sliding_window(network, volume, PATCH, 0.5)
-    top, bottom = np.zeros((13, 11, 9, 2)), np.zeros((13, 11, 9, 1))
-    for tile, part in zip(seen, parts):
-        corner = np.argwhere(volume[0, ..., 0] == tile[0, 0, 0, 0, 0])[0]
-        here = tuple(slice(a, a + n) for a, n in zip(corner, PATCH))
-        top[here] += part[0] * gaussian(PATCH)[..., None]
-        bottom[here] += gaussian(PATCH)[..., None]
-    np.testing.assert_allclose(found, top / bottom, atol=1e-5)
 
 
 def test_a_volume_smaller_than_the_patch_is_refused():

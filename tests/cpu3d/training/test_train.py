@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.sampling import patch_at
-from cpu3d.data.source import patch_sampling
 from cpu3d.data.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference.predictor import load_predictor
@@ -21,7 +19,7 @@ from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.host import read_host
-from tests.cpu3d.runs import SMALL, NumpyLearner, assert_cut_and_continued_is_uninterrupted, start, weights
+from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, start, weights
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,19 +97,6 @@ def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predict
 # --- What a run is given ---
 
 
-def test_a_step_s_patches_are_those_of_the_patch_dataset(phantom_store, tmp_path):
-    fit = start(phantom_store, tmp_path, learner=NumpyLearner, no_augment=True, seed=3, **PATCH)
-    sampling = patch_sampling(phantom_store, (16, 16, 16), sampling="foreground", multiple=2, seed=3)
-    records = phantom_store.cases("train")
-    for position, (image, target) in enumerate(fit.feeds.training(0, 4)):
-        sample = patch_at(position, sampling, records)
-        record = records[sample.index]
-        assert fit.feeds.case_ids(position) == [record.case_id]
-        label = np.asarray(phantom_store.label(record.case_id))[sample.region.slices(record.shape)]
-        np.testing.assert_array_equal(target[0, ..., 0], np.isin(label, (1, 2, 3)))
-        assert image.shape == (1, 16, 16, 16, 4)
-
-
 @pytest.mark.usefixtures("without_network")
 def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_path, monkeypatch):
     fold, own, trained = "2/2", phantom_store.manifest.split["val"], []
@@ -149,7 +134,8 @@ def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_w
         (e["event"], e["step"], e.get("reason")) for e in again
     ]
     assert newest(tmp_path).path.read_bytes() == last
-    assert go(epochs=1)[0] == 4
+    steps, words = go(epochs=1, policy="lean")
+    assert (steps, "note: this run was under policy speed before" in words) == (4, True)
     assert "nothing to do after step 4; a larger --epochs goes on" in go()[1]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["continues"], plan["steps"]) == (True, 4)
