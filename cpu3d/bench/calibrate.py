@@ -83,16 +83,17 @@ class Event(NamedTuple):
 
 def run(options: Options) -> int:
     writable_folder(options.out.parent, "folder")
-    host, begin, results = read_host(), time.perf_counter(), []
+    host, begin, results, busy = read_host(), time.perf_counter(), [], 0.0
     engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
     runs = [(engine, dtype) for engine in engines for dtype in ("bfloat16", "float32")[not host.fast_bfloat16 :]]
     with bar("calibrate", total=len(runs)) as advance:
         for number, (engine, dtype) in enumerate(runs):
+            busy = max(busy, psutil.cpu_percent(0.5) / 100 * psutil.cpu_count())  # with others: nothing of ours runs
             left_s = (BUDGET_S * len(engines) - (time.perf_counter() - begin)) / (len(runs) - number)
             request = {"engine": engine, "networks": networks(dtype), "budget_s": left_s}
             results.append({**in_fresh_process(measure, request), "dtype": dtype})
             advance()
-    constants, seconds, busy = put_together(results, host, options.name), time.perf_counter() - begin, others(results)
+    constants, seconds = put_together(results, host, busy, options.name), time.perf_counter() - begin
     if busy > QUIET:
         print(f"other processes kept {busy:.1f} CPUs busy: times are too long, calibrate again when quiet")
     left_out = sum(result["left_out"] for result in results)
@@ -120,12 +121,12 @@ def networks(dtype: str) -> List[Dict[str, Any]]:
     return [{"unet": dataclasses.asdict(UNetConfig(**unet, dtype=dtype)), "shape": shape} for unet, shape in found]
 
 
-def put_together(results: Sequence[Result], host: Host, name: str = "") -> HostConstants:
-    """Constants from what `measure` gave, with "dtype", all of it on one host. Raises ValueError without any times.
+def put_together(results: Sequence[Result], host: Host, busy: float, name: str = "") -> HostConstants:
+    """Constants from what `measure` gave, with "dtype", all of it on one host, of which others kept `busy` CPUs busy.
 
     Groups without a time, as where a TensorFlow calls them otherwise, have the costs of the shipped constants.
     """
-    today, busy, first, missing = datetime.date.today().isoformat(), others(results), results[0], []
+    today, first, missing = datetime.date.today().isoformat(), results[0], []
     shipped = shipped_constants(host.isa).for_threads(first["threads"])
     costs, runtime = defaultdict(dict), defaultdict(list)
     for result in results:
@@ -157,11 +158,6 @@ def put_together(results: Sequence[Result], host: Host, name: str = "") -> HostC
         op_bytes={engine: line["op_bytes"] for engine, line in lines.items()},
         costs=dict(costs),
     )
-
-
-def others(results: Sequence[Result]) -> float:
-    """CPUs that other processes kept busy during the worst of the measurements."""
-    return max(network["others"] for result in results for network in result["networks"])
 
 
 # --- From timed operations to what a unit of each kind of work costs ---
@@ -250,13 +246,11 @@ def measure(request: Dict[str, Any]) -> Result:
             held = use(program).resident_bytes + max(op.hidden_bytes for op in program.ops)
             runtime = {"bytes": peak_rss_bytes() - held, "ops": runtime_ops(program)}
         else:
-            before = _busy_s()
             traced = [trace(tf, step) for _ in range(STEPS)]
-            clock_s, own_s, machine_s = _busy_s() - before
             of_steps = zip(*(rows(program, events, cache) for _, events in traced))
             medians = [{**same[0], "seconds": statistics.median(row["seconds"] for row in same)} for same in of_steps]
-            step_s, others_cpus = statistics.median(s for s, _ in traced), max(0.0, machine_s - own_s) / clock_s
-            found.append({"step_s": step_s, "others": others_cpus, "ops": len(program.ops), "rows": medians})
+            step_s = statistics.median(seconds for seconds, _ in traced)
+            found.append({"step_s": step_s, "ops": len(program.ops), "rows": medians})
         del learner, parts, step
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     about = {"engine": engine, "threads": intra_op, "cache_bytes": cache, "environment": in_force(threads)}
@@ -334,9 +328,3 @@ def _group(event: Event) -> str:
     if scope in ("Adam", "SGD") or event.name.endswith("/Cast"):
         return "update"
     return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
-
-
-def _busy_s() -> np.ndarray:
-    """Seconds of the clock, CPU seconds of this process and of all, less what the hypervisor took."""
-    times = psutil.cpu_times()
-    return np.array([time.perf_counter(), time.process_time(), times.user + times.nice + times.system])

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+import nibabel
 import numpy as np
 
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process
 from cpu3d.data.files.reader import Reader, file_system
-from cpu3d.data.nifti import write_volume
-from cpu3d.data.records import Geometry
 from cpu3d.data.sampling import PatchSampling, patch_at
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.conversion import FORMAT_CHOICES, Settings
@@ -42,15 +41,9 @@ HELP = "measure how long loading takes: the store against nibabel, with warm and
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
 NAMES = {
-    "s4": "a case",
-    "s0": "a patch",
-    "spleen": "training on patches",
-    "ladder": "S1's ladder",
-    "volumes": "training on whole volumes",
-    "many": "a large store",
-    "augment": "augmentation",
-    "monai": "MONAI",
-}
+    "s4": "a case", "s0": "a patch", "spleen": "training on patches", "ladder": "S1's ladder",
+    "volumes": "training on whole volumes", "many": "a large store", "augment": "augmentation", "monai": "MONAI",
+}  # fmt: skip
 """Row -> what it is about, in the order of the page; older records have rows that are not measured any more."""
 
 Ways = Dict[str, Tuple[Path, Callable[[int], Any], int]]
@@ -145,7 +138,7 @@ def made(folder: Path, row: str, shape: Tuple[int, int, int]) -> Path:
         store = open_store(folder / "npy")
         image = store.image(store.cases("train")[0].case_id).astype("float32" if row == "s4" else "int16")
         for ending in ("nii", "nii.gz"):
-            write_nifti(folder / f"image.{ending}", image)
+            nibabel.save(nibabel.Nifti1Image(image, np.eye(4)), folder / f"image.{ending}")
         write_json(marker, {})
     return folder
 
@@ -157,16 +150,10 @@ def write_ct(dataset: Path, shape: Tuple[int, int, int]) -> None:
     image = np.where((x / 0.8) ** 2 + (y / 0.6) ** 2 < 1, np.rint(tissue), -1024).astype(np.int16)
     for inner, voxels in (("imagesTr", image), ("labelsTr", (image > 100).astype(np.uint8))):
         (dataset / inner).mkdir(parents=True)
-        write_nifti(dataset / inner / "CT.nii", voxels)
+        nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), dataset / inner / "CT.nii")
     content = {"name": "CT phantom", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "dense"}}
     cases = [{"image": "./imagesTr/CT.nii", "label": "./labelsTr/CT.nii"}]
     write_json(dataset / "dataset.json", {**content, "training": cases, "test": []})
-
-
-def write_nifti(path: Path, array: np.ndarray) -> None:
-    affine = tuple(tuple(float(i == j) for j in range(4)) for i in range(4))
-    grid = Geometry(shape=tuple(array.shape[:3]), affine=affine, axes="RAS", sform_code=1, qform_code=1)
-    write_volume(path, array, grid, compression=1)  # the gzip level of nibabel
 
 
 # --- Ways to load, in turn ---
@@ -191,7 +178,6 @@ def load(request: Result) -> Result:
     A store's reader serves all positions; cold it is a new one each time, as nibabel's files are opened each time.
     """
     tf = set_up()[2]
-    import nibabel
 
     folder, is_cold, patch = Path(request["folder"]), request["state"] == COLD, request["patch"]
     records = {name: open_store(folder / name).cases("train")[0] for name in FORMAT_CHOICES}

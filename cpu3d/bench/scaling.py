@@ -37,16 +37,10 @@ PARTS = ("wait_s", "exchange_s", "packing_s")
 """Of a step, what is not computing."""
 
 NAMES = {
-    ALONE: "1 worker",
-    IN_PARTS: "1 worker, its update apart",
-    TOGETHER: "{} workers",
-    APART: "{} side by side, no exchange",
-    WIDE: "1 worker on the cores of {}",
-}
+    ALONE: "1 worker", IN_PARTS: "1 worker, its update apart", TOGETHER: "{} workers",
+    APART: "{} side by side, no exchange", WIDE: "1 worker on the cores of {}",
+}  # fmt: skip
 """Of the rows, by their number of workers."""
-
-Way = Tuple[str, int, List[List[int]]]
-"""Its name, its number of workers, and the CPUs of each process."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,8 @@ def run(given: Dict[str, Any], steps: StepOptions, options: Options, output: Out
     return 0
 
 
-def ways(topology: Topology, workers: Sequence[int]) -> Tuple[int, List[Way]]:
-    """Cores of a worker, and all that is measured, in its order.
+def ways(topology: Topology, workers: Sequence[int]) -> Tuple[int, List[Tuple[str, int, Any]]]:
+    """Cores of a worker, and all that is measured in its order: name, number of workers, CPUs of each process.
 
     Shares are parts of those of the most workers, as `train` would have them: whole cores with all their hyper-threads;
     empty under a quota, where nothing is bound. Raises InputError without a number above 1 and for too many.
@@ -82,14 +76,14 @@ def ways(topology: Topology, workers: Sequence[int]) -> Tuple[int, List[Way]]:
     for plan in plans:
         cores = [core for core in topology.cores if {cpu.number for cpu in core} <= set(plan.cpus)]
         shares.append([cpu.number for core in cores[:each] for cpu in core])
-    found: List[Way] = [(ALONE, 1, shares[:1]), (IN_PARTS, 1, shares[:1])]
+    found: List[Tuple[str, int, Any]] = [(ALONE, 1, shares[:1]), (IN_PARTS, 1, shares[:1])]
     for count in counts:
         joined = [list(itertools.chain.from_iterable(shares[:count]))]
         found += [(TOGETHER, count, shares[:count]), (APART, count, shares[:count]), (WIDE, count, joined)]
     return each, found
 
 
-def compare_workers(request: Dict[str, Any], cores: int, found: Sequence[Way], rounds: int) -> Result:
+def compare_workers(request: Dict[str, Any], cores: int, found: Sequence[Tuple[str, int, Any]], rounds: int) -> Result:
     """Measure every way, `rounds` times in turn; the content of a record, but for the host.
 
     A row's figures are all of the round with its median step, so that a step's parts add up to it.

@@ -34,9 +34,6 @@ WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
 Once the steps have taken so long, no more are done than one to warm up and one to time: without oneDNN a step takes
 minutes in bfloat16, next to which what settles during the first ones is nothing."""
 
-MATMUL_SIDES = (1024, 2048, 4096)
-"""Matrices tried for the peak; larger ones gain nothing on the hosts measured."""
-
 HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 
 
@@ -169,7 +166,7 @@ def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tup
 def _matmul_gflops(tf: Any, dtype: str) -> float:
     """The best rate of a square matrix product in `dtype`, over a few sizes; stops growing where a product is slow."""
     best = 0.0
-    for side in MATMUL_SIDES:
+    for side in (1024, 2048, 4096):
         matrix = tf.cast(tf.random.stateless_normal((side, side), (1, 2)), dtype)
         product = tf.function(lambda m: tf.matmul(m, m))
         product(matrix)

@@ -113,10 +113,6 @@ def _each(table: Callable[[Dict[str, Any]], Table], *names: str) -> Callable[[Pa
     return section
 
 
-def _all(lines: Callable[[List[Dict[str, Any]]], List[str]]) -> Callable[[Path], List[str]]:
-    return lambda path: lines(read_records(path, path.stem))
-
-
 def _policies(record: Dict[str, Any]) -> Table:
     """The table with what the estimator says now; nothing for an engine that it does not know."""
 
@@ -134,6 +130,10 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
+def _comparisons(path: Path) -> List[str]:
+    return comparisons_markdown(read_records(path, path.stem))
+
+
 _STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 _WINDOWS = ("name", "cases", "mode", "grid", "unet", "device")
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
@@ -141,9 +141,9 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "engines": ("Engines", _each(engines_table, *_STEP)),
     "policies": ("Memory policies", _each(_policies, *_STEP)),
     "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
-    "data": ("Loading", _all(page_lines)),
-    "compare": ("Whole volumes against patches", _all(comparisons_markdown)),
-    "resolutions": ("Resolution, effective batch and learning rate", _all(comparisons_markdown)),
+    "data": ("Loading", lambda path: page_lines(read_records(path, "data"))),
+    "compare": ("Whole volumes against patches", _comparisons),
+    "resolutions": ("Resolution, effective batch and learning rate", _comparisons),
     "windows": ("One pass against a sliding window", _each(windows_table, *_WINDOWS)),
     "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),
     "faults": ("Killed at random moments", _each(faults_table, "workers")),

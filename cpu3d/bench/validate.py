@@ -10,7 +10,6 @@ again). The newest line of a configuration counts. One record file a host.
 """
 
 import dataclasses
-import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -56,12 +55,11 @@ def run(options: Options) -> int:
     writable_folder(options.record.parent, "folder")
     host = read_host()
     threads = thread_plan(host).intra_op
-    before = _of_this_host(options.record, host)
+    done = {one.job for one in _of_this_host(options.record, host)}
     if options.engine and not installed(options.engine):
         raise InputError(f"engine must be installed, got {options.engine}; run `./run.sh setup` or leave it out")
     engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
     wanted = [job for job in configurations(threads) if job.engine in engines][: options.first]
-    done = {one.job for one in before}
     todo = [job for job in wanted if job not in done]
     constants = valid(find_constants, threads)
     with bar("validate", total=len(todo)) as advance:
@@ -75,9 +73,8 @@ def run(options: Options) -> int:
             print(f"{job.describe()}: {outcome}", file=sys.stderr)
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
-    constants_of = functools.lru_cache(maxsize=None)(find_constants)
     # The page is made with the shipped constants alone, and may say otherwise where this host has its own.
-    rows = compare(held_out, lambda one: estimate(one.job, constants_of(one.job.threads)))
+    rows = compare(held_out, lambda one: estimate(one.job, find_constants(one.job.threads)))
     Output().publish("memory", {}, summary_table(rows))
     return 0
 
@@ -126,9 +123,8 @@ def signed(share: Optional[float]) -> str:
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
     """What the record holds, nothing where there is none yet. Raises InputError where it is another host's."""
     measured = valid(read_measured, path) if path.exists() else ()
-    others = sorted({one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))})
+    others = {one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))}
     if others:
-        raise InputError(
-            f"record {path} must be of this host, {host.cpu_model}, got {', '.join(others)}; give each host a file"
-        )
+        rule = f"be of this host, {host.cpu_model}, got {', '.join(others)}"
+        raise InputError(f"record {path} must {rule}; give each host a file")
     return measured

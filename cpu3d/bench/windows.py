@@ -100,9 +100,7 @@ def compare_ways(
 ) -> Result:
     """Predict `cases` in every way, `rounds` times in turn; the content of a record. The first way is the baseline.
 
-    A row has the median over the rounds of its seconds a case, and of their ratio to the baseline's in the same round,
-    the largest of its peaks, and its Dice by region. A way that dies, as for want of memory, becomes a row with its
-    reason. Raises ProcessFailedError where all of them do, or where an answer is not finite.
+    A way that dies, as for want of memory, becomes a row with its reason. Raises ProcessFailedError where all do.
     """
     shared = {**request, "store": str(store.folder.resolve()), "cases": list(cases)}
 
@@ -136,7 +134,7 @@ def predict_cases(request: Dict[str, Any]) -> Result:
 
     `request` has run, weights, store, cases, inference (an `Inference` as JSON), device ("cpu" or a card) and
     is_scored, whether Dice is wanted. The first case is predicted once more before the clock runs: compiling for a
-    shape is of the run, not of a case. Raises DivergedError where an answer is not finite.
+    shape is of the run. Raises DivergedError where an answer is not finite.
     """
     device, chosen = request["device"], request["inference"]
     host, plan, tf = set_up(device=device)

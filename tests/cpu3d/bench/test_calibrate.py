@@ -15,12 +15,17 @@ from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 
-def result(dtype, size=600, ops=50, seconds=1e-3, others=0.0):
+def network(rows, ops=10, between_s=1e-4):
+    """Rows of (group, features, costs): operations that take exactly what the costs of their features say."""
     found = [
-        {"group": "conv", "features": {"work": 1e9}, "seconds": seconds},
-        {"group": "norm", "features": {"traffic": 1e8}, "seconds": 2e-3},
+        {"group": group, "features": counted, "seconds": sum(costs[name] * n for name, n in counted.items())}
+        for group, counted, costs in rows
     ]
-    networks = [{"rows": found, "ops": 10, "step_s": seconds + 3e-3, "others": others}]
+    return {"rows": found, "ops": ops, "step_s": sum(row["seconds"] for row in found) + ops * between_s}
+
+
+def result(dtype, size=600, ops=50, work=1e-12):
+    rows = [("conv", {"work": 1e9}, {"work": work}), ("norm", {"traffic": 1e8}, {"traffic": 2e-11})]
     about = {
         "dtype": dtype,
         "engine": "itex",
@@ -28,27 +33,24 @@ def result(dtype, size=600, ops=50, seconds=1e-3, others=0.0):
         "threads": 3,
         "cache_bytes": 2**25,
     }
-    return {**about, "networks": networks, "runtime": {"bytes": size, "ops": ops}}
+    return {**about, "networks": [network(rows)], "runtime": {"bytes": size, "ops": ops}}
 
 
-def test_each_dtype_is_fitted_by_itself():
-    results = [result("bfloat16", 700, 100), result("float32", 600, 50, seconds=4e-3)]
-    found = calibrate.put_together(results, read_host(), "a host")
+def test_each_dtype_is_fitted_by_itself_and_what_was_not_timed_is_the_shipped_constants():
+    found = calibrate.put_together(
+        [result("bfloat16", 700, 100), result("float32", work=4e-12)], read_host(), 0.0, "a host"
+    )
     assert found.speeds("itex", "bfloat16")["conv"]["work"] == pytest.approx(1e-12)
     assert found.speeds("itex", "float32")["conv"]["work"] == pytest.approx(4e-12)
     assert (found.baseline_bytes, found.op_bytes) == ({"itex": 500}, {"itex": 2})
     assert (found.name, found.threads, found.cpu) == ("a host", 3, read_host().cpu_model)
-    assert found.origins["costs"].startswith("measured")
-    assert "disturbed" not in found.origins["costs"]
-
-
-def test_what_was_not_timed_is_taken_from_the_shipped_constants_and_named_and_disturbance_too():
-    found = calibrate.put_together([result("bfloat16", others=0.5)], read_host())
     shipped = shipped_constants(read_host().isa).for_threads(3)
     assert found.costs["itex"]["bfloat16"]["join"] == shipped.costs["itex"]["bfloat16"]["join"]
     assert "join (itex, bfloat16)" in found.origins["costs"]
     assert "norm (itex" not in found.origins["costs"]
-    assert "disturbed by other processes on 0.5 CPUs" in found.origins["costs"]
+    assert "disturbed" not in found.origins["costs"]
+    busy = calibrate.put_together([result("bfloat16")], read_host(), 0.5)
+    assert "disturbed by other processes on 0.5 CPUs" in busy.origins["costs"]
 
 
 def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path, capsys):
@@ -70,32 +72,15 @@ def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path
     assert "calibration.json written after" in " ".join(capsys.readouterr().out.split())
 
 
-# --- Costs from timed operations ---
-
-
-def timed(group, costs, *counted):
-    """Operations that take exactly what `costs` say."""
-    return [
-        {"group": group, "features": one, "seconds": sum(costs[name] * amount for name, amount in one.items())}
-        for one in counted
-    ]
-
-
-def network(found, ops=100, between_s=0.0):
-    return {"rows": found, "ops": ops, "step_s": sum(row["seconds"] for row in found) + ops * between_s}
-
-
 def test_the_costs_that_the_times_were_made_with_are_found_again():
-    conv = {"work": 2e-12, "kernel": 3e-10}
-    norm = {"cached": 1e-11, "traffic": 4e-11}
-    rows = timed("conv", conv, {"work": 1e10, "kernel": 1e4}, {"work": 1e9, "kernel": 1e7})
-    rows += timed("norm", norm, {"traffic": 1e8}, {"cached": 1e7})
+    conv, norm, pool = {"work": 2e-12, "kernel": 3e-10}, {"cached": 1e-11, "traffic": 4e-11}, {"traffic": 5e-11}
+    rows = [("conv", {"work": 1e10, "kernel": 1e4}, conv), ("conv", {"work": 1e9, "kernel": 1e7}, conv)]
+    rows += [("norm", {"traffic": 1e8}, norm), ("norm", {"cached": 1e7}, norm), ("pool", {"traffic": 1e8}, pool)]
     found = fit_costs([network(rows, between_s=2e-5)])
     assert found["conv"] == pytest.approx(conv)
     assert found["norm"] == pytest.approx(norm)
+    assert found["pool"] == pytest.approx({"traffic": 5e-11, "cached": 5e-11})  # small maps cost as much
     assert found["every_op"]["seconds"] == pytest.approx(2e-5)
-    pool = fit_costs([network(timed("pool", {"traffic": 5e-11}, {"traffic": 1e8}))])["pool"]
-    assert pool == pytest.approx({"traffic": 5e-11, "cached": 5e-11})  # small maps cost as much
 
 
 # --- Which operation of the step a profiled event belongs to ---

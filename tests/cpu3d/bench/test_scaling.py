@@ -1,8 +1,6 @@
 """One worker against several: what is measured on which cores, how rounds become rows, a real exchange."""
 
 import dataclasses
-import json
-import os
 
 import pytest
 
@@ -22,50 +20,39 @@ def answer(step_s, wait_s=(), exchange_s=(), packing_s=(), **more):
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """Processes that answer as worked out by hand; later rounds are slower by 1 s."""
+def result_of(monkeypatch):
+    """A record of so many rounds of processes that answer as worked out by hand; later rounds are slower by 1 s."""
     asked = []
 
     def measure(request, name, count, cpus, cores):
-        assert cores == 3
-        exchanging, in_parts = name == "together", name in ("in parts", "apart")
-        later = sum(1 for one in asked if one == (cpus, exchanging, in_parts))
-        asked.append((cpus, exchanging, in_parts))
-        if exchanging:
+        later = asked.count(name)
+        asked.append(name)
+        if name == "together":
             # Two workers, of which the second waits for the first: 2.3 s a step, 0.1 s of it exchanging but for waits.
             parts = ([0.0, 0.0], [0.04, 0.04], [0.06, 0.06]), ([0.2, 0.0], [0.04, 0.04], [0.06, 0.06])
             return [answer([2.3 + later, 2.3 + later], *part, call_s=0.002, message_s=0.001) for part in parts]
-        if in_parts:  # 0.05 s of it packing
-            step_s = 2.17 if len(cpus) > 1 else 2.07
-            return [answer([step_s + later] * 2, packing_s=[0.05, 0.05]) for _ in cpus]
-        step_s = 1.25 if len(cpus[0]) > 1 else 2.0
-        return [answer([step_s + later] * 2) for _ in cpus]
+        step_s = {"alone": 2.0, "in parts": 2.07, "apart": 2.17, "wide": 1.25}[name]
+        packing_s = [0.05, 0.05] if name in ("in parts", "apart") else []
+        return [answer([step_s + later] * 2, packing_s=packing_s) for _ in cpus]
+
+    def result_of(rounds=1):
+        _, found = ways(topology_of("paper-4x20"), [2])
+        unet = {"channels": 4, "filters": 8, "dtype": "float32", "norm": "instance", "policy": "speed"}
+        request = {"shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam", "unet": unet}
+        result = compare_workers(request, 3, found, rounds)
+        return {**result, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
 
     monkeypatch.setattr(scaling, "measure_together", measure)
-    return asked
-
-
-def result_of(rounds=1):
-    found = [
-        ("alone", 1, [[0]]), ("in parts", 1, [[0]]), ("together", 2, [[0], [1]]), ("apart", 2, [[0], [1]]),
-        ("wide", 2, [[0, 1]]),
-    ]  # fmt: skip
-    request = {
-        "shape": [32, 32, 32], "batch": 1, "micro_batch": 1, "optimizer": "adam",
-        "unet": {"channels": 4, "filters": 8, "dtype": "float32", "norm": "instance", "policy": "speed"},
-    }  # fmt: skip
-    result = compare_workers(request, 3, found, rounds)
-    return {**result, "host": {"cpu": "made up", "cores": 2}, "date": "2026-11-21"}
+    return result_of
 
 
 def test_a_worker_has_whole_cores_with_all_their_threads():
     paper = topology_of("paper-4x20")
-    each, all_ways = ways(paper, [4, 2, 1, 2])
+    each, found = ways(paper, [4, 2, 1, 2])
     assert each == 20
-    found = {(name, count): cpus for name, count, cpus in all_ways}
+    found = {(name, count): cpus for name, count, cpus in found}
     assert [name for name, _ in found] == ["alone", "in parts", *(2 * ["together", "apart", "wide"])]
-    assert found["in parts", 1] == found["alone", 1]
-    assert found["together", 4] == found["apart", 4]
+    assert (found["in parts", 1], found["apart", 4]) == (found["alone", 1], found["together", 4])
     assert [len(share) for share in found["together", 4]] == [40] * 4
     assert found["alone", 1] == found["together", 4][:1] == found["together", 2][:1]
     assert found["wide", 2] == [found["together", 2][0] + found["together", 2][1]]
@@ -73,48 +60,26 @@ def test_a_worker_has_whole_cores_with_all_their_threads():
     assert [{places[number][0] for number in share} for share in found["together", 4]] == [{0}, {1}, {2}, {3}]
 
 
-def test_under_a_quota_nothing_is_bound():
+def test_under_a_quota_nothing_is_bound_and_workers_that_cannot_be_laid_are_refused():
     paper = topology_of("paper-4x20")
     each, found = ways(dataclasses.replace(paper, host=dataclasses.replace(paper.host, cpu_quota=8.0)), [2])
     assert (each, [cpus for _, _, cpus in found]) == (4, [[[]], [[]], [[], []], [[], []], [[]]])
+    with pytest.raises(InputError, match=r"--workers must have a number above 1, got \[1\]"):
+        ways(paper, [1])
+    with pytest.raises(InputError, match="got 81 on 80 cores"):
+        ways(paper, [81])
 
 
-@pytest.mark.parametrize(
-    ("workers", "problem"),
-    [
-        ([1], r"--workers must have a number above 1, got \[1\]"),
-        ([81], "workers must have whole sockets or equal parts of them, and a core each, got 81 on 80 cores"),
-    ],
-)
-def test_workers_that_cannot_be_laid_are_refused(workers, problem):
-    with pytest.raises(InputError, match=problem):
-        ways(topology_of("paper-4x20"), workers)
-
-
-def test_a_step_is_the_sum_of_its_parts(measured):
+def test_a_step_is_the_sum_of_its_parts_and_the_estimator_reads_the_record(result_of, tmp_path):
     result = result_of()
     together = row_of(result, "together", 2)
-    assert together["step_s"] == pytest.approx(2.3)
     assert together["wait_s"] == pytest.approx(0.05)  # of four steps one has waited 0.2 s
     assert together["compute_s"] == pytest.approx(2.15)
+    parts = [together[f"{part}_s"] for part in ("compute", "wait", "exchange", "packing")]
+    assert sum(parts) == pytest.approx(together["step_s"]) == pytest.approx(2.3)
     assert together["efficiency"] == pytest.approx(2.0 / 2.3)
     assert row_of(result, "wide", 2)["efficiency"] == pytest.approx(2.0 / 1.25 / 2)
-    assert result["gradient_bytes"] == 20_000_000
-    parts = [together[f"{part}_s"] for part in ("compute", "wait", "exchange", "packing")]
-    assert sum(parts) == pytest.approx(2.3)
-
-
-def test_a_row_is_its_middle_round_and_efficiency_is_taken_within_rounds(measured):
-    together = row_of(result_of(rounds=3), "together", 2)
-    assert together["rounds"] == pytest.approx([2.3, 3.3, 4.3])
-    assert [together[name] for name in ("step_s", "step_s_min", "step_s_max")] == pytest.approx([3.3, 2.3, 4.3])
-    shares = [together[f"efficiency{end}"] for end in ("_min", "", "_max")]
-    assert shares == pytest.approx([2.0 / 2.3, 3.0 / 3.3, 4.0 / 4.3])
-
-
-def test_the_estimator_reads_what_the_bench_writes_and_the_newest_counts(measured, tmp_path):
-    result = result_of()
-    for one in ({**result, "gradient_bytes": 7}, result):
+    for one in ({**result, "gradient_bytes": 7}, result):  # the newest counts
         append_record(tmp_path / "scaling.jsonl", "scaling", one)
     records = read_scaling(tmp_path / "scaling.jsonl")
     assert [one["gradient_bytes"] for one in records] == [20_000_000]
@@ -123,22 +88,26 @@ def test_the_estimator_reads_what_the_bench_writes_and_the_newest_counts(measure
     assert "| 1 worker | 3 | 2.00 | 0 | 0 | 0 | 0.500 | 1.00 | 1.00 |" in lines
 
 
+def test_a_row_is_its_middle_round_and_efficiency_is_taken_within_rounds(result_of):
+    together = row_of(result_of(rounds=3), "together", 2)
+    assert together["rounds"] == pytest.approx([2.3, 3.3, 4.3])
+    assert [together[name] for name in ("step_s", "step_s_min", "step_s_max")] == pytest.approx([3.3, 2.3, 4.3])
+    shares = [together[f"efficiency{end}"] for end in ("_min", "", "_max")]
+    assert shares == pytest.approx([2.0 / 2.3, 3.0 / 3.3, 4.0 / 4.3])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(read_topology().host.usable_cores < 2, reason="needs two cores")
 def test_two_real_workers_exchange_and_their_parts_add_up(tmp_path):
-    options = "--shape 16 16 16 --filters 8 --depth 2 --rounds 1 --steps 2 --dtype float32"
     record = tmp_path / "scaling.jsonl"
-    before = os.sched_getaffinity(0)
+    options = "--shape 16 16 16 --filters 8 --depth 2 --rounds 1 --steps 2 --dtype float32"
     assert main(f"bench scaling {options} --record {record} --json".split()) == 0
-    assert os.sched_getaffinity(0) == before
-    (result,) = (json.loads(line) for line in record.read_text().splitlines())
+    (result,) = read_scaling(record)
     together = row_of(result, "together", 2)
     compute_s, *exchanging_s = (together[name] for name in ("compute_s", "wait_s", "exchange_s", "packing_s"))
     assert compute_s + sum(exchanging_s) == pytest.approx(together["step_s"])
-    assert min(compute_s, together["exchange_s"], together["packing_s"]) > 0
-    assert together["call_s"] > 0
+    assert min(compute_s, together["exchange_s"], together["packing_s"], together["call_s"]) > 0
     assert row_of(result, "in parts", 1)["packing_s"] > 0
-    assert read_scaling(record)
     # Held to one core each, planned for one thread each.
-    assert result["threads"]["together"]["TF_NUM_INTRAOP_THREADS"] == "1"
-    assert result["threads"]["wide"]["TF_NUM_INTRAOP_THREADS"] == "2"
+    threads = [result["threads"][name]["TF_NUM_INTRAOP_THREADS"] for name in ("together", "wide")]
+    assert threads == ["1", "2"]
