@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, Interrupted
 from memory_estimator.files import NotRegularError
-from memory_estimator.schema import OptionError, add_options, arguments
+from memory_estimator.schema import add_options, arguments
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
@@ -48,9 +48,6 @@ def main(argv: Optional[List[str]] = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
-    except OptionError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return InputError.exit_code
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
         return error.exit_code if isinstance(error, Interrupted) else 130

@@ -9,10 +9,10 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.files import read_json, typed
-from memory_estimator.schema import add_options, option
+from memory_estimator.schema import option
 from memory_estimator.units import count_of
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
@@ -21,7 +21,6 @@ ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 AUTO = "auto"  # of an option that is to be worked out
-SOURCES = ("recipe", "run")  # options that a whole job can be taken from
 RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
 
 
@@ -235,20 +234,6 @@ class JobOptions(Architecture):
     threads: Optional[int] = option(None, "default: this host's physical cores", "N")
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add --recipe and --run."""
-    add_options(parser, JobOptions, only=SOURCES)
-
-
-def add_job_options(
-    parser: argparse.ArgumentParser, engines: Sequence[str] = ENGINES, dtypes: Sequence[str] = DTYPES
-) -> None:
-    """Add the other `JobOptions` for what measures: with more engines and dtypes, but a policy that is not picked."""
-    rest = [one.name for one in dataclasses.fields(JobOptions) if one.name not in SOURCES]
-    allowed = {"engine": (AUTO, *engines), "dtype": dtypes, "policy": POLICIES}
-    add_options(parser, JobOptions, only=rest, choices=allowed)
-
-
 def source_job(args: argparse.Namespace) -> Optional[Job]:
     """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
     if hasattr(args, "recipe"):
@@ -257,7 +242,7 @@ def source_job(args: argparse.Namespace) -> Optional[Job]:
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
-    """The job of the options of `add_job_options`; what was not given is as in `base`. A policy that is left open is
+    """The job of `JobOptions`; what was not given is as in `base`. A policy that is left open is
     `base`'s for the time being. Raises ValueError for settings out of range."""
     found = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in found:

@@ -61,19 +61,14 @@ def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = No
 def add_options(
     parser: argparse.ArgumentParser,
     *classes: Union[type, Tuple[type, ...]],
-    only: Optional[Sequence[str]] = None,
-    choices: Optional[Mapping[str, Sequence[Any]]] = None,
     group: str = "",
 ) -> None:
-    """Add the options of dataclasses, or `only` the named fields'. What is not given leaves no attribute. `choices` are
-    of named fields, in place of their own; `group` is the heading of options that have none."""
+    """Add the options of dataclasses; what is not given leaves no attribute. `group` heads options that have none."""
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
     fields = [(get_type_hints(cls)[field.name], field, spec) for cls in each for field, spec in _fields(cls)]
     for hint, field, spec in fields:
-        if only is not None and field.name not in only:
-            continue
         heading = spec.group or group
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
@@ -93,7 +88,7 @@ def add_options(
                 more["help"] = more["help"] if on or not both else f"not {flag}"
                 pair.add_argument(name, dest=field.name, action="store_true" if on else "store_false", **more)
             continue
-        more.update(type=inner, metavar=spec.metavar, choices=(choices or {}).get(field.name, spec.choices))
+        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
         if count is not None:
             more["nargs"] = "*" if spec.empty else count
         if spec.repeat:

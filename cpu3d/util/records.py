@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, Union
 
 from cpu3d.errors import InputError
-from memory_estimator.files import parse_json
-
-SCHEMA = 1
+from memory_estimator import files
 
 VERSION = "0.1.0"
 """Of this project."""
@@ -32,28 +30,17 @@ def versions() -> Dict[str, str]:
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
     """Add a line with its kind and today's date to `path`; file and folder may be new."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    record = {"schema": SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
+    record = {"schema": files.RECORD_SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
     """The records of one kind. Raises InputError for a file that is missing or has another schema."""
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"record file {path} must exist, found none; make it with `bench ... --record {path}`")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = parse_json(line)
-            schema = record["schema"]
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"record {path}:{number} must be JSON with a schema; remove the line") from None
-        if schema != SCHEMA:
-            raise InputError(f"record {path}:{number} must have schema {SCHEMA}, got {schema}; measure again")
-        if record["kind"] == kind:
-            records.append(record)
-    return records
+    try:
+        return files.read_records(path, kind, dict)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:

@@ -7,7 +7,6 @@ Examples: python -m cpu3d store info store
 None of the old cases moves. `append` can be interrupted: the same command continues.
 """
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,27 +167,6 @@ def append(
         still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
         conversion.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-def repeat_entries(store_dir: Union[str, Path], times: int) -> Manifest:
-    """Turn every case `id` of a finished store into the entries `id-000`, `id-001`, ... and return the manifest.
-
-    To measure what grows with the number of cases. The entries of a case share its arrays, its patient and its split.
-    Raises InputError while another process writes the store.
-    """
-
-    def names(case_id: str) -> List[str]:
-        return [f"{case_id}-{number:03d}" for number in range(times)]
-
-    store_dir = Path(store_dir)
-    with locked(store_dir, "store"):
-        old = open_store(store_dir).manifest
-        cases = [dataclasses.replace(case, case_id=name) for case in old.cases for name in names(case.case_id)]
-        split = {name: [new for one in ids for new in names(one)] for name, ids in old.split.items()}
-        rules = {rule: times * number for rule, number in old.patient_rules.items()}
-        manifest = remake(old, cases=cases, split=split, patient_rules=rules)
-        write_store(store_dir, manifest)
-    return manifest
 
 
 def _patient_of(case: CaseRecord, layout: str) -> str:

@@ -11,9 +11,10 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores import conversion
 from cpu3d.data.stores.conversion import Settings, settings_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.upkeep import append, deal_cases, repeat_entries
+from cpu3d.data.stores.upkeep import append, deal_cases
 from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError
+from tests.cpu3d.data.conftest import repeat_entries
 
 SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))

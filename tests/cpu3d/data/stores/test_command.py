@@ -5,7 +5,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.upkeep import repeat_entries
+from tests.cpu3d.data.conftest import repeat_entries
 
 
 @pytest.fixture

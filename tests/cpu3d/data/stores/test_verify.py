@@ -6,9 +6,9 @@ import pytest
 from cpu3d.data.store import sealed
 from cpu3d.data.stores.conversion import Settings
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.upkeep import repeat_entries
 from cpu3d.data.stores.verify import verify
 from cpu3d.util.atomic import write_json
+from tests.cpu3d.data.conftest import repeat_entries
 
 
 @pytest.fixture
