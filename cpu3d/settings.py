@@ -29,7 +29,7 @@ from models.config import DTYPES, POLICIES, UNetConfig
 
 
 def left_open(value: Optional[str]) -> Optional[str]:
-    """`value`, or None where it is AUTO: what decides takes None for nothing said."""
+    """`value`, or None where it is AUTO: what decides takes None for nothing chosen."""
     return None if value == AUTO else value
 
 
