@@ -10,6 +10,7 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.scores import METRICS, Metric
 from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.settings import load_config, save_config
@@ -64,6 +65,16 @@ def test_a_whole_run_gives_one_page_that_needs_no_script_and_no_network(tiny_run
     assert "<script" not in page
     assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
     assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
+
+
+def test_a_metric_is_on_the_page_by_its_row_of_the_table_alone(tiny_store, tiny_run, fake_predictor, monkeypatch):
+    monkeypatch.setattr(report.pictures, "overlay", lambda *args, **kwargs: b"PNG")
+    volume = Metric("relative volume", lambda masks: 1.5, 1.0, 0.0, "The volume of the prediction over the truth's")
+    monkeypatch.setitem(METRICS, "relative_volume", volume)
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    _, text = read(write_report(tiny_run))
+    assert "relative volume: The volume of the prediction over the truth's; 1 where both are empty" in text
+    assert "relative volume 1.500 (median)" in text
 
 
 def test_predictions_stand_beside_what_was_measured(tiny_run, no_pictures):
