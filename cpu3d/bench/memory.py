@@ -3,13 +3,12 @@
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
     ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
 
-Takes the estimator's arguments, --recipe and --run among them; of a run it measures the step alone, without averaged
-weights and what a store does beside it. The allocator's peak is TensorFlow's own count, exact; stock TensorFlow does
-not count oneDNN's scratch in it. The process's peak is the kernel's (VmHWM), exact too.
+Takes the estimator's arguments; of a --run it measures the step alone, without averaged weights and the store's work.
+The allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is
+the kernel's (VmHWM). Both are exact.
 
 --policies measures the step under every memory policy and beside peers, in turn; a peer is a command whose last line of
-output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. What a process dies of, as for want of memory,
-becomes a row.
+output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. What a process dies of becomes a row.
 """
 
 import math
@@ -72,11 +71,7 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
 
 
 def predict(result: Result) -> Optional[Result]:
-    """The estimator's figures for what was measured; None, with the reason on stderr, where it has none.
-
-    It knows nothing of an engine without oneDNN, nor of what this host's calibration leaves out: no reason to lose a
-    measurement.
-    """
+    """The estimator's figures for what was measured; None, with the reason on stderr, where it has none."""
     try:
         if not has_known_engine(result):
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
@@ -112,10 +107,9 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     if not measured:
         raise failures[BASELINE]
     facts = {name: measured[name] for name in HOST_FACTS}
-    unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"]
-    unit_bytes *= 2 if request["unet"]["dtype"] == "bfloat16" else 4
-    abouts = {command: harness.peer_of(command, found[command]) for command in peers}
-    names = {command: f"{about['peer']} {about['options']}" for command, about in abouts.items()}
+    size = 2 if request["unet"]["dtype"] == "bfloat16" else 4
+    unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"] * size
+    names = {peer: "{peer} {options}".format(**harness.peer_of(peer, found[peer])) for peer in peers}
     rows: List[Result] = []
     for way in (*POLICIES, *peers):
         row, is_ours = harness.summary(found[way], found[BASELINE]), way in requests
@@ -167,9 +161,8 @@ def draw_policies(record: Result) -> bytes:
         # A peer knows no allocator: that is no death.
         texts = ["died" if row["error"] else "-" if row[name] is None else f"{row[name] / unit:.2f}" for row in rows]
         axes.bar_label(axes.barh(places, values, 0.62, color=colour), texts, padding=3, fontsize=8)
-        axes.set_yticks(
-            places, [row["name"] if axes.get_subplotspec().is_first_col() else "" for row in rows], fontsize=8
-        )
+        names = [row["name"] if name == FIGURES[0] else "" for row in rows]
+        axes.set_yticks(places, names, fontsize=8)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.42 * (max(values) or 1))  # room for the texts
         axes.set_xlabel(label, fontsize=9)

@@ -3,8 +3,7 @@
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
 
 The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone. A
-peer is any command whose last line of output is JSON with "step_s"; it runs in turn with ours, and the ratio is taken
-round by round.
+peer is any command whose last line of output is JSON with "step_s"; the ratio is taken round by round.
 """
 
 import contextlib
@@ -30,9 +29,8 @@ from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
 WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
-"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third.
-Once the steps have taken so long, no more are done than one to warm up and one to time: without oneDNN a step takes
-minutes in bfloat16, next to which what settles during the first ones is nothing."""
+"""The first step compiles, the second still fills optimizer slots and caches. Once the steps have taken so long, as
+without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
 
 HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 

@@ -32,7 +32,6 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["batch"], result["micro_batch"], result["unet"]["policy"]) == (2, 1, "lean")
     assert result["volume_s"] == pytest.approx(result["step_s"] / 2)
-    assert 0 < result["step_s_min"] <= result["step_s"] <= result["step_s_max"]
     assert result["matmul_peak_share"] == pytest.approx(result["gflops"] / result["matmul_gflops"])
     (peer,) = result["peers"]
     assert (peer["peer"], peer["step_s"]) == ("slow one", 1000)
@@ -78,7 +77,6 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     [
         ("step --shape 16 16 17 --depth 3", "input_shape (16, 16, 17) must be divisible by 4"),
         ("step --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
-        ("step --rounds 0", "rounds must be at least 1, got 0"),
         ("step --peer no-such-program", "begins with an installed program, got 'no-such-program'"),
         ("engines --dtype float32", "engine and dtype must be left out"),
         ("memory --policies --picture /proc/none/t.png", "folder /proc/none must be a folder to write to"),
@@ -128,9 +126,7 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, caps
     found = {(row["engine"], row["unet"]["dtype"]): row["speedup"] for row in result["rows"]}
     assert found[("itex", "bfloat16")] == 20
     assert found[("stock-no-onednn", "float32")] == 1
-    assert found[("stock", "bfloat16")] is None
     assert ["stock, oneDNN", "bfloat16", "cannot", "-", "-"] in engines_table(result).rows
-    assert {row["steps"] for row in result["rows"]} == {3}
 
 
 def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
