@@ -174,10 +174,10 @@ def fit_costs(measured: Sequence[Mapping[str, Any]]) -> Costs:
     costs = {group: _least_squares(rows) for group, rows in by_group.items()}
     left = []
     for network in measured:
-        units = (
-            (costs[row["group"]].get(name, 0.0), n) for row in network["rows"] for name, n in row["features"].items()
+        explained = (
+            costs[row["group"]].get(name, 0.0) * n for row in network["rows"] for name, n in row["features"].items()
         )
-        left.append((network["step_s"] - sum(cost * n for cost, n in units)) / network["ops"])
+        left.append((network["step_s"] - sum(explained)) / network["ops"])
     return {**costs, "every_op": {"seconds": max(0.0, statistics.median(left))}}
 
 

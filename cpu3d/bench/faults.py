@@ -134,8 +134,9 @@ def life(folder: Path, name: str, workers: int, reference: Ended, most: int, rng
                 problems.append(f"the command must end well, got {how_ended(ended.exit_code)}; see output.txt")
             break
         found, wrong = left_of_run(folder / name)
-        is_silent = ended.exit_code == 0
-        problems += wrong + is_silent * ["the command must not end with code 0 when one of its processes was killed"]
+        problems += wrong
+        if ended.exit_code == 0:
+            problems.append("the command must not end with code 0 when one of its processes was killed")
         how = {"victim": rank or 0, "at_s": ended.at_s, "exit_code": ended.exit_code}
         kills.append({"hit": ended.newest.get("event", "starting"), **found, **how})
     problems += run_differences(folder / "reference", folder / name, KEEP)

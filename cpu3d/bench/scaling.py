@@ -33,8 +33,7 @@ from memory_estimator.table import Table
 
 HELP = "measure one worker against several on this host: computing and exchanging apart"
 
-PARTS = ("wait_s", "exchange_s", "packing_s")
-"""Of a step, what is not computing."""
+PARTS = ("wait_s", "exchange_s", "packing_s")  # of a step, what is not computing
 
 NAMES = {
     ALONE: "1 worker", IN_PARTS: "1 worker, its update apart", TOGETHER: "{} workers",

@@ -116,8 +116,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
-    # One micro-batch stands for all: as with a store, no other lies in memory beside it.
-    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
+    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))  # as with a store, one micro-batch is in memory
 
     def step() -> float:
         begin = time.perf_counter()
@@ -153,8 +152,7 @@ def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
     """Noise (batch, X, Y, Z, C), and targets of a tenth of the voxels (batch, X, Y, Z, R) uint8.
 
-    Made by TensorFlow: whether it copies an array of numpy's depends on the address that this happens to have, and
-    the allocator's peak on everything that was taken before it.
+    Made by TensorFlow, for whether it copies an array of numpy's depends on the address that this happens to have.
     """
     noise = tf.random.stateless_normal((batch, *grid, unet.channels), (0, 1))
     drawn = tf.random.stateless_uniform((batch, *grid, unet.outputs), (0, 2), 0, 10, tf.int32)

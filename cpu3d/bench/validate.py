@@ -34,8 +34,7 @@ from memory_estimator.validation import PUBLISHED, Measured, Row, compare, read_
 
 HELP = "measure the configurations that the estimator is judged by on this host"
 
-STEPS = 3
-"""Timed, after two more: enough for a median."""
+STEPS = 3  # timed, after two more: enough for a median
 
 
 @dataclass(frozen=True)

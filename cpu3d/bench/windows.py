@@ -37,8 +37,7 @@ from memory_estimator.units import count_of
 
 HELP = "measure one pass against a sliding window with the same network: time, memory, Dice"
 
-ONE_PASS = "one pass"
-"""The way that all others are measured against."""
+ONE_PASS = "one pass"  # all others are measured against it
 
 
 @dataclass(frozen=True)

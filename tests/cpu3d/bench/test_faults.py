@@ -45,8 +45,6 @@ def test_a_process_is_killed_so_long_after_it_was_started_or_has_begun_and_only_
     assert (done.exit_code, done.killed, done.begun_s) == (0, False, 0.0)
 
 
-# --- Checks ---
-
 ARRAYS = {"model/000": np.arange(200, dtype=np.float32), "updates": np.array(0.0)}
 
 
@@ -69,8 +67,7 @@ def test_runs_that_differ_in_time_alone_are_the_same_and_a_bit_is_a_difference(t
     one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", seconds=9.0)
     assert run_differences(one, other, keep=3) == []
     assert left_of_run(other) == ({"step": 4, "saved_step": 4, "redone": 0}, [])
-    changed = ARRAYS["model/000"].copy()
-    changed[7] = np.nextafter(changed[7], np.float32(0))
+    changed = np.nextafter(ARRAYS["model/000"], np.float32(0))
     found = run_differences(one, make_run(tmp_path / "c", arrays={**ARRAYS, "model/000": changed}), keep=3)
     assert [problem.split(":")[0] for problem in found] == ["last", "best"]
     (found,) = run_differences(one, make_run(tmp_path / "d", arrays={**ARRAYS, "updates": np.array(-0.0)}), keep=3)

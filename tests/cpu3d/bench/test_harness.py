@@ -1,4 +1,4 @@
-"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers; the kinds."""
+"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers."""
 
 import functools
 import os
@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from cpu3d.bench.command import actions
 from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_peer, run_together, summary, with_range
 from cpu3d.errors import InputError
 
@@ -84,7 +83,3 @@ def test_a_peer_tells_its_step_its_name_and_its_peak():
         run_peer(f"{sys.executable} -c 'print({{}})'")
     with pytest.raises(InputError, match="must be a command"):
         run_peer("python 'x")
-
-
-def test_kinds_are_found_by_their_files():
-    assert set(actions()) == {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}

@@ -9,7 +9,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.tables import HEAD, tables
+from cpu3d.bench.tables import tables
 from cpu3d.bench.validate import configurations
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
@@ -117,7 +117,6 @@ def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
 def test_the_page_is_written_or_printed(tmp_path, capsys):
     (tmp_path / "step.jsonl").write_bytes((RECORDS / "step.jsonl").read_bytes())
     command = ["bench", "tables", "--records", str(tmp_path)]
-    assert tables(tmp_path / "none") == HEAD.splitlines()
     assert main(command) == 0
     assert main([*command, "--out", str(tmp_path / "r.md")]) == 0
     assert (tmp_path / "r.md").read_text() == capsys.readouterr().out
