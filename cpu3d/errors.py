@@ -5,9 +5,8 @@ from typing import Iterable
 
 
 class InputError(Exception):
-    """Bad input, told as *name* must *rule*, got *value*; *what to do*.
+    """Bad input: one or more problems, each as *name* must *rule*, got *value*; *what to do*.
 
-    Takes one or more problems, so that a check can report every offender and not the first.
     The command line prints them, one a line, and exits with `exit_code`.
     """
 
@@ -49,9 +48,9 @@ class WorkersDifferError(WorkerLostError):
 class Interrupted(KeyboardInterrupt):
     """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
 
-    def __init__(self, told: str, signal_number: int = signal.SIGINT):
+    def __init__(self, message: str, signal_number: int = signal.SIGINT):
         self.signal_number = signal_number
-        super().__init__(told)
+        super().__init__(message)
 
     @property
     def exit_code(self) -> int:

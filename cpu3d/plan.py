@@ -36,12 +36,11 @@ from cpu3d.settings import (
 )
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
-from memory_estimator import planner as gpu
+from memory_estimator import planner
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import STORE_NOTE, Accuracy, Estimate, estimate, whole_volume_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, Job, installed_engine, statistics_note
-from memory_estimator.planner import Price, fastest_that_fits, nearest
 from memory_estimator.scaling.model import of_one
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
@@ -82,7 +81,7 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Whole batches that the training cases, or their patches, fill."""
-        return steps_per_epoch(self.config, self.store)
+        return len(self.store.manifest.split["train"]) * self.config.patches_per_case // self.config.batch
 
     @property
     def steps(self) -> int:
@@ -100,7 +99,7 @@ class Plan:
         if self.config.device != "cpu":
             card_bytes = _card_bytes(self.config)
             return {
-                "allocator_peak_bytes": card_bytes - gpu.CONTEXT_BYTES,  # its allocator holds all but the context
+                "allocator_peak_bytes": card_bytes - planner.CONTEXT_BYTES,  # its allocator holds all but the context
                 "card_bytes": card_bytes,
                 "constants": "assumed, not verified on a GPU",
             }
@@ -161,7 +160,7 @@ class Plan:
         """Memory and time of a step."""
         found = self.estimate
         if self.config.device != "cpu":
-            return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card's memory; {gpu.ASSUMPTIONS}"]
+            return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
         if found is None:
             return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
         bound, constants = found.accuracy, found.constants
@@ -197,6 +196,12 @@ def make_plan(
     config = _decided(given)
     unused = why_no_card(given.named("device"), config.mode, gpus) if config.device == "cpu" else []
     plan = Plan(config, with_fold(store, config.fold), saved, workers, None, dict(zip(["device"], unused)))
+    if not plan.steps_per_epoch:
+        seen = len(plan.store.manifest.split["train"]) * config.patches_per_case
+        what, more = f"{seen} training cases", ""
+        if config.is_patch:
+            what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
+        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
     return _with_estimate(plan, host, pick=given.named("policy") is None, force=force)
 
 
@@ -240,8 +245,8 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if found is None or found.upper_bound_bytes <= free_bytes:
         return
     price = _price(plan, host, found.constants, found.accuracy)
-    same = nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
-    other = nearest(found.job, price, free_bytes, grids=_other_grids(plan))
+    same = planner.nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
+    other = planner.nearest(found.job, price, free_bytes, grids=_other_grids(plan))
     fits = "; ".join(map(str, same or other)) or "nothing smaller does"
     advice = f"what fits: {fits}; or --force"
     if plan.saved and not same:
@@ -265,11 +270,6 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
     what the network sees."""
     extent = grid_size(store, extent=config.extent, multiple=1)
     return field_of(config.grid, config.resolution, at_least=extent)
-
-
-def steps_per_epoch(config: RunConfig, store: Store) -> int:
-    """Whole batches that the training cases of a run's fold, or their patches, fill."""
-    return len(store.manifest.split["train"]) * config.patches_per_case // config.batch
 
 
 def job_of(config: RunConfig, threads: int, cases: int, engine: str = "") -> Optional[Job]:
@@ -322,12 +322,6 @@ def _decided(given: _Given) -> RunConfig:
         config = _with_grid(_for_host(config, given), given)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if not steps_per_epoch(config, view):
-        seen = len(view.manifest.split["train"]) * config.patches_per_case
-        what, more = f"{seen} training cases", ""
-        if config.is_patch:
-            what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
-        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
     refuse(differences(saved, config) if saved else ())
     return config
 
@@ -421,8 +415,8 @@ def _with_grid(config: RunConfig, given: _Given) -> RunConfig:
     elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
         patch = _largest_patch(config, grid, given)
     else:
-        patch = saved.grid if saved else gpu.usual_patch(grid, divisor)
-    gpu.check_patch(patch, grid, divisor)
+        patch = saved.grid if saved else planner.usual_patch(grid, divisor)
+    planner.check_patch(patch, grid, divisor)
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
     each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
     return dataclasses.replace(config, grid=patch, patches_per_case=each)
@@ -444,7 +438,7 @@ def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
             )
         name = f"{config.device}, with {format_bytes(memory_bytes)} free,"
     try:
-        return gpu.patch_for(job_of(dataclasses.replace(config, grid=grid), 1, 0, "stock"), memory_bytes, name)
+        return planner.patch_for(job_of(dataclasses.replace(config, grid=grid), 1, 0, "stock"), memory_bytes, name)
     except ValueError as error:
         raise DoesNotFitError(str(error)) from None
 
@@ -464,7 +458,7 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     try:
         price = _price(plan, host, find_constants(job.threads, host))
         if pick:
-            choice = fastest_that_fits(job, price, host.free_bytes)
+            choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
             reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
             job = dataclasses.replace(job, unet=config.unet)
@@ -476,7 +470,7 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
 
 
-def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Price:
+def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> planner.Price:
     """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
@@ -504,7 +498,7 @@ def _whole_volumes(plan: Plan, job: Job) -> int:
 
 
 def _card_bytes(config: RunConfig) -> int:
-    return gpu.gpu_bytes(job_of(config, threads=1, cases=0, engine="stock"))
+    return planner.gpu_bytes(job_of(config, threads=1, cases=0, engine="stock"))
 
 
 def _check_card(plan: Plan, card: Gpu) -> None:
@@ -525,7 +519,7 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
     """Smaller grids that the run could have, each with its option, the smallest first."""
     config = plan.config
     if config.is_patch:
-        *smaller, _ = gpu.patch_shapes(config.grid, config.unet.divisor)
+        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisor)
         return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
     brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
     smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid

@@ -29,7 +29,7 @@ from models.config import DTYPES, POLICIES, UNetConfig
 
 
 def left_open(value: Optional[str]) -> Optional[str]:
-    """`value`, or None where it is AUTO: what decides takes None for nothing said."""
+    """`value`, or None where it is AUTO: what decides takes None for nothing chosen."""
     return None if value == AUTO else value
 
 
@@ -104,13 +104,9 @@ class RunConfig:
     epochs: int = _training(100, "passes over the cases; the decay spans them", "N", at_least=1, one_of="length")
     steps: int = _training(0, "in all, instead of --epochs", "N", at_least=0, one_of="length")
     budget_minutes: float = _training(
-        0.0,
-        "take only as many of the epochs' steps as fit in M minutes, by the time of the first ones, but at least those "
-        "up to the first validation; the decay spans them (default: 0, no limit)",
-        metavar="M",
-        at_least=0,
-        below=math.inf,
+        0.0, "only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
     )
+    """By the time of the first steps; at least those up to the first validation. The decay spans what is left."""
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
@@ -133,13 +129,8 @@ class RunConfig:
     save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
-    stall_minutes: float = _training(
-        15.0,
-        "a step that takes longer, and ten times longer than any before, counts as hanging; 0: none does; what is done "
-        "for the first time may take four times as long",
-        metavar="M",
-        at_least=0,
-    )
+    stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: none", "M", at_least=0)
+    """And ten times longer than any before. What is done for the first time may take four times as long."""
     deterministic: bool = _training(False, "refuse operations that may give other bits next time")
     """On a CPU the bits are the same without."""
     seed: int = _training(0, "of weights, order and augmentation", "S")
@@ -313,7 +304,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     Of another mode nothing else is named, as other settings follow from it. A micro-batch that batch norm has to keep
     is compared as it is computed, however it is spelled; one of another batch is not, as it follows the batch.
     """
-    left, right = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    left, right = _flat(old), _flat(new)
     changeable = set(CHANGEABLE)
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
@@ -346,11 +337,7 @@ def _require(holds: bool, name: str, rule: str, value: Any) -> None:
         raise InputError(f"{name} must {rule}, got {value}; see `train --help`")
 
 
-def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
-    flat = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _flat(config: RunConfig) -> Dict[str, Any]:
+    parts = ("unet", "augment")
+    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
+    return {**nested, **{name: value for name, value in vars(config).items() if name not in parts}}

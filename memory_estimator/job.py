@@ -112,8 +112,8 @@ def check_micro_batch(batch: int, micro_batch: int) -> None:
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
-    said = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
-    return said if norm == "batch" and micro != batch else ""
+    note = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
+    return note if norm == "batch" and micro != batch else ""
 
 
 def divisors(number: int) -> Tuple[int, ...]:

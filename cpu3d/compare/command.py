@@ -153,9 +153,9 @@ def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation)
         seeds = list(dict.fromkeys((*before.seeds, *options.seeds)))
         now = merged(before.plan, plan) if is_study else before.plan or plan
         same = before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
-        changing = {"search_seed": seeds[0]} if is_study else {}
         Console(stderr=True).print(plan_table(now, seeds, words).rich())
-        return Kept({**asked, **changing}, seeds, list(now), before.results if same else None)
+        lasting = {**asked, "search_seed": seeds[0]} if is_study else asked
+        return Kept(lasting, seeds, list(now), before.results if same else None)
 
     if options.dry_run:
         taken_up()
@@ -175,12 +175,9 @@ def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation)
             order = itertools.product(kept.seeds, kept.plan)
             runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
             failed = runner.carry_out(runs, keep_going=True)
-        lost = {(one.variant, one.seed) for one in failed}
-        results = [
-            read_run(run.variant, run.seed, run.folder, options.split, store=store)
-            for run in runs
-            if (run.variant, run.seed) not in lost
-        ]
+        lost = [one[:2] for one in failed]
+        ended = [run for run in runs if (run.variant, run.seed) not in lost]
+        results = [read_run(run.variant, run.seed, run.folder, options.split, store=store) for run in ended]
         comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
         publish(comparison, kept, store, out, options, budget=words, search=search)
     return 1 if failed else 0
@@ -230,8 +227,10 @@ def _compare_folders(options: Options, evaluation: Evaluation) -> int:
     out = writable_folder(options.out, "folder of --out").resolve()
     kept = Kept(asked, sorted({seed for _, seed, _ in found}), [])
     # Scores that suit are used where they are; others are the user's, and ours are written beside the page.
-    ours = {folder: out / "evaluations" / f"{variant}-seed{seed}" for variant, seed, folder in found}
-    places = {folder: folder if is_evaluated(folder, evaluation) else ours[folder] for folder in ours}
+    places = {
+        folder: folder if is_evaluated(folder, evaluation) else out / "evaluations" / f"{variant}-seed{seed}"
+        for variant, seed, folder in found
+    }
     missing = [folder for folder, place in places.items() if not is_evaluated(folder, evaluation, place)]
     try:
         store = store_of_run(load_config(found[0][2]), options.store)

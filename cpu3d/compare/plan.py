@@ -22,14 +22,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import Plan, make_plan
 from cpu3d.report.page import flat
-from cpu3d.settings import (
-    SETTINGS,
-    SIZES_OF_PATCH,
-    RunConfig,
-    as_options,
-    recipe_config,
-    with_settings,
-)
+from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config, with_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
@@ -39,42 +32,22 @@ from memory_estimator.schema import add_options, arguments
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
 
-SCHEMA = 1
-"""Version of compare.json."""
-
-FILE = "compare.json"
-
-VALIDATIONS = 4
-"""Of every run, where no number is chosen."""
-
-STUDY = "resolutions"
-"""The kind of a resolution study, and of its records."""
-
-WARMUP_SHARE = 10
-"""The warm-up is at most a tenth of a run: one of large batches or patches may have few steps."""
-
-LEAST_STEP_S = 1e-3
-"""No step is faster: a budget of minutes is given the epochs that such steps would fill, and ends long before."""
-
-SEARCH_VALIDATIONS = 3
-"""Of a run of a search. All of an arm have equally many, so none has more chances at a lucky one."""
-
-FACTORS = (0.5, 1.0, 2.0)
-"""Of the rate that a search starts from, where no rates are named."""
+SCHEMA, FILE = 1, "compare.json"
+VALIDATIONS = 4  # of every run, where no number is chosen
+STUDY = "resolutions"  # the kind of a resolution study, and of its records
+WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
+LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
+SEARCH_VALIDATIONS = 3  # of a run of a search; all of an arm have equally many, so none has more chances
+FACTORS = (0.5, 1.0, 2.0)  # of the rate that a search starts from, where no rates are named
 
 SCALING = {"adam": 0.5, "sgd": 1.0}
 """Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
-Malladi et al. 2022), linearly for SGD (Krizhevsky 2014, Goyal et al. 2017). Both are rules for large batches, and say
-nothing about resolution."""
+Malladi et al. 2022), linearly for SGD (Krizhevsky 2014, Goyal et al. 2017). Both are rules for large batches."""
 
+# Settings of patches alone, those that compare decides for every run, and those that no variant has for itself.
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
-"""Settings that a run on whole volumes does not have: given for all variants, they are for those on patches."""
-
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
-"""Settings that compare decides for every run."""
-
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
-"""Settings that no variant may have for itself: with them it would answer another question."""
 
 Json = Dict[str, Any]
 
@@ -102,19 +75,14 @@ class Budget(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A way to train, by name."""
+    """A way to train: its name in folders and tables, and the chosen settings, "recipe" and common ones among them."""
 
     name: str
-    """Of its runs' folders and of the lines of every table."""
     settings: Json
-    """Chosen ones, "recipe" among them; the common ones are there too."""
 
 
 class Search(NamedTuple):
-    """How the arms of a study come to their learning rates: by short runs, of a `share` of a full run's steps.
-
-    They try the `rates`, where those are named, else FACTORS of the rate of `base`, scaled to the batch.
-    """
+    """Short runs, of a `share` of a full run's steps, try `rates`, else FACTORS of the rate of `base`, by the batch."""
 
     base: RunConfig
     share: float
@@ -122,8 +90,7 @@ class Search(NamedTuple):
 
     def of(self, batch: int, steps: int) -> Json:
         """What an arm of so many steps has besides a course."""
-        base = self.base
-        start = rounded(base.learning_rate * (batch / base.batch) ** SCALING[base.optimizer])
+        start = rounded(self.base.learning_rate * (batch / self.base.batch) ** SCALING[self.base.optimizer])
         return {
             "start_rate": start,
             "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in FACTORS]}),
@@ -208,9 +175,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Va
 # --- compare.json ---
 
 
-class _Newer(TypedDict, total=False):
-    """What a course of an older plan may lack; from `resolution` on of an arm of a study alone."""
-
+class _Newer(TypedDict, total=False):  # older plans lack it; from `resolution` on of an arm of a study alone
     steps_per_epoch: int
     warmup_steps: int
     validations: int
@@ -240,13 +205,10 @@ class Course(_Newer):
 class Kept:
     """What compare.json holds."""
 
-    asked: Json
-    """What another call must ask for alike."""
+    asked: Json  # what another call must ask for alike
     seeds: List[int]
-    plan: List[Course]
-    """One a variant; empty for runs that were there already."""
-    results: Optional[Json] = None
-    """What came out; None before the last run is done."""
+    plan: List[Course]  # one a variant; empty for runs that were there already
+    results: Optional[Json] = None  # None before the last run is done
 
     def save(self, out: Path) -> None:
         write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
@@ -327,10 +289,8 @@ def courses(
 
 
 def merged(before: Sequence[Course], now: Sequence[Course]) -> List[Course]:
-    """The arms that were planned before, as they were, and the new ones: the whole resolution of each batch first.
-
-    What was planned stays, as what the host decides may be another thing today. Rates that were named now are searched
-    besides.
+    """The arms planned before, as the host decided them then, with rates named now, and the new ones: by batch, the
+    whole resolution first.
     """
     found = {arm["name"]: arm for arm in before}
     for arm in now:

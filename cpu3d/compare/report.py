@@ -85,7 +85,10 @@ def scores_table(record: Json) -> Table:
     return Table(
         ("region", "variant", *(METRICS[metric].label for metric in metrics)),
         [
-            (region, variant, *(_spread(one, region, metric) for metric in metrics))
+            (
+                *(region, variant),
+                *(plus_minus(**one["scores"][region][name], digits=METRICS[name].digits) for name in metrics),
+            )
             for region in record["regions"]
             for variant, one in record["variants"].items()
         ],
@@ -318,9 +321,3 @@ def _study_as_comparison(record: Json) -> Json:
         **compare(results).to_json(),
         "search": search if any(arm["trials"] for arm in search.values()) else None,
     }
-
-
-def _spread(variant: Json, region: str, metric: str) -> str:
-    """ "0.912 ± 0.004"."""
-    score = variant["scores"][region][metric]
-    return plus_minus(score["mean"], score["sd"], METRICS[metric].digits)

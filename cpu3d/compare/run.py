@@ -38,21 +38,15 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 
 POLL_S = 1.0
-
-EXTENSIONS = 2
-"""How often a search goes on beyond its range."""
-
-SHARED = ("split_hash", "fold", "regions")
-"""Settings that all run folders must have alike: else they were trained, or are scored, on other cases."""
+EXTENSIONS = 2  # how often a search goes on beyond its range
+UNEQUAL = 1.1  # times more that one run may have spent than another under what counts as one budget
+SHARED = ("split_hash", "fold", "regions")  # of all run folders: else they were trained or scored on other cases
 
 SAME_VARIANT = {
     *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
     *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
 }
 """Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
-
-UNEQUAL = 1.1
-"""Times more that one run may have spent than another under what counts as one budget."""
 
 
 class Evaluation(NamedTuple):
@@ -69,8 +63,7 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    options: Tuple[str, ...]
-    """Of `train`, all but --store and --run; --seed and --steps, or --budget-minutes, are among them."""
+    options: Tuple[str, ...]  # of `train`, all but --store and --run; with --seed and --steps or --budget-minutes
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -99,13 +92,8 @@ class RunFailedError(InputError):
 
     def __init__(self, problem: str, exit_code: int, why: str = "failed"):
         super().__init__(problem)
-        self.exit_code, self.why = exit_code, why
-        """In a few words, without paths."""
-
-    @property
-    def diverged(self) -> bool:
-        """Whether numbers were not finite: the same run would end so again."""
-        return self.exit_code == DivergedError.exit_code
+        self.exit_code, self.why = exit_code, why  # in a few words, without paths
+        self.diverged = exit_code == DivergedError.exit_code  # the same run would end so again
 
 
 @dataclass(frozen=True)
@@ -118,8 +106,7 @@ class Runner:
     store: Path
     out: Path
     evaluation: Evaluation
-    force: bool = False
-    """Train although memory may not hold it."""
+    force: bool = False  # train although memory may not hold it
 
     def carry_out(self, runs: Sequence[PlannedRun], *, score: bool = True, keep_going: bool = False) -> List[Failed]:
         """Train and score all of `runs`, in their order.
@@ -174,9 +161,8 @@ def is_trained(run: PlannedRun) -> bool:
 
 
 def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = None) -> bool:
-    """Whether a run has scores of this kind, younger than its weights, of the network applied as it was trained.
-
-    They are looked for in the folder `scored`, by default the run's own. All METRICS must be among them.
+    """Whether `scored`, by default the run's own folder, holds scores of this kind, with all METRICS, younger than the
+    run's weights and of the network applied as it was trained.
     """
     path, weights = scores_path(scored or run, evaluation.split), run / "checkpoints" / "best.npz"
     try:
@@ -241,9 +227,9 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, 
     ]
     if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
         most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
-        words = [
+        words = (
             f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
-        ]
+        )
         problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
     refuse(problems)
     found, names, seeds = [], {}, {}
@@ -281,8 +267,8 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
 # --- The search for a learning rate ---
 
 
+# Learning rate -> best mean Dice of a short run on the validation cases; None where the loss diverged.
 Trials = Dict[float, Optional[float]]
-"""Learning rate -> best mean Dice of a short run on the validation cases; None where the loss diverged."""
 
 
 def by_dice(trials: Trials) -> List[float]:

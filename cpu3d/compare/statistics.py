@@ -30,18 +30,10 @@ from cpu3d.training.run_log import read_events
 from cpu3d.util.records import number, seconds
 
 RESAMPLES = 10_000
-
-SEED = 20_201
-"""Of the resamples: the same values give the same interval."""
-
-EQUAL = 1e-9
-"""A case whose difference is no larger is equal."""
-
-MEAN = "mean"
-"""In the place of a region's name: the mean over the regions."""
-
-Scores = Dict[str, Dict[str, Dict[str, float]]]
-"""Region, or MEAN, -> metric -> case id -> value."""
+SEED = 20_201  # of the resamples: the same values give the same interval
+EQUAL = 1e-9  # a case whose difference is no larger is equal
+MEAN = "mean"  # in the place of a region's name: the mean over the regions
+Scores = Dict[str, Dict[str, Dict[str, float]]]  # region, or MEAN, -> metric -> case id -> value
 
 
 def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_better: bool = True) -> Dict[str, Any]:
@@ -90,11 +82,8 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     return float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds))) if sd > EQUAL else 0.0
 
 
-def bootstrap_mean(values: np.ndarray, *, share: float = 0.95) -> Optional[Tuple[float, float]]:
-    """The interval of the mean of `values` (seeds, cases) that holds `share` of the resamples' means.
-
-    None where there is a single value, of which no resample can differ.
-    """
+def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
+    """The 95 % bootstrap interval of the mean of `values` (seeds, cases); None for a single value."""
     values = np.asarray(values, float)
     seeds, cases = values.shape
     if values.size == 1:
@@ -106,7 +95,7 @@ def bootstrap_mean(values: np.ndarray, *, share: float = 0.95) -> Optional[Tuple
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=RESAMPLES) / seeds
     of_cases = rng.multinomial(cases, np.full(cases, 1 / cases), size=RESAMPLES) / cases
     means = ((of_seeds @ values) * of_cases).sum(1)
-    low, high = np.quantile(means, ((1 - share) / 2, (1 + share) / 2))
+    low, high = np.quantile(means, ((1 - 0.95) / 2, (1 + 0.95) / 2))
     return float(low), float(high)
 
 
@@ -124,8 +113,7 @@ class Cost(NamedTuple):
 
     label: str
     show: Callable[[float], str]
-    of: Callable[[Sequence[float]], float] = statistics.median
-    """How those of the seeds become one: times by the middle one, memory by the most."""
+    of: Callable[[Sequence[float]], float] = statistics.median  # of the seeds; memory by the most
 
 
 def millions(voxels: float) -> str:
@@ -166,14 +154,11 @@ class RunResult:
     variant: str
     seed: int
     scores: Scores
-    costs: Dict[str, Optional[float]]
-    """By COSTS; None is not known."""
+    costs: Dict[str, Optional[float]]  # by COSTS; None is not known
     folder: Path = Path()
     config: RunConfig = field(default_factory=RunConfig)
-    curve: Tuple[Point, ...] = ()
-    """The validations, in order."""
-    host: Dict[str, Any] = field(default_factory=dict)
-    """Of the last attempt, from the log; empty where it does not say."""
+    curve: Tuple[Point, ...] = ()  # the validations, in order
+    host: Dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty where the log does not say
 
 
 def read_run(
@@ -220,15 +205,11 @@ def with_mean(scores: Scores) -> Scores:
 class Comparison:
     """Runs grouped by variant."""
 
-    runs: Dict[str, List[RunResult]]
-    """Variant -> its runs by seed. The first variant is the baseline."""
+    runs: Dict[str, List[RunResult]]  # variant -> its runs by seed; the first variant is the baseline
     cases: List[str]
-    """Scored in every run."""
-    regions: List[str]
-    """With the mean over them last, where there are several: it stands for all."""
+    regions: List[str]  # where there are several, with the mean over them last
     metrics: List[str]
-    failed: Tuple[Failed, ...] = ()
-    """Runs that are not among `runs`, and why."""
+    failed: Tuple[Failed, ...] = ()  # runs that are not among `runs`, and why
 
     @property
     def baseline(self) -> str:

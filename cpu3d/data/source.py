@@ -100,9 +100,9 @@ def volume_dataset(
     your own, which must hold that much. Raises InputError for arguments out of range and unknown names, for an empty
     split, cases without labels, and files that are damaged.
     """
-    asked, size = Stream(**stream), _volume_size(store, grid, extent, multiple)
+    chosen, size = Stream(**stream), _volume_size(store, grid, extent, multiple)
     # What lies around the middle of the extent, and is as large as the largest of them, is a whole volume.
-    return _dataset(store, asked, PatchSampling(size, "centre", extent=extent, seed=asked.seed, shuffle=shuffle))
+    return _dataset(store, chosen, PatchSampling(size, "centre", extent=extent, seed=chosen.seed, shuffle=shuffle))
 
 
 def patch_dataset(
@@ -124,10 +124,10 @@ def patch_dataset(
     extent, rounded up to `multiple`, one case after another. `PatchSampling` says what `sampling`, `foreground` and
     `overlap` mean, and `patch_at` which patch comes at a position. All else is as for `volume_dataset`.
     """
-    asked = Stream(**stream)
-    how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": asked.seed}
-    drawn = patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=asked.regions, **how)
-    return _dataset(store, asked, drawn, patches=True)
+    chosen = Stream(**stream)
+    how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": chosen.seed}
+    drawn = patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=chosen.regions, **how)
+    return _dataset(store, chosen, drawn, patches=True)
 
 
 def patch_sampling(
@@ -160,22 +160,22 @@ def finish_of(
     return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
 
 
-def _dataset(store: Store, asked: Stream, sampling: PatchSampling, patches: bool = False) -> tf.data.Dataset:
+def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: bool = False) -> tf.data.Dataset:
     """The samples at `start` to `stop`."""
-    records = labelled(store, asked.split)
-    picked = _pick("channels", asked.channels, store.manifest.channels)
-    finish = finish_of(store, regions=asked.regions, augment=asked.augment, dtype=asked.dtype)
-    share, size, epoch = asked.share, sampling.shape, len(records) * sampling.per_case
-    stop = epoch - epoch % (share.batch or 1) if asked.stop is None else asked.stop
-    own = share.indices(asked.start, max(stop, asked.start))
-    how = {"augment": asked.augment, "samples": own, "threads": asked.threads, "share": share}
-    load = Loader(_reading(store, asked, patches), records, sampling, **how)
+    records = labelled(store, chosen.split)
+    picked = _pick("channels", chosen.channels, store.manifest.channels)
+    finish = finish_of(store, regions=chosen.regions, augment=chosen.augment, dtype=chosen.dtype)
+    share, size, epoch = chosen.share, sampling.shape, len(records) * sampling.per_case
+    stop = epoch - epoch % (share.batch or 1) if chosen.stop is None else chosen.stop
+    own = share.indices(chosen.start, max(stop, chosen.start))
+    how = {"augment": chosen.augment, "samples": own, "threads": chosen.threads, "share": share}
+    load = Loader(_reading(store, chosen, patches), records, sampling, **how)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
     def sample(index):
         box = {**box_of(index), "channels": picked}
-        if not asked.finished:
+        if not chosen.finished:
             return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in padded(box).items()}
         image, target = finish.from_box(box)
         return tf.ensure_shape(image, (*size, channels)), tf.ensure_shape(target, (*size, len(finish.codes)))
@@ -184,24 +184,24 @@ def _dataset(store: Store, asked: Stream, sampling: PatchSampling, patches: bool
     options.autotune.enabled = False  # its memory budget is half of the host's RAM
     options.deterministic = True
     options.experimental_optimization.inject_prefetch = False
-    options.threading.private_threadpool_size = int(asked.threads)
+    options.threading.private_threadpool_size = int(chosen.threads)
     options.threading.max_intra_op_parallelism = 1
     dataset = tf.data.Dataset.range(own.start, own.stop)
-    dataset = dataset.map(sample, num_parallel_calls=int(asked.threads) if asked.threads > 1 else None)
-    if asked.batch > 1:
-        dataset = dataset.batch(asked.batch, drop_remainder=True)
-    elif asked.finished:  # batching copies; a batch of one needs only another axis
+    dataset = dataset.map(sample, num_parallel_calls=int(chosen.threads) if chosen.threads > 1 else None)
+    if chosen.batch > 1:
+        dataset = dataset.batch(chosen.batch, drop_remainder=True)
+    elif chosen.finished:  # batching copies; a batch of one needs only another axis
         dataset = dataset.map(lambda image, target: (image[None], target[None]))
     else:
         dataset = dataset.map(lambda raw: {name: part[None] for name, part in raw.items()})
     return dataset.prefetch(1).with_options(options)
 
 
-def _reading(store: Store, asked: Stream, patches: bool) -> Reading:
-    found = asked.read_mode
+def _reading(store: Store, chosen: Stream, patches: bool) -> Reading:
+    found = chosen.read_mode
     if not isinstance(found, Reading):
-        how = {"free_bytes": read_host().free_bytes, "read_mode": found, "patches": patches, "share": asked.share}
-        return open_reading(store, (asked.split,), **how)
+        how = {"free_bytes": read_host().free_bytes, "read_mode": found, "patches": patches, "share": chosen.share}
+        return open_reading(store, (chosen.split,), **how)
     if found.reader.folder != store.folder:
         raise InputError(
             f"read_mode must be a Reading of {store.folder}, got one of {found.reader.folder}; open another"

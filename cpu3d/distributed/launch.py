@@ -50,7 +50,7 @@ from memory_estimator.schema import add_options, arguments, option
 from memory_estimator.units import format_seconds
 
 PORT = 29500
-"""Of the first worker on each host where there are several hosts and nothing else is said: all have to know it."""
+"""Of the first worker on each host where there are several hosts and none is chosen: all have to know it."""
 
 
 @dataclass(frozen=True)

@@ -93,15 +93,15 @@ def supervise(
 
     def watch(hanging: Mapping[int, str]) -> None:
         """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
-        said = False
+        is_printed = False
         while True:
             left, now = [worker for worker in workers if not worker.has_ended()], time.monotonic()
             if not left:
                 return
             failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
-            if failed and not said:
+            if failed and not is_printed:
                 say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
-            said = bool(failed)
+            is_printed = bool(failed)
             for worker in left:
                 if any(now - other.ended_s >= patience.settle_s for other in failed):
                     worker.ask_to_end()
@@ -136,14 +136,14 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
     Raises InputError where they go on for `most_s` and three of their steps, as those of a run that lives do.
     """
-    began_s, said = time.monotonic(), False
+    began_s, is_printed = time.monotonic(), False
     while left := _beats_here(run):
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
         if time.monotonic() - began_s > most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
-        if not said:
+        if not is_printed:
             say(f"launch: waiting for {names} of an earlier attempt to end")
-        said = True
+        is_printed = True
         time.sleep(0.2)
 
 

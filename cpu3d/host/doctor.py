@@ -107,7 +107,7 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
     least, most = format_bytes(min(near)), format_bytes(max(near))
-    found = {  # name -> a problem, if there is one, and what is said without
+    found = {  # name -> a problem, if there is one, and what is printed without
         "CPU quota": (quota and f"{quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound", "none"),
         "CPU mask": (
             max(sockets) > LOPSIDED * min(sockets) and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",

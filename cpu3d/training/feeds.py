@@ -50,7 +50,7 @@ class Feeds:
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
 
-        `watch` is told when one is waited for, and when it has come.
+        `watch` is called when one is waited for, and when it has come.
         """
         config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}

@@ -353,7 +353,7 @@ class Fit:
         return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
 
     def _restore(self) -> List[str]:
-        """Take up the newest whole checkpoint, which the chief reads for all; returns what is to be said of it."""
+        """Take up the newest whole checkpoint, which the chief reads for all; returns a line about it."""
         found = newest(self.folder) if self._exchange.is_chief else None
         if found:
             try:

@@ -33,7 +33,7 @@ class Outcome:
     dice: np.ndarray
     """(batch, R) soft Dice before the update."""
     notes: np.ndarray
-    """(workers,) what each worker has said besides."""
+    """(workers,) each worker's `note`."""
     exchange_s: float = 0.0
     """Of summing the workers' gradients, waiting for the slowest included."""
 
@@ -75,7 +75,7 @@ class Learner:
         """One optimizer step on this worker's next parts of the batch, which are taken one after another.
 
         A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
-        gradients are there; all workers are told. With a loss that is not finite no worker updates its weights.
+        gradients are there; all workers get it. With a loss that is not finite no worker updates its weights.
         Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
         WorkersDifferError where one has other weights than the chief.
         """

@@ -32,8 +32,8 @@ def validate(
 ) -> Tuple[Optional[Validation], int]:
     """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then.
 
-    `phase` is told of each volume. `wish` is asked what should stop the run, 0 for nothing, and the answer, the same on
-    all workers, is returned too: one that is alone breaks off between two volumes, with no scores; several finish.
+    `phase` is called for each volume. `wish` gives what should stop the run, 0 for nothing; the answer, the same on all
+    workers, is returned too: one that is alone breaks off between two volumes, with no scores; several finish.
     Raises WorkerLostError where another worker is gone.
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs

@@ -239,7 +239,7 @@ class Guard(Unguarded):
         self.now.checkpoint_step, self.now.checkpoint_time = step, time.time()
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
-        """Note how the run ends. Without it that is told by the exception which leaves the block, if any."""
+        """Note how the run ends. Without it the exception which leaves the block says so, if any."""
         self.phase("ended")
         self.now.reason, self.now.exit_code = reason, exit_code
         self._changed.set()

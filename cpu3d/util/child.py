@@ -113,13 +113,13 @@ def last_step(run: Path) -> int:
     return 0
 
 
-def worker_count(asked: Optional[int]) -> int:
-    """`asked`, or one worker per core that this process may use. Raises InputError below 1."""
-    if asked is None:
+def worker_count(requested: Optional[int]) -> int:
+    """`requested`, or one worker per core that this process may use. Raises InputError below 1."""
+    if requested is None:
         return len(os.sched_getaffinity(0))
-    if asked < 1:
-        raise InputError(f"--workers must be at least 1, got {asked}; leave it away for one per core")
-    return asked
+    if requested < 1:
+        raise InputError(f"--workers must be at least 1, got {requested}; leave it away for one per core")
+    return requested
 
 
 def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Tuple[Any, Any]]:

@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_estimator.step.allocator import (
-    MIB,
-    SMALL_BYTES,
-    Allocator,
-    NoRegionError,
-    fits_regions,
-    region_bytes,
-    use,
-)
+from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, NoRegionError, fits_regions, region_bytes, use
 from memory_estimator.step.program import Program, StepOp, Tensor, rounded
 from models.config import UNetConfig
 

@@ -7,15 +7,7 @@ import json
 import pytest
 
 from cpu3d.settings import RunConfig, load_config, recipe_config, save_config
-from memory_estimator.job import (
-    RECIPES,
-    Job,
-    JobOptions,
-    job_from,
-    job_of_run,
-    notes_on_run,
-    policy_is_open,
-)
+from memory_estimator.job import RECIPES, Job, JobOptions, job_from, job_of_run, notes_on_run, policy_is_open
 from memory_estimator.schema import add_options
 from models.config import UNetConfig
 
@@ -58,13 +50,8 @@ def test_every_option_reaches_the_job():
 
 
 def test_volumes_at_a_time_are_one_or_with_batch_norm_all_unless_asked_for():
-    for norm, micro_batch, micro in (
-        ("instance", 0, 1),
-        ("none", 0, 1),
-        ("batch", 0, 6),
-        ("batch", 2, 2),
-        ("none", 3, 3),
-    ):
+    jobs = (("instance", 0, 1), ("none", 0, 1), ("batch", 0, 6), ("batch", 2, 2), ("none", 3, 3))
+    for norm, micro_batch, micro in jobs:
         job = Job(UNetConfig(norm=norm), (64, 64, 64), batch=6, micro_batch=micro_batch)
         assert (job.micro, job.parts, job.voxels) == (micro, 6 // micro, micro * 64**3)
 

@@ -106,6 +106,11 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a config.json"),
         ("--batch 2", "shape must be given, got none"),
+        ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
+        ("--shape 64 64 64 --hosts 0", "hosts must be at least 1, got 0"),
+        ("--shape 64 64 64 --hosts 2 --link 25Gb/s", "rate must be a positive number with its unit, got '25Gb/s'"),
+        ("--shape 64 64 64 --hosts 2 --step-s 0", "step_s must be above 0, got 0"),
+        ("--shape 64 64 64 --hosts 2 --plan", "--hosts must stand without --plan and --gpu-memory"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):

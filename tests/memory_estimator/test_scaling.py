@@ -176,23 +176,6 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
-        ("--hosts 0", "hosts must be at least 1, got 0"),
-        ("--hosts 2 --link 25Gb/s", "rate must be a positive number with its unit, got '25Gb/s'"),
-        ("--hosts 2 --step-s 0", "step_s must be above 0, got 0"),
-        ("--hosts 2 --plan", "--hosts must stand without --plan and --gpu-memory"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_printed(options, problem, capsys):
-    assert main(f"{SMALL} {options}".split()) == 2
-    printed = capsys.readouterr()
-    assert problem in printed.err
-    assert printed.out == ""
-
-
 @pytest.mark.parametrize(("column", "threads", "kind"), [(0, 2, "avx512_bf16"), (1, 56, "amx")])
 def test_the_published_scale_out_stands_in_the_docs(column, threads, kind, capsys):
     ask = f"--recipe brats-regions --engine itex --policy speed --threads {threads} --calibration {kind}"

@@ -7,17 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from memory_estimator.job import Job
-from memory_estimator.validation import (
-    RESERVE_SHARE,
-    Measured,
-    compare,
-    digest,
-    job_from,
-    main,
-    read_measured,
-    spread,
-    targets,
-)
+from memory_estimator.validation import RESERVE_SHARE, Measured, compare, digest, main, read_measured, spread, targets
 from models.config import UNetConfig
 
 GIB = 2**30
@@ -76,7 +66,8 @@ def test_a_record_is_read_as_the_job_that_really_ran(read):
     assert (one.host, one.isa, one.date, one.held_out) == ("some CPU", ("avx",), "2026-11-20", False)
     assert other.failure == "exited with -9"
     assert compare([other], None) == []
-    assert job_from({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"}).engine == "stock"
+    (stock,) = read({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"})
+    assert stock.job.engine == "stock"
 
 
 @pytest.mark.parametrize(

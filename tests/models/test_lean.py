@@ -166,8 +166,3 @@ def test_a_network_comes_back_from_its_configuration_and_weights(policy):
     np.testing.assert_array_equal(again(image), model(image))
     # A leaner head's filter gradient is by planes.
     assert {one.by_planes for one in again.layers if one.name == "head"} == {policy == "lean"}
-
-
-def test_a_block_of_a_decoder_that_makes_its_maps_again_is_refused():
-    with pytest.raises(ValueError, match="keeps_hidden must be true for a decoder's block, got False"):
-        LeanBlock(UNetConfig(), (4, 4), keeps_hidden=False, up_width=4)

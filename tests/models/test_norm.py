@@ -74,10 +74,3 @@ def test_as_a_function_of_its_weights_it_is_the_layer_in_training(norm, samples,
         layer.move(*statistics)
         assert not np.allclose(by_training[2:], first[2:])
         np.testing.assert_allclose(layer.get_weights(), by_training, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("norm", "dtype"), [("instance", tf.float32), ("batch", tf.float32), ("none", tf.bfloat16)])
-def test_in_bfloat16_the_bias_is_read_in_it_and_the_norms_weights_in_float32(norm, dtype):
-    layer = NormActivation(norm, dtype="mixed_bfloat16")
-    layer.build((1, *GRID, 5))
-    assert {value.dtype for value in layer.values()} == {dtype}

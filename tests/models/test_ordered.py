@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.ordered import Convolution, Join, ShortcutSum, UpConvolution, add_bias
+from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
 
 layers = tf.keras.layers
 
@@ -45,17 +45,6 @@ def test_outputs_and_gradients_are_those_of_the_keras_layer(ours, keras, channel
         found.append([output, *tape.gradient(weighted, [*inputs, *layer.trainable_weights])])
     for mine, theirs in zip(*found):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_bias_is_added_to_every_voxel_and_its_gradient_is_the_sum_over_them():
-    maps, bias = tf.reshape(tf.range(12.0), (1, 1, 2, 3, 2)), tf.constant([10.0, 20.0])
-    with tf.GradientTape() as tape:
-        tape.watch([maps, bias])
-        output = add_bias(maps, bias)
-    to_maps, to_bias = tape.gradient(output, [maps, bias], maps**2)
-    np.testing.assert_array_equal(output, maps + bias)
-    np.testing.assert_array_equal(to_maps, maps**2)
-    np.testing.assert_array_equal(to_bias, [0 + 4 + 16 + 36 + 64 + 100, 1 + 9 + 25 + 49 + 81 + 121])
 
 
 def operations(layer, *shapes):

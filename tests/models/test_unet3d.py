@@ -16,15 +16,6 @@ def test_a_sample_is_computed_alike_alone_and_in_a_batch():
     np.testing.assert_allclose(pair(x)[1:], single(x[1:]), rtol=1e-4, atol=1e-5)
 
 
-def test_upsampling_then_convolving_is_what_the_cheap_order_computes():
-    x = tf.constant(np.random.default_rng(3).normal(size=(1, 2, 3, 4, 6)).astype("f4"))
-    kernel = tf.constant(np.random.default_rng(4).normal(size=(1, 1, 1, 6, 2)).astype("f4"))
-    double = tf.keras.layers.UpSampling3D(2)
-    late = tf.nn.conv3d(double(x), kernel, (1, 1, 1, 1, 1), "SAME")
-    early = double(tf.nn.conv3d(x, kernel, (1, 1, 1, 1, 1), "SAME"))
-    np.testing.assert_allclose(late, early, rtol=1e-5, atol=1e-5)
-
-
 def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weights_in_float32():
     config = UNetConfig(filters=2, depth=4, deep_supervision=True, dtype="bfloat16")
     model = build_unet3d(config, (16, 16, 8), batch_size=1)

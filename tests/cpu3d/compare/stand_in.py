@@ -38,6 +38,7 @@ def main(template: Path, command: str, *words: str) -> int:
     args = parser.parse_args(words)
     with (template.parent / "calls.txt").open("a") as file:
         file.write(f"{command} {args.run.name}\n")
+    (template.parent / "environ").write_text("\n".join(os.environ))
     return evaluate(template, args) if command == "evaluate" else train(template, args)
 
 
@@ -47,7 +48,7 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
     path = target / "evaluation" / "scores.json"
     scores = json.loads(path.read_text())
     window = list(config.grid) if config.is_patch else None
-    how = {"window": window, "one_pass": not config.is_patch, "overlap": 0.5, "flips": False}
+    how = {**scores["inference"], "window": window, "one_pass": not config.is_patch}
     path.write_text(json.dumps({**scores, "inference": how, "tolerance_mm": args.tolerance}))
     return 0
 

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from cpu3d.compare.statistics import (
     read_run,
     seed_bound,
 )
-from cpu3d.data.region import grid_size
 from cpu3d.errors import InputError
 
 BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases; sums are exact in binary
@@ -42,12 +40,6 @@ def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are
 def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
     """Means of (0, 1): 0 and 1 a quarter of the time each, 1/2 else: 2.5 % and 97.5 % are the ends."""
     assert bootstrap_mean(np.array([[0.0, 1.0]])) == (0, 1)
-
-
-def test_values_that_do_not_pair_are_refused():
-    for values in (np.zeros((2, 2)), np.zeros((0, 3)), np.zeros(3)):
-        with pytest.raises(ValueError, match="seeds, cases"):
-            paired_difference(values, BASE)
 
 
 def test_the_bound_of_the_seeds_is_students():
@@ -84,7 +76,6 @@ def test_the_first_variant_is_what_others_are_paired_with(make_run):
     assert (off["dice"]["mean"], off["dice"]["interval"], off["dice"]["worse"]) == (-1, (-1, -1), 2)
     assert (off["hd95_mm"]["mean"], off["hd95_mm"]["worse"]) == (1, 2), "a voxel of 1 mm along X"
     assert found["variants"]["off"]["costs"]["train_peak_bytes"] == 3 * 2**30
-    json.dumps(found, allow_nan=False)
 
 
 def test_only_seeds_that_both_have_are_paired_and_failed_runs_are_named(make_run):
@@ -121,7 +112,6 @@ def test_costs_are_those_of_the_log(make_run, tiny_store, tmp_path):
     costs = read_run("patch", 0, make_run("patch", **PATCH), "test", store=tiny_store).costs
     assert (costs["steps"], costs["voxels"]) == (4, 4 * 2 * 512)
     assert (costs["step_s"], costs["steps_s"]) == (1.5, 9 + 3 * 1.5)
-    assert grid_size(tiny_store, extent="brain", multiple=16) == (16, 16, 16)
     assert costs["case_train_s"] == 1.5 / (2 * 512) * 16**3
     assert (costs["train_s"], costs["validation_s"], costs["core_hours"]) == (36, 1.0, 36 * 2 / 3600)
     assert (costs["train_peak_bytes"], costs["allocator_peak_bytes"]) == (3 * 2**30, None)

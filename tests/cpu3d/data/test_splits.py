@@ -50,12 +50,10 @@ def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
     assert sum(map(len, owners)) == len(set(patients.values()))
 
 
-def test_too_few_patients_are_refused_with_the_way_out():
-    with pytest.raises(InputError, match=r"at least 3 patients, got 2; .*--split 1 0 0"):
-        split_cases({"a": "p", "b": "p", "c": "q"}, fractions=THIRDS, seed=0)
-    for fractions in ((0, 0, 0), (1, -1, 1), (float("nan"), 1, 1)):
-        with pytest.raises(InputError, match="--split must be three shares"):
-            split_cases(one_each(9), fractions=fractions, seed=0)
+@pytest.mark.parametrize("fractions", [(0, 0, 0), (1, -1, 1), (float("nan"), 1, 1)])
+def test_what_are_no_shares_is_refused(fractions):
+    with pytest.raises(InputError, match="--split must be three shares"):
+        split_cases(one_each(9), fractions=fractions, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import json
 
-import numpy as np
 import pytest
 
 from cpu3d.data import store as store_module
@@ -29,20 +28,11 @@ def small_store(tmp_path, write_nifti, tiny_image, tiny_label, manifest_of):
     return folder, manifest
 
 
-def test_images_and_labels_are_whole_grids_read_only(small_store, tiny_image, tiny_label):
-    folder, manifest = small_store
-    store = open_store(folder)
-    assert store.manifest == manifest
-    for array, expected in ((store.image("a")[..., 0], tiny_image(ord("a"))), (store.label("a"), tiny_label(1))):
-        assert array.dtype == expected.dtype
-        assert np.array_equal(array, expected)
-        assert not array.flags.writeable
-    with pytest.raises(InputError, match="case b must have a label"):
-        store.label("b")
-
-
 def test_a_check_names_every_damaged_file_at_once_and_reads_no_voxel(small_store):
     folder, manifest = small_store
+    assert not open_store(folder).label("a").flags.writeable
+    with pytest.raises(InputError, match="case b must have a label"):
+        open_store(folder).label("b")
     open_store(folder).check(manifest.cases)
     (folder / "cases/a.x.npy").unlink()
     (folder / "cases/a.y.npy").write_bytes(b"")
@@ -82,7 +72,7 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(small_store
         open_store(folder)
 
 
-def test_a_manifest_that_was_edited_is_refused(small_store):
+def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
     folder, manifest = small_store
     write_store(folder, remake(manifest, regions={"all": (1,), "none": (0,)}))
     open_store(folder)
@@ -90,10 +80,15 @@ def test_a_manifest_that_was_edited_is_refused(small_store):
     turned = dict(reversed(content["regions"].items()))
     for change in ({"largest_box": [1, 1, 1]}, {"regions": turned}, {"sha256": ""}, {"split_seed": float("nan")}):
         (folder / "manifest.json").write_text(json.dumps({**content, **change}))
-        with pytest.raises(
-            InputError, match=r"manifest\.json must be as it was written, got an edited one; restore it"
-        ):
+        with pytest.raises(InputError, match=r"must be as it was written, got an edited one; restore it"):
             open_store(folder)
+    for other in ('{"schema": 2', '["no object"]', "7", "{}"):
+        (folder / "manifest.json").write_text(other)
+        with pytest.raises(InputError, match="complete JSON"):
+            open_store(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(InputError, match="found none"):
+        open_store(folder)
 
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
@@ -111,24 +106,3 @@ def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_
     opened = open_store(folder)
     assert opened.manifest.name == "name 1"
     assert list(opened.manifest.cases) == list(manifest.cases)
-
-
-def test_a_store_without_a_whole_manifest_is_refused(small_store):
-    folder, _ = small_store
-    for content in ('{"schema": 2', '["no object"]', "7", "{}"):
-        (folder / "manifest.json").write_text(content)
-        with pytest.raises(InputError, match="complete JSON"):
-            open_store(folder)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(InputError, match="found none"):
-        open_store(folder)
-
-
-def test_a_new_manifest_takes_the_old_ones_place_and_open_stores_go_on(small_store):
-    folder, manifest = small_store
-    before = open_store(folder)
-    write_store(folder, remake(manifest, cases=manifest.cases[:1], split=ALONE))
-    assert len(list(folder.glob("*cases*.*"))) == 1
-    assert len(open_store(folder).manifest.cases) == 1
-    assert before.case("b") == manifest.cases[1]
-    assert list(before.manifest.cases) == list(manifest.cases)

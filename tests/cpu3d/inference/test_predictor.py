@@ -32,7 +32,8 @@ def test_a_window_as_large_as_the_volume_is_one_pass(phantom_store, networks):
 
 def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_it(phantom_store, networks):
     record = phantom_store.cases("test")[0]
-    middle = Region(tuple(a + n // 2 - want // 2 for a, n, want in zip(*_box(record), (12, 20, 10))), (12, 20, 10))
+    box, size = record.box, (12, 20, 10)
+    middle = Region(tuple(a + n // 2 - want // 2 for a, n, want in zip(box.start, box.size, size)), size)
     image = crop(np.asarray(phantom_store.image(record.case_id)), middle)
     small = dataclasses.replace(record, shape=image.shape[:3], box=whole(image.shape[:3]))
     predictor = networks(window=(16, 16, 16))
@@ -43,10 +44,6 @@ def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_i
     padded = dataclasses.replace(record, shape=region.size, box=whole(region.size))
     around = predictor.probabilities(crop(image, region), padded)
     np.testing.assert_array_equal(answers, crop(around, Region(tuple(-n for n in region.start), image.shape[:3])))
-
-
-def _box(record):
-    return record.box.start, record.box.size
 
 
 def test_the_mean_over_mirror_images_undoes_each_mirror():

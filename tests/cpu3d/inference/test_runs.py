@@ -151,15 +151,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     assert joined([three]) is three
 
 
-def test_a_case_held_out_is_answered_by_its_own_fold_alone(tiny_store):
-    both = Ensemble([fake(sure=0.9), fake(sure=0.1)], [("a", "c"), ("b",)])
-    for case_id, most in (("a", 0.9), ("b", 0.1), ("c", 0.9)):
-        answer = both.probabilities(tiny_store.image(case_id), tiny_store.case(case_id))
-        assert answer.max() == pytest.approx(most)
-    with pytest.raises(KeyError, match="d"):
-        both.probabilities(tiny_store.image("d"), tiny_store.case("d"))
-
-
 @pytest.mark.parametrize("some_folds", [False, True])
 @pytest.mark.parametrize(
     ("folds", "problem"),

@@ -24,24 +24,12 @@ def head(shape=(24, 30, 20)):
     return image
 
 
-def near(picture, colour, tolerance=0.12):
-    """Where a picture shows a colour, undiluted."""
-    return np.abs(picture - matplotlib.colors.to_rgb(colour)).max(axis=-1) < tolerance
-
-
 def test_the_patients_right_and_anterior_are_on_the_left_and_anterior_and_superior_on_top():
     volume, at = np.zeros((4, 5, 6)), (1, 2, 3)
     volume[3, 2, 3], volume[1, 4, 3], volume[1, 2, 5] = 1, 2, 3  # right, anterior, superior
-    axial, coronal, sagittal = (pictures.plane_of(volume, view, at) for view in pictures.VIEWS)
-    assert axial.shape == (5, 4)
-    assert axial[2, 0] == 1
-    assert axial[0, 2] == 2
-    assert coronal.shape == (6, 4)
-    assert coronal[2, 0] == 1
-    assert coronal[0, 2] == 3
-    assert sagittal.shape == (6, 5)
-    assert sagittal[2, 0] == 2
-    assert sagittal[0, 2] == 3
+    planes = [pictures.plane_of(volume, view, at) for view in pictures.VIEWS]  # axial, coronal, sagittal
+    assert [plane.shape for plane in planes] == [(5, 4), (6, 4), (6, 5)]
+    assert [(plane[2, 0], plane[0, 2]) for plane in planes] == [(1, 2), (1, 3), (2, 3)]
 
 
 def test_an_overlay_shows_red_left_of_blue_when_the_prediction_lies_to_the_patients_right():
@@ -49,7 +37,8 @@ def test_an_overlay_shows_red_left_of_blue_when_the_prediction_lies_to_the_patie
     truth[5:9, 10:20, 8:12], prediction[15:19, 10:20, 8:12] = True, True
     picture = pixels(overlay(head(), truth, prediction, (1, 1, 1)))
     axial = picture[: int(picture.shape[0] * 0.9), : picture.shape[1] // 3]  # without the legend
-    red, blue = (np.argwhere(near(axial, colour))[:, 1].mean() for colour in (PREDICTION_ONLY, TRUTH_ONLY))
+    colours = (matplotlib.colors.to_rgb(name) for name in (PREDICTION_ONLY, TRUTH_ONLY))
+    red, blue = (np.argwhere(np.abs(axial - colour).max(-1) < 0.12)[:, 1].mean() for colour in colours)
     assert red < blue
 
 

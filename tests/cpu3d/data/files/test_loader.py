@@ -1,20 +1,14 @@
 """What a loader brings into memory ahead and gives back, and for how long it stays."""
 
-import ctypes
 import dataclasses
-import mmap
-import os
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cpu3d.data.augment import NO_AUGMENT
-from cpu3d.data.files.arrays import give_back
 from cpu3d.data.files.loader import BOX, Loader, open_reading
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import array_path
 from cpu3d.data.region import Region
 from cpu3d.data.sampling import PatchSampling
 from cpu3d.data.store import open_store, write_store
@@ -88,35 +82,3 @@ def test_what_stays_in_memory_is_the_first_that_the_budget_holds(tmp_path, store
     for free_bytes, kept in ((0, ""), (6 * size_bytes, "abc"), (12 * size_bytes, "abcdef")):
         reading = open_reading(open_store(tmp_path), ("train", "val"), free_bytes=free_bytes, read_mode="mmap")
         assert reading.kept == set(kept)
-
-
-def share_in_memory(path):
-    """Of a file's pages, the share that the kernel holds."""
-    vector = np.zeros(-(-path.stat().st_size // mmap.PAGESIZE), np.uint8)
-    with open(path, "rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    address, to = ctypes.c_void_p(content.ctypes.data), ctypes.c_void_p(vector.ctypes.data)
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(content.size), to) == 0
-    return (vector & 1).mean()
-
-
-@pytest.mark.parametrize(("mode", "kind"), [("mmap", "npy"), ("pread", "b2nd"), ("ram", "npy")])
-def test_a_reader_brings_in_what_it_is_advised_and_gives_it_back(tmp_path, stored_case, mode, kind):
-    image = np.random.default_rng(0).integers(0, 30000, (64, 64, 64, 2)).astype(np.int16)
-    record = stored_case(tmp_path, image, image[..., 0].astype(np.uint8), kind=kind)
-    paths = [array_path(tmp_path, record, part) for part in "xy"]
-    for path in paths:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            give_back(file.fileno())
-        if share_in_memory(path):
-            pytest.skip("the pages of this file system cannot be dropped")
-    reader = Reader(tmp_path, mode)
-    reader.advise(record, (slice(0, 8), slice(0, 64), slice(0, 64)))
-    low, high = (0.05, 0.9) if mode == "mmap" else (1, 1)
-    until = time.monotonic() + 10  # what is asked for may still be on its way
-    while not all(low <= share_in_memory(path) <= high for path in paths):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    reader.give_back(record)
-    assert not any(map(share_in_memory, paths))

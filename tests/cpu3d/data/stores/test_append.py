@@ -15,6 +15,7 @@ from cpu3d.data.stores.upkeep import append, deal_cases
 from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.conftest import repeat_entries
+from tests.cpu3d.data.stores.test_prepare import content_of, cut_after_two
 
 SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))
@@ -36,10 +37,6 @@ def store(data):
     return data / "store"
 
 
-def content_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True, scores=True)])
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
@@ -59,6 +56,7 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert settings_of(store) == settings
     assert verify(store, workers=1) == ()
     assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
+    assert len(list(store.glob("cases-*.jsonl"))) == 1
 
 
 def test_ids_that_stand_for_other_files_are_refused(data, store, write_nifti, tiny_label):
@@ -107,11 +105,6 @@ def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeyp
     shutil.copytree(store, data / "twin")
     append(data / "twin", data / "many", workers=1)
     before, real = open_store(store).manifest, conversion.run_jobs
-
-    def cut_after_two(*given):
-        results = real(*given)
-        yield from (next(results), next(results))
-        raise KeyboardInterrupt
 
     monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
     with pytest.raises(KeyboardInterrupt, match="run the same command again"):

@@ -7,7 +7,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import CHANNELS, CLEARANCE, blind_patch, phantom_case, write_phantom
+from cpu3d.data.stores.phantom import CLEARANCE, blind_patch, phantom_case, write_phantom
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
@@ -16,25 +16,6 @@ SMALL = (40, 48, 36)
 def along(axis, mask):
     """Places along an axis where a mask has a voxel."""
     return np.flatnonzero(mask.any(axis=tuple({0, 1, 2} - {axis})))
-
-
-def test_a_skull_stripped_head_lies_on_zero_background_with_the_tumour_contrasts_of_mri():
-    image, label = phantom_case((120, 120, 78), seed=0, index=0)  # half the usual size
-    brain = image[..., 0] != 0
-    assert (image.dtype, label.dtype) == (np.int16, np.uint8)
-    assert all(np.array_equal(image[..., index] != 0, brain) for index in range(4))
-    extent = [np.ptp(along(axis, brain)) + 1 for axis in range(3)]
-    assert np.allclose(extent, np.array([135, 174, 136]) / 2, rtol=0.1)
-    assert not label[~brain].any()
-
-    def mean(name, where):
-        return image[..., CHANNELS.index(name)][where].mean()
-
-    healthy = brain & (label == 0)
-    assert mean("FLAIR", label == 1) > 1.3 * mean("FLAIR", healthy)
-    assert mean("T2w", label > 0) > 1.2 * mean("T2w", healthy)
-    assert mean("t1gd", label == 3) > 1.6 * mean("t1gd", healthy)
-    assert mean("T1w", label == 2) < 0.8 * mean("T1w", healthy)
 
 
 @pytest.mark.parametrize("shape", [(24, 24, 24), (24, 60, 24)])
@@ -48,6 +29,9 @@ def test_small_shapes_have_all_three_codes(shape):
 def test_what_is_drawn_stays_what_it_was():
     """The numbers of version 1 as it was first written: whoever changes them makes a version 2."""
     image, label = phantom_case(SMALL, seed=5, index=0)
+    assert (image.dtype, label.dtype) == (np.int16, np.uint8)
+    assert all(np.array_equal(image[..., index] != 0, image[..., 0] != 0) for index in range(4))
+    assert not label[image[..., 0] == 0].any()
     assert np.bincount(label.ravel()).tolist() == [68193, 732, 64, 131]
     assert np.allclose(image[image[..., 0] > 0].mean(axis=0), [235.441, 444.287, 284.083, 421.204], atol=0.01)
 
@@ -82,22 +66,16 @@ def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
     assert not list(out.rglob("*.partial"))
 
 
-def test_too_little_memory_is_bad_input(tmp_path, monkeypatch):
-    def fails(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(phantom_module, "phantom_case", fails)
-    with pytest.raises(InputError, match="--shape must fit"):
-        write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
-
-
-def test_bad_arguments_are_named_together(tmp_path):
+def test_bad_arguments_are_named_together_and_too_little_memory_is_one(tmp_path, monkeypatch):
     with pytest.raises(InputError) as error:
         write_phantom(tmp_path / "p", cases=0, shape=(0, 64, -1), seed=-1)
     assert [problem.split()[0] for problem in error.value.problems] == ["--cases", "--shape", "--seed"]
     with pytest.raises(InputError, match="from 24"):
         write_phantom(tmp_path / "p", cases=1, shape=(64, 64, 23))
     assert not (tmp_path / "p").exists()
+    monkeypatch.setattr(phantom_module, "phantom_case", lambda *_: np.empty(1 << 62, np.uint8))
+    with pytest.raises(InputError, match="--shape must fit"):
+        write_phantom(tmp_path / "p", cases=1, shape=SMALL, workers=1)
 
 
 def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
@@ -122,8 +100,6 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
     assert main([*line, "--context", "count"]) == 0
     description = json.loads((tmp_path / "p/dataset.json").read_text())["description"]
     assert "called enhancing tumour where the lesion is the only one, else non-enhancing tumor" in description
-    blind = blind_patch("count", SMALL)
-    assert f"a patch of up to {blind} voxels from front to back has nothing in it that tells which" in description
     assert main([*line, "--context", "none"]) == 2
     assert "context of phantom folder" in capsys.readouterr().err
     settings = tmp_path / "p/phantom.json"

@@ -49,29 +49,35 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
     assert sorted(sum(manifest.split.values(), ())) == [f"BRATS_00{number}" for number in range(4)]
     printed = capsys.readouterr().out
     assert "layout decathlon, channels FLAIR, T1w, t1gd, T2w" in printed
-    assert "3 enhancing tumour -> WT, TC, ET" in printed
     assert f"2 train, 1 val, 1 test, seed 1, hash {manifest.split_hash}" in printed
     prepare(dataset, tmp_path / "two", **{**THIRDS, "workers": 2}, seed=1)
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
+def cut_after_two(*given, real=conversion.run_jobs):
+    """Runs jobs as the real one does, until Ctrl-C after two."""
+    results = real(*given)
+    yield from (next(results), next(results))
+    raise KeyboardInterrupt
+
+
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
-    real = conversion.run_jobs
+    partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", conversion.run_jobs
 
-    def cut_after_two(*given):
-        results = real(*given)
-        yield from (next(results), next(results))
-        (tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial").write_bytes(b"left by a killed worker")
-        raise KeyboardInterrupt
+    def cut(*given):
+        try:
+            yield from cut_after_two(*given)
+        finally:
+            partial.write_bytes(b"left by a killed worker")
 
-    monkeypatch.setattr(conversion, "run_jobs", cut_after_two)
+    monkeypatch.setattr(conversion, "run_jobs", cut)
     with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
         prepare(dataset, tmp_path / "cut", **THIRDS)
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
     monkeypatch.setattr(conversion, "run_jobs", real)
     counted.clear()
-    (tmp_path / "cut/cases/.BRATS_002.x.npy.abc.cpu3d.partial").write_bytes(b"left by a killed process")
+    partial.write_bytes(b"left by a killed process")
     prepare(dataset, tmp_path / "cut", **THIRDS)
     assert counted == ["BRATS_002", "BRATS_003"]
     assert content_of(tmp_path / "cut") == content_of(store)

@@ -94,16 +94,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, 
 def test_export_json_holds_what_is_needed_to_use_it(export, store):
     run, out = export
     config, about = load_config(run), json.loads((out / "export.json").read_text())
-    assert (out / about["file"]).exists()
     image = about["inputs"]["image"]
     assert (image["dtype"], image["shape"]) == ("float32", [*config.grid, len(config.channels)])
-    assert about["regions"] == {"WT": [1, 2, 3], "TC": [2, 3], "ET": [3]}
     assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
-    assert about["label_codes"]["3"] == "enhancing tumour"
-    assert (about["weights"], about["checkpoint"]) == ("best", "best.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
-    assert about["trained_dtype"] == config.unet.dtype
-    assert about["versions"]["numpy"] == np.__version__
     assert about["files"] == ["USAGE.md", about["file"]]
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     (answer,) = about["outputs"]
