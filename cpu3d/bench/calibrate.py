@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
@@ -54,7 +54,7 @@ KIND_BY_TYPE = (
     ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("ReluGrad", "pointwise"),
     ("AddN", "pointwise"),
 )  # fmt: skip
-"""Part of TensorFlow's name for a type of operation, and the group it is timed in; the first that fits counts."""
+"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts, none is the loss."""
 
 Costs = Dict[str, Dict[str, float]]
 """Group -> feature -> seconds a unit."""
@@ -107,8 +107,8 @@ def run(options: Options) -> int:
 def networks(dtype: str) -> List[Dict[str, Any]]:
     """A tiny network for the runtime's memory, then five for the costs, which differ in width and in what they have.
 
-    The two dtypes' tiny networks differ in depth, which tells apart what grows with it. The narrow one comes second, as
-    it has every group of operations; where time is short the last are left out.
+    The two dtypes' tiny networks differ in depth, which tells apart what grows with it. The second has every group of
+    operations; where time is short the last are left out.
     """
     found = (
         ({"filters": 8, "depth": 3 if dtype == "float32" else 5}, (32, 32, 32)),
@@ -259,14 +259,21 @@ def measure(request: Dict[str, Any]) -> Result:
 
 def trace(tf: Any, step: Any) -> Tuple[float, List[Event]]:
     """Run `step` under the profiler: its seconds, and its operations in the order they began."""
-    options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    options, found = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0), []
     with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder, options)
-        try:
+        with tf.profiler.experimental.Profile(folder, options):
             seconds = step()
-        finally:
-            tf.profiler.experimental.stop()
-        return seconds, [event for _, event in sorted(_events(Path(folder)))]
+        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
+    for plane, line in ((one, line) for space in spaces for one in space.planes for line in one.lines):
+        for event in line.events if line.name.startswith("tf_") else ():
+            name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
+            if name and not name.endswith(":"):
+                begin = line.timestamp_ns * 1000 + event.offset_ps
+                found.append((begin, Event(name, kind, event.duration_ps / 1e12)))
+    return seconds, [event for _, event in sorted(found)]
 
 
 def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, Any]]:
@@ -289,7 +296,9 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
     seconds_of: Dict[str, List[float]] = defaultdict(list)
     for event in events:
         if "Conv3D" not in event.type:
-            seconds_of[_group(event)].append(event.seconds)
+            is_update = event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast")
+            layer = next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
+            seconds_of["update" if is_update else layer].append(event.seconds)
     ops_of: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
         if op.kind not in CONVOLUTIONS:
@@ -304,27 +313,3 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
         sums.append({"group": group, "features": total, "seconds": sum(seconds_of[group])})
     found = [{"group": group_of(op), "features": features(op, sizes, cache), "seconds": s} for op, s in timed]
     return [*found, *sums]
-
-
-def _events(folder: Path) -> Iterator[Tuple[int, Event]]:
-    """(when it began, operation) for every operation of the profiles under `folder`, in no order."""
-    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    for path in folder.rglob("*.xplane.pb"):
-        space = xplane_pb2.XSpace()
-        space.ParseFromString(path.read_bytes())
-        for plane, line in ((one, line) for one in space.planes for line in one.lines):
-            for event in line.events if line.name.startswith("tf_") else ():
-                name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
-                if name and not name.endswith(":"):
-                    begin = line.timestamp_ns * 1000 + event.offset_ps
-                    yield begin, Event(name, kind, event.duration_ps / 1e12)
-
-
-def _group(event: Event) -> str:
-    """What an operation other than a convolution is timed as; what belongs to no layer is the loss."""
-    scope = event.name.split("/")[0]
-    if scope in ("Adam", "SGD") or event.name.endswith("/Cast"):
-        return "update"
-    return next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")

@@ -4,8 +4,7 @@
     ./run.sh bench data --workdir bench-data --rows s4 s0
 
 Rows: s4 (a case), s0 (a patch of a CT). All files are made up and lie in the work folder, 2 GB; a later run finds them
-there. Every way takes its turn in every round; a line is the median over the rounds. "Cold" means that the files' pages
-were dropped from memory before.
+there. A line is the median of the rounds. "Cold" means that the files' pages were dropped from memory before.
 """
 
 import contextlib
@@ -40,6 +39,7 @@ HELP = "measure how long loading takes: the store against nibabel, with warm and
 
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
+
 NAMES = {
     "s4": "a case", "s0": "a patch", "spleen": "training on patches", "ladder": "S1's ladder",
     "volumes": "training on whole volumes", "many": "a large store", "augment": "augmentation", "monai": "MONAI",
@@ -48,7 +48,6 @@ NAMES = {
 
 Ways = Dict[str, Tuple[Path, Callable[[int], Any], int]]
 """Name of a way to load -> the file that it reads, loads what is at a position, positions of a round."""
-
 
 CASE, CT, PATCH, PATCHES = (240, 240, 155), (512, 512, 300), (96, 96, 96), 8
 """Voxels of a brain of four channels (BraTS), of a CT and of a patch of it; patches of a round, where one alone would
@@ -60,7 +59,7 @@ class Options:
     """What `bench data` measures."""
 
     workdir: Path = option(help="folder for the files that are read; kept")
-    rows: Tuple[str, ...] = option((), help="default: all", choices=("s4", "s0"))
+    rows: Tuple[str, ...] = option(("s4", "s0"), "what is loaded", choices=("s4", "s0"))
     rounds: int = option(5, help="how often each thing is done", at_least=1, metavar="N")
 
 
@@ -70,9 +69,9 @@ OPTIONS = (Options, Output)
 def run(options: Options, output: Output) -> int:
     folder = writable_folder(options.workdir, "--workdir").resolve()
     about = {"host": read_host().summary(), "versions": versions(), "file_system": file_system(folder)}
-    about.update(rounds=options.rounds, case="phantom")
-    for name in options.rows or ("s4", "s0"):
-        row = {"row": name, **beside_nibabel(name, folder, options.rounds), **about}
+    for name in options.rows:
+        found = beside_nibabel(name, folder, options.rounds)
+        row = {"row": name, **found, **about, "rounds": options.rounds, "case": "phantom"}
         output.publish("data", row, row_table(row, f"{name}: {row['title']}"))
     return 0
 
@@ -90,8 +89,7 @@ def row_table(row: Result, title: str) -> Table:
 
 
 def page_lines(records: Sequence[Result]) -> List[str]:
-    """All lines of the newest record of each row, as Markdown, losing ones too; before them what was demanded of older
-    records, and found."""
+    """The newest record of each row as Markdown; before them what was demanded of older records, and found."""
     last, targets, lines = {record["row"]: record for record in records}, [], []
     for record in (last[name] for name in NAMES if name in last):
         for target in record.get("targets", ()):
@@ -160,8 +158,7 @@ def write_ct(dataset: Path, shape: Tuple[int, int, int]) -> None:
 
 
 def beside_nibabel(row: str, workdir: Path, rounds: int) -> Result:
-    """S4: a BraTS case, from the disk to a C-ordered float32 tensor of which every page was touched. S0: a patch of a
-    CT; S0's own way is a seek and a read for each row of voxels."""
+    """Title and lines of a case ("s4"), or of a patch of a CT ("s0"), from the disk to a C-ordered float32 tensor."""
     shape, request = CASE if row == "s4" else CT, {"rounds": rounds, "patch": None, "patches": 1}
     title = f"One case of {by(shape)}x4"
     if row == "s0":
@@ -173,20 +170,15 @@ def beside_nibabel(row: str, workdir: Path, rounds: int) -> Result:
 
 
 def load(request: Result) -> Result:
-    """Seconds of every way to load the case in "folder", or a "patch" of it, "patches" of them a round.
-
-    A store's reader serves all positions; cold it is a new one each time, as nibabel's files are opened each time.
-    """
+    """Seconds of every way to load the case in "folder", or a "patch" of it, "patches" of them a round."""
     tf = set_up()[2]
-
     folder, is_cold, patch = Path(request["folder"]), request["state"] == COLD, request["patch"]
     records = {name: open_store(folder / name).cases("train")[0] for name in FORMAT_CHOICES}
     sampling = PatchSampling(shape=tuple(patch), extent="full", seed=1) if patch else None
 
     def box_of(position: int) -> Tuple[slice, ...]:
-        if sampling is None:
-            return (slice(None),) * 3
-        return patch_at(position, sampling, [records["npy"]]).region.slices(records["npy"].shape)
+        record = records["npy"]
+        return patch_at(position, sampling, [record]).region.slices(record.shape) if sampling else (slice(None),) * 3
 
     def by_nibabel(path: Path, is_whole: bool, position: int) -> Any:
         voxels, box = nibabel.load(path).dataobj, box_of(position)
@@ -197,7 +189,7 @@ def load(request: Result) -> Result:
         record, kept = records[name], Reader(folder / name, mode)
 
         def read(position: int) -> np.ndarray:
-            reader = Reader(folder / name, mode) if is_cold else kept
+            reader = Reader(folder / name, mode) if is_cold else kept  # opened each time, as nibabel's files are
             array = reader.box(record, "x", box_of(int(position))) if patch else reader.array(record, "x")
             return array.view(np.int16)
 
@@ -224,10 +216,7 @@ def load(request: Result) -> Result:
 
 
 def time_in_turn(ways: Ways, request: Result) -> Result:
-    """A line for each way: all of them, then all again, so that a slow moment hits no one alone.
-
-    A round before the first is not counted: it opens libraries, traces graphs and fills the page cache.
-    """
+    """A line for each way, in turn; a first round is not counted: it opens libraries and traces graphs."""
     found: Dict[str, List[float]] = {name: [] for name in ways}
     for number in (0, *range(request["rounds"])):
         for name, (path, load, count) in ways.items():
@@ -247,13 +236,10 @@ def time_in_turn(ways: Ways, request: Result) -> Result:
 
 
 def set_pages(path: Path, state: str) -> None:
-    """Bring a file into the page cache, or drop exactly this one from it where `state` is COLD.
-
-    Pages of a live map stay. What is still to be written cannot be dropped, so it is written first.
-    """
+    """Bring a file into the page cache, or drop exactly this one, but for a live map, where `state` is COLD."""
     with open(path, "rb", buffering=0) as file:
         if state == COLD:
-            os.fdatasync(file.fileno())
+            os.fdatasync(file.fileno())  # what is still to be written cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while state == WARM and file.read(1 << 22):
             pass

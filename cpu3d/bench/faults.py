@@ -4,11 +4,10 @@
     ./run.sh bench faults --kills 60 --seed 1 --workdir faults --record records/faults.jsonl
     ./run.sh bench faults --kills 12 --workers 2 --workdir faults-2 --record records/faults.jsonl
 
-Run after run is trained on phantoms by commands that get SIGKILL while they start, compute, validate or save (or one of
-their workers does) and that are given again until they are done. After each kill every checkpoint has to load and none
-that was logged may be missing; at the end weights, optimizer, averages, best weights, every step and validation have to
-be the same to the bit. Ends with code 1 where anything is not, and then keeps that folder. About 10 s a kill; one that
-comes too late does not count. The runs have batch norm, whose statistics move with each step.
+Run after run is trained on phantoms by commands that get SIGKILL (or one of their workers does) and that are given
+again until they are done. After each kill every checkpoint has to load and none that was logged may be missing; at the
+end weights, optimizer, averages, every step and validation have to be the same to the bit. Ends with code 1 where
+anything is not, and then keeps that folder. About 10 s a kill; one that comes too late does not count.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -81,14 +81,13 @@ OPTIONS = (Options, Output)
 
 
 class Ended(NamedTuple):
-    """How a command came to its end. Seconds are from its start: until its training had begun, 0 for never, and to the
-    kill or the end. `newest` is the last event that it logged, {} where its training had not begun."""
+    """How a command ended. Seconds are from its start: until it trained, 0 for never; to the kill or the end."""
 
     exit_code: int
     killed: bool
     begun_s: float
     at_s: float
-    newest: Mapping[str, Any]
+    newest: Mapping[str, Any]  # the last event that it logged, {} where its training had not begun
     problems: Sequence[str]
 
 
@@ -115,9 +114,8 @@ def run(options: Options, output: Output) -> int:
     result.update(options=RUN, lives=lives, missed=options.kills - done, seconds=time.monotonic() - begin)
     result.update(engine_name=start_event["engine"], host=read_host().summary(), versions=versions())
     output.publish("faults", result, faults_table(result))
-    wrong = [problem for one in lives for problem in one["problems"]]
-    for problem in wrong:
-        print(f"wrong: {problem}")
+    wrong = [f"wrong: {problem}" for one in lives for problem in one["problems"]]
+    print(*wrong, sep="\n", end="\n" * bool(wrong))
     return 1 if wrong or result["missed"] else 0
 
 
@@ -144,8 +142,8 @@ def life(folder: Path, name: str, workers: int, reference: Ended, most: int, rng
     problems += run_differences(folder / "reference", folder / name, KEEP)
     if not problems:
         shutil.rmtree(folder / name)
-    wrong = [f"{name}: {problem}" for problem in problems]
-    return {"command": "train", "seconds": time.monotonic() - begin, "kills": kills, "problems": wrong}
+    problems = [f"{name}: {problem}" for problem in problems]
+    return {"command": "train", "seconds": time.monotonic() - begin, "kills": kills, "problems": problems}
 
 
 # --- A command from outside ---
@@ -242,7 +240,7 @@ def left_of_run(run: Path) -> Tuple[Dict[str, int], List[str]]:
     gaps = [f"{step} after {before}" for before, step in zip([0, *logged], logged) if step != before + 1]
     if gaps:
         problems.append(f"logged steps must be 1, 2, 3 and so on, got {gaps[0]}")
-    last = logged[-1] if logged else 0
+    last = (logged or [0])[-1]
     return {"step": last, "saved_step": saved, "redone": max(last - saved, 0)}, problems
 
 
@@ -270,9 +268,8 @@ def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
             problems.append(f"{name}: {len(different)} of {len(wanted)} arrays differ, the first {different[0]}")
     if len(checkpoints(run)) > keep:
         problems.append(f"at most {keep} checkpoints must be kept, got {len(checkpoints(run))}")
-    return problems + [
-        f"nothing half-written must stay, got {path.name}" for path in (run / "checkpoints").glob(".*.partial")
-    ]
+    partial = (run / "checkpoints").glob(".*.partial")
+    return problems + [f"nothing half-written must stay, got {path.name}" for path in partial]
 
 
 # --- The record as a table ---
@@ -280,12 +277,13 @@ def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
 
 def faults_table(record: Result) -> Table:
     """A row for each event after which kills came, of older records for each phase: kills, and steps done again."""
-    kills, rows = [kill for life in record["lives"] for kill in life["kills"]], []
-    for phase in sorted({kill["hit"] for kill in kills}):
-        hit = [kill for kill in kills if kill["hit"] == phase]
-        redone = [kill["redone"] for kill in hit if "redone" in kill]
-        cells = [f"{statistics.median(redone):g}", str(max(redone))] if redone else ["-", "-"]
-        rows.append([phase, str(len(hit)), *cells])
+    hits, rows = defaultdict(list), []
+    for kill in (kill for life in record["lives"] for kill in life["kills"]):
+        hits[kill["hit"]].append(kill.get("redone"))
+    for phase, redone in sorted(hits.items()):
+        known = [steps for steps in redone if steps is not None]
+        cells = [f"{statistics.median(known):g}", str(max(known))] if known else ["-", "-"]
+        rows.append([phase, str(len(redone)), *cells])
     about = f"{record['workers']} workers, seed {record['seed']}, {record['steps']} steps in float32"
     wrong = sum(bool(life["problems"]) for life in record["lives"])
     caption = (

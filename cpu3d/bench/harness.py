@@ -29,8 +29,7 @@ from memory_estimator.schema import option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import GIB
 
-HOST_FACTS = ("engine_name", "threads", "host", "versions")
-"""What one measurement knows for all of a record."""
+HOST_FACTS = ("engine_name", "threads", "host", "versions")  # the same in all measurements of a record
 
 Result = Dict[str, Any]
 """The JSON object that a measuring process ends with."""
@@ -118,8 +117,7 @@ def run_together(
 ) -> List[Result]:
     """The JSON object that each command prints as its last line, all running at the same time.
 
-    Once one has failed the others are killed. Raises ProcessFailedError, with that one's last line, and
-    KeyboardInterrupt for SIGINT and SIGTERM, which kill them all.
+    One that fails (ProcessFailedError), SIGINT and SIGTERM (KeyboardInterrupt) end them all.
     """
     processes: List[subprocess.Popen] = []
     with contextlib.ExitStack() as stack:
@@ -148,10 +146,7 @@ def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
 
 
 def run_peer(command: str) -> Result:
-    """A peer's JSON, with its "peer" (else its script's name) and its peak.
-
-    Raises InputError for what is no command, whose program is not installed, or whose answer has no step_s.
-    """
+    """A peer's JSON, with its "peer" (else its script's name) and its peak. Raises InputError without step_s."""
     words: List[str] = []
     with contextlib.suppress(ValueError):  # such as an open quotation
         words = shlex.split(command)

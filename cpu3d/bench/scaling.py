@@ -3,10 +3,10 @@
     ./run.sh bench scaling --shape 240 240 160 --workers 1 2 --rounds 3 --record records/scaling.jsonl
 
 Each worker is a process held to cores of its own, as many as the most workers leave each, and does the trainer's own
-step on made-up data. In turn, round by round: one worker; one that adds its gradients up and updates its weights apart,
-as several have to; several that exchange their gradients, each with as much to do; as many that do all but exchange,
-which shows what they take from each other by being on one host; one worker with the cores of all. An efficiency of 1
-would be as many times the volumes a second. The estimator takes its constants for several hosts from the record.
+step on made-up data. In turn: one worker; one that updates its weights apart, as several have to; several that exchange
+their gradients; as many that do all but exchange, which shows what they take from each other on one host; one worker
+with the cores of all. An efficiency of 1 would be as many times the volumes a second. The estimator takes its constants
+for several hosts from the record.
 """
 
 import itertools
@@ -33,8 +33,7 @@ from memory_estimator.table import Table
 
 HELP = "measure one worker against several on this host: computing and exchanging apart"
 
-PARTS = ("wait_s", "exchange_s", "packing_s")
-"""Of a step, what is not computing."""
+PARTS = ("wait_s", "exchange_s", "packing_s")  # of a step, what is not computing
 
 NAMES = {
     ALONE: "1 worker", IN_PARTS: "1 worker, its update apart", TOGETHER: "{} workers",
@@ -99,9 +98,8 @@ def compare_workers(request: Dict[str, Any], cores: int, found: Sequence[Tuple[s
         # Of one worker with all the cores: how many times as fast it is, over how many times the cores.
         times = count if name == WIDE else 1
         shares = [alone["step_s"] / one["step_s"] / times for alone, one in zip(measured[ALONE, 1], each)]
-        row["process_peak_bytes"] = max(one["process_peak_bytes"] for one in each)
-        row["step_s_min"] = min(one["step_s_min"] for one in each)
-        row["step_s_max"] = max(one["step_s_max"] for one in each)
+        for key, most in (("process_peak_bytes", max), ("step_s_min", min), ("step_s_max", max)):
+            row[key] = most(one[key] for one in each)
         row.update(efficiency=statistics.median(shares), efficiency_min=min(shares), efficiency_max=max(shares))
         row["rounds"] = [one["step_s"] for one in each]
         rows.append({"name": name, "workers": count, "processes": len(cpus), "cpus": cpus, **row})
@@ -122,9 +120,8 @@ def measure_together(request: Dict[str, Any], name: str, count: int, cpus: List[
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(len(cpus))] if name == TOGETHER else []
         shared = {**request, "addresses": addresses, "in_parts": name in (IN_PARTS, APART), "folder": folder}
         own = ({"count": len(cpus), "rank": rank, "cpus": share} for rank, share in enumerate(cpus))
-        return harness.run_together(
-            [harness.command_of(work, {**shared, **one}) for one in own], "a worker", environ=environ
-        )
+        commands = [harness.command_of(work, {**shared, **one}) for one in own]
+        return harness.run_together(commands, "a worker", environ=environ)
 
 
 # --- One worker ---
@@ -133,8 +130,7 @@ def measure_together(request: Dict[str, Any], name: str, count: int, cpus: List[
 class Timed(all_reduce.Exchange):
     """An exchange whose sums are each preceded by that of a single number: who waits there waits for the others.
 
-    Without `inner` it is that of a worker which does all that one of two has to do but exchange: it takes its own sum
-    for that of both.
+    Without `inner` a worker does all that one of two has to do but exchange: it takes its own sum for that of both.
     """
 
     def __init__(self, tf: Any, inner: Optional[all_reduce.Exchange] = None):
@@ -168,10 +164,9 @@ class Timed(all_reduce.Exchange):
 def work(request: Dict[str, Any]) -> Result:
     """Seconds of every timed step, and of its parts where there is an exchange.
 
-    `request` is that of `bench step` with `batch` of one worker, and: cpus, what the process is held to; addresses, of
-    all workers, () without an exchange; in_parts, whether weights are updated after the gradients are added up though
-    there is no exchange; rank; count of processes; folder, where they meet. None begins before all are ready, and
-    without an exchange none ends before all are done.
+    `request` is that of `bench step` with `batch` of one worker, and: cpus, what the process is held to; addresses of
+    all workers, () without an exchange; in_parts, whether weights are updated apart all the same; rank; count of
+    processes; folder, where they meet. None begins before all are ready or, without an exchange, ends before all do.
     """
     if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])  # so that the host is planned for as if it had these alone

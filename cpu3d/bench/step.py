@@ -3,8 +3,7 @@
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
 
 The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone. A
-peer is any command whose last line of output is JSON with "step_s"; it runs in turn with ours, and the ratio is taken
-round by round.
+peer is any command whose last line of output is JSON with "step_s"; the ratio is taken round by round.
 """
 
 import contextlib
@@ -30,9 +29,8 @@ from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
 WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
-"""The first step compiles, the second still fills optimizer slots and caches; peaks and times settle with the third.
-Once the steps have taken so long, no more are done than one to warm up and one to time: without oneDNN a step takes
-minutes in bfloat16, next to which what settles during the first ones is nothing."""
+"""The first step compiles, the second still fills optimizer slots and caches. Once the steps have taken so long, as
+without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
 
 HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 
@@ -118,8 +116,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
-    # One micro-batch stands for all: as with a store, no other lies in memory beside it.
-    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))
+    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))  # as with a store, one micro-batch is in memory
 
     def step() -> float:
         begin = time.perf_counter()
@@ -155,8 +152,7 @@ def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
     """Noise (batch, X, Y, Z, C), and targets of a tenth of the voxels (batch, X, Y, Z, R) uint8.
 
-    Made by TensorFlow: whether it copies an array of numpy's depends on the address that this happens to have, and
-    the allocator's peak on everything that was taken before it.
+    Made by TensorFlow, for whether it copies an array of numpy's depends on the address that this happens to have.
     """
     noise = tf.random.stateless_normal((batch, *grid, unet.channels), (0, 1))
     drawn = tf.random.stateless_uniform((batch, *grid, unet.outputs), (0, 2), 0, 10, tf.int32)

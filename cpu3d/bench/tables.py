@@ -38,8 +38,7 @@ from memory_estimator.validation import Measured, Row, compare, has_known_engine
 
 HELP = "make the pages of results from benchmark records"
 
-VALIDATION = "memory.jsonl"
-"""In the folder of records: what `bench validate` measured."""
+VALIDATION = "memory.jsonl"  # in the folder of records, of `bench validate`
 
 HEAD = """\
 # Results

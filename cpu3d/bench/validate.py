@@ -3,10 +3,9 @@
     ./run.sh bench validate --record other-host.jsonl
     ./run.sh bench validate --record other-host.jsonl --engine stock --first 3
 
-They are those of the published record, records/memory.jsonl: far apart in everything that memory and time depend on,
-and each fits a host with 24 GB of memory. Some 600 training steps, in under an hour on two quiet cores with
-AVX512_BF16. Cut off, it continues: what the record holds is not measured again, failures included (remove a line to try
-again). The newest line of a configuration counts. One record file a host.
+They are those of the published record, records/memory.jsonl; each fits a host with 24 GB of memory. Some 600 training
+steps, in under an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
+measured again, failures included (remove a line to try again). One record file a host.
 """
 
 import dataclasses
@@ -35,8 +34,7 @@ from memory_estimator.validation import PUBLISHED, Measured, Row, compare, read_
 
 HELP = "measure the configurations that the estimator is judged by on this host"
 
-STEPS = 3
-"""Timed, after two more: enough for a median."""
+STEPS = 3  # timed, after two more: enough for a median
 
 
 @dataclass(frozen=True)

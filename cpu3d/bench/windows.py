@@ -1,6 +1,5 @@
 """Whole volumes in one pass against a sliding window over them, with the same network: time, memory, Dice.
 
-    ./run.sh bench windows --run runs/first
     ./run.sh bench windows --run runs/first --window 64 64 64 --window 128 128 128 --overlap 0 0.5 --rounds 3
     ./run.sh bench windows --run runs/first --split val --case BRATS_007 --record records/windows.jsonl
 
@@ -38,8 +37,7 @@ from memory_estimator.units import count_of
 
 HELP = "measure one pass against a sliding window with the same network: time, memory, Dice"
 
-ONE_PASS = "one pass"
-"""The way that all others are measured against."""
+ONE_PASS = "one pass"  # all others are measured against it
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,14 @@ OPTIONS = (WindowOptions, Output)
 
 
 def run(options: WindowOptions, output: Output) -> int:
-    folder = options.run.resolve()
-    config = load_config(folder)
+    folder, config = options.run.resolve(), load_config(options.run.resolve())
     store = store_of_run(config, options.store)
     there = [record.case_id for record in store.cases(options.split)]
     cases = list(dict.fromkeys(options.case)) or there
-    missing = ", ".join(case_id for case_id in cases if case_id not in there)
+    missing = [case_id for case_id in cases if case_id not in there]
     if missing or not cases:
         where = f"be in split {options.split} of {store.folder}, which has {len(there)}"
-        raise InputError(f"cases must {where}, got {missing or 'none'}")
+        raise InputError(f"cases must {where}, got {', '.join(missing) or 'none'}")
     bare = [case_id for case_id in cases if not store.case(case_id).has_label]
     if bare:
         raise InputError(f"cases must have a label, which their Dice is taken against, got {', '.join(bare)} without")
@@ -133,8 +130,7 @@ def predict_cases(request: Dict[str, Any]) -> Result:
     """In the measuring process: seconds of each case, from its image to its probabilities, and the process's peaks.
 
     `request` has run, weights, store, cases, inference (an `Inference` as JSON), device ("cpu" or a card) and
-    is_scored, whether Dice is wanted. The first case is predicted once more before the clock runs: compiling for a
-    shape is of the run. Raises DivergedError where an answer is not finite.
+    is_scored, whether Dice is wanted. Raises DivergedError where an answer is not finite.
     """
     device, chosen = request["device"], request["inference"]
     host, plan, tf = set_up(device=device)
@@ -142,7 +138,7 @@ def predict_cases(request: Dict[str, Any]) -> Result:
     predictor = trained_predictor(Path(request["run"]), request["weights"], inference)
     store, cases = open_store(request["store"]), {}
     predict = lambda case_id: predictor.probabilities(store.image(case_id), store.case(case_id))  # noqa: E731
-    predict(request["cases"][0])
+    predict(request["cases"][0])  # compiles for its shape
     for case_id in request["cases"]:
         begin = time.perf_counter()
         predict(case_id)
@@ -192,8 +188,6 @@ def windows_table(record: Result) -> Table:
         f"{unet['depth']} levels, {unet['filters']} filters, {unet['dtype']}{device}; {record['engine_name']}, "
         f"{host_of(record)}, median of {count_of(record['rounds'], 'round')} in turn (least to most)."
     )
-    if is_older:
-        title += (
-            f" The difference is that of the probabilities from {ONE_PASS}, over the brain: mean (99th percentile)."
-        )
+    older = f" The difference is that of the probabilities from {ONE_PASS}, over the brain: mean (99th percentile)."
+    title += older if is_older else ""
     return Table(columns, rows, title=title, caption=harness.deaths(record["rows"]))

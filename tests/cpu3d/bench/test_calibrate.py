@@ -26,20 +26,13 @@ def network(rows, ops=10, between_s=1e-4):
 
 def result(dtype, size=600, ops=50, work=1e-12):
     rows = [("conv", {"work": 1e9}, {"work": work}), ("norm", {"traffic": 1e8}, {"traffic": 2e-11})]
-    about = {
-        "dtype": dtype,
-        "engine": "itex",
-        "engine_name": "TensorFlow 0.0, itex",
-        "threads": 3,
-        "cache_bytes": 2**25,
-    }
-    return {**about, "networks": [network(rows)], "runtime": {"bytes": size, "ops": ops}}
+    about = {"dtype": dtype, "engine": "itex", "engine_name": "TensorFlow 0.0, itex", "threads": 3}
+    return {**about, "cache_bytes": 2**25, "networks": [network(rows)], "runtime": {"bytes": size, "ops": ops}}
 
 
 def test_each_dtype_is_fitted_by_itself_and_what_was_not_timed_is_the_shipped_constants():
-    found = calibrate.put_together(
-        [result("bfloat16", 700, 100), result("float32", work=4e-12)], read_host(), 0.0, "a host"
-    )
+    results = [result("bfloat16", 700, 100), result("float32", work=4e-12)]
+    found = calibrate.put_together(results, read_host(), 0.0, "a host")
     assert found.speeds("itex", "bfloat16")["conv"]["work"] == pytest.approx(1e-12)
     assert found.speeds("itex", "float32")["conv"]["work"] == pytest.approx(4e-12)
     assert (found.baseline_bytes, found.op_bytes) == ({"itex": 500}, {"itex": 2})
@@ -47,13 +40,12 @@ def test_each_dtype_is_fitted_by_itself_and_what_was_not_timed_is_the_shipped_co
     shipped = shipped_constants(read_host().isa).for_threads(3)
     assert found.costs["itex"]["bfloat16"]["join"] == shipped.costs["itex"]["bfloat16"]["join"]
     assert "join (itex, bfloat16)" in found.origins["costs"]
-    assert "norm (itex" not in found.origins["costs"]
     assert "disturbed" not in found.origins["costs"]
     busy = calibrate.put_together([result("bfloat16")], read_host(), 0.5)
     assert "disturbed by other processes on 0.5 CPUs" in busy.origins["costs"]
 
 
-def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path, capsys):
+def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path):
     unets = [UNetConfig(depth=2, filters=filters, policy="speed").__dict__ for filters in (4, 8, 4)]
     tiny = lambda dtype: [{"unet": {**unet, "dtype": dtype}, "shape": (16, 16, 16)} for unet in unets]
     monkeypatch.setattr(calibrate, "networks", tiny)
@@ -67,9 +59,7 @@ def test_a_calibration_is_measured_written_and_found_again(monkeypatch, tmp_path
         assert sum(costs["conv"].values()) > 0
     assert constants.baseline_bytes[engine] > 0
     content = json.loads(out.read_text())
-    assert "tensorflow" in content["versions"]
     assert content["networks_left_out"] == len(constants.costs[engine])  # one each: the first that is timed always is
-    assert "calibration.json written after" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_costs_that_the_times_were_made_with_are_found_again():
@@ -90,16 +80,11 @@ PROGRAM = training_step(Job(UNetConfig(depth=2, filters=8, policy="speed"), (32,
 CONVS = [op for op in PROGRAM.ops if op.kind in CONVOLUTIONS]
 
 
-def event(op, seconds):
-    """As stock TensorFlow names it: gradients do not say whose they are."""
-    kind = "Conv3DBackpropFilterV2" if op.kind.endswith("filter_gradient") else "Conv3D"
-    return Event(f"{kind}_3", f"_MklNative{kind}", seconds)
-
-
 def test_operations_are_matched_by_order_and_type_and_the_rest_is_loss():
     norms = [op for op in PROGRAM.ops if op.kind == "norm"]
+    kinds = ["Conv3DBackpropFilterV2" if op.kind.endswith("filter_gradient") else "Conv3D" for op in CONVS]
     events = [
-        *(event(op, float(number)) for number, op in enumerate(CONVS)),
+        *(Event(f"{kind}_3", f"_MklNative{kind}", float(number)) for number, kind in enumerate(kinds)),
         *(Event(f"act{i}/FusedBatchNormV3", "_MklNativeFusedBatchNormEx", 1.0 + i) for i in range(len(norms))),
         Event("Softplus", "Softplus", 20.0),
         Event("Adam/mul_3", "Mul", 30.0),

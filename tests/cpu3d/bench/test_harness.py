@@ -1,4 +1,4 @@
-"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers; the kinds."""
+"""The harness: processes and their answers, ways in turn, those that die, medians and ratios, peers."""
 
 import functools
 import os
@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from cpu3d.__main__ import main
-from cpu3d.bench.command import actions
 from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_peer, run_together, summary, with_range
 from cpu3d.errors import InputError
 
@@ -43,11 +41,10 @@ def test_ways_take_turns_and_one_that_dies_is_not_tried_again():
 
 
 def test_without_a_result_there_is_none():
-    died_well = {"a": [{"n": 1}], "b": [died(0)]}  # it did not die, it has no result
-    one_died = {"a": [{"n": 1}], "b": [died()]}
-    for answers, keep_going in (({"a": [died()]}, True), (died_well, True), (one_died, False)):
+    answers = {"a": [{"n": 1}]}
+    for own, keep_going in (({"a": [died()]}, True), ({"b": [died(0)]}, True), ({"b": [died()]}, False)):
         with pytest.raises(ProcessFailedError):
-            in_turn(scripted(**answers)[0], 1, "test", keep_going=keep_going)
+            in_turn(scripted(**{**answers, **own})[0], 1, "test", keep_going=keep_going)
 
 
 def test_ratios_are_taken_within_a_round_and_peaks_are_the_highest():
@@ -80,21 +77,9 @@ def test_a_peer_tells_its_step_its_name_and_its_peak():
     result = run_peer(f'{sys.executable} -c "print(\'{{\\"step_s\\": 2, \\"peak_rss_bytes\\": 7}}\')"')
     assert (result["step_s"], result["process_peak_bytes"]) == (2, 7)
     assert result["peer"] == os.path.basename(sys.executable)
-    assert peer_of("python /x/peer.py --fast", [None, {"peer": "torch"}]) == {
-        "peer": "torch",
-        "options": "python --fast",
-    }
-    for command, problem in (
-        (f"{sys.executable} -c 'print({{}})'", "must print JSON with step_s"),
-        ("no-such-program --x", "begins with an installed program"),
-        ("python 'x", "must be a command"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            run_peer(command)
-
-
-def test_kinds_are_found_by_their_files(capsys):
-    assert set(actions()) == {"data", "engines", "faults", "memory", "scaling", "step", "tables", "validate", "windows"}
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "tables", "--help"])
-    assert "Make the page of results" in capsys.readouterr().out
+    about = peer_of("python /x/peer.py --fast", [None, {"peer": "torch"}])
+    assert about == {"peer": "torch", "options": "python --fast"}
+    with pytest.raises(InputError, match="must print JSON with step_s"):
+        run_peer(f"{sys.executable} -c 'print({{}})'")
+    with pytest.raises(InputError, match="must be a command"):
+        run_peer("python 'x")

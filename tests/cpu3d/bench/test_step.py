@@ -10,7 +10,7 @@ from cpu3d.__main__ import main
 from cpu3d.bench import harness, memory
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
+from cpu3d.bench.memory import compare_policies, policies_table
 from cpu3d.bench.step import step_table
 from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig, save_config
@@ -32,7 +32,6 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["batch"], result["micro_batch"], result["unet"]["policy"]) == (2, 1, "lean")
     assert result["volume_s"] == pytest.approx(result["step_s"] / 2)
-    assert 0 < result["step_s_min"] <= result["step_s"] <= result["step_s_max"]
     assert result["matmul_peak_share"] == pytest.approx(result["gflops"] / result["matmul_gflops"])
     (peer,) = result["peers"]
     assert (peer["peer"], peer["step_s"]) == ("slow one", 1000)
@@ -78,13 +77,13 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     [
         ("step --shape 16 16 17 --depth 3", "input_shape (16, 16, 17) must be divisible by 4"),
         ("step --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
-        ("step --rounds 0", "rounds must be at least 1, got 0"),
         ("step --peer no-such-program", "begins with an installed program, got 'no-such-program'"),
+        ("scaling --workers 1", "--workers must have a number above 1, got [1]"),
         ("engines --dtype float32", "engine and dtype must be left out"),
-        ("memory --policies --picture /proc/none/t.png", "folder /proc/none must be a folder to write to"),
+        ("memory --policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
         ("memory --policies --policy lean", "policy must be left out with --policies"),
         ("memory --policies --peer echo", "peer 'echo' must end with a line of JSON, exited with 0"),
-        ("memory --peer echo", "peer, rounds and picture must come with --policies"),
+        ("memory --peer echo", "peer and rounds must come with --policies"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, requests, capsys):
@@ -94,11 +93,7 @@ def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, r
 
 
 def test_a_step_is_recorded_beside_its_prediction_where_there_is_one(monkeypatch, tmp_path, capsys):
-    facts = {
-        "threads": {"TF_NUM_INTRAOP_THREADS": "2"},
-        "host": read_host().summary(),
-        "engine_name": "TensorFlow, ITEX",
-    }
+    facts = {"threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "host": read_host().summary(), "engine_name": "ITEX"}
     figures = {"allocator_peak_bytes": None, "process_peak_bytes": 2**30, "step_s": 1.0}
     monkeypatch.setattr(harness, "in_fresh_process", lambda work, request: {**request, **facts, **figures})
     record = tmp_path / "r" / "memory.jsonl"
@@ -108,9 +103,7 @@ def test_a_step_is_recorded_beside_its_prediction_where_there_is_one(monkeypatch
     assert (one.job.shape, one.process_peak_bytes) == ((16, 16, 16), 2**30)
     assert "predicted" in capsys.readouterr().out
     assert main([*command, "--engine", "stock-no-onednn"]) == 0
-    printed = capsys.readouterr()
-    assert "no prediction: engine must use oneDNN" in printed.err
-    assert "predicted" not in printed.out
+    assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
     assert [bool(one["predicted"]) for one in read_records(record, "memory")] == [True, False]
 
 
@@ -126,11 +119,8 @@ def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, caps
     assert main(["bench", "engines", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     found = {(row["engine"], row["unet"]["dtype"]): row["speedup"] for row in result["rows"]}
-    assert found[("itex", "bfloat16")] == 20
-    assert found[("stock-no-onednn", "float32")] == 1
-    assert found[("stock", "bfloat16")] is None
+    assert (found["itex", "bfloat16"], found["stock-no-onednn", "float32"]) == (20, 1)
     assert ["stock, oneDNN", "bfloat16", "cannot", "-", "-"] in engines_table(result).rows
-    assert {row["steps"] for row in result["rows"]} == {3}
 
 
 def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
@@ -143,20 +133,17 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
         "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
     }
 
-    def take(name):
-        answer = answers[name].pop(0)
+    def ours(work, request):
+        answer = answers[request["unet"]["policy"]].pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
-
-    def ours(work, request):
-        seconds, units, process = take(request["unet"]["policy"])
+        seconds, units, process = answer
         about = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
         return {**about, "step_s": seconds, "allocator_peak_bytes": units * unit, "process_peak_bytes": process * MIB}
 
     predicted = {"allocator_peak_bytes": 40 * unit, "process_peak_bytes": 900 * MIB, "step_s": 2.5}
     monkeypatch.setattr(harness, "in_fresh_process", ours)
-    monkeypatch.setattr(harness, "run_peer", take)
+    monkeypatch.setattr(harness, "run_peer", lambda command: answers[command].pop(0))
     monkeypatch.setattr(memory, "predict", lambda result: {**predicted, "policy": result["unet"]["policy"]})
     unet = vars(UNetConfig(filters=8, depth=3, dtype="bfloat16"))
     request = {"shape": [16, 16, 16], "batch": 4, "micro_batch": 1, "unet": unet}
@@ -171,4 +158,3 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
     assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
     assert ["lean", "-", "-", "-", "died", "-"] in table.rows
     assert "lean: killed" in table.caption
-    assert draw_policies(result).startswith(b"\x89PNG")

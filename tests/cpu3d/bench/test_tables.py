@@ -9,7 +9,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.tables import HEAD, tables
+from cpu3d.bench.tables import tables
 from cpu3d.bench.validate import configurations
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
@@ -17,12 +17,8 @@ from memory_estimator.validation import read_measured
 
 RECORDS = Path(__file__).parents[3] / "records"
 GIB = 2**30
-PREDICTED = {
-    "allocator_peak_bytes": 2 * GIB,
-    "process_peak_bytes": 3 * GIB,
-    "upper_bound_bytes": 4 * GIB,
-    "step_s": 1.5,
-}
+PEAKS = {"allocator_peak_bytes": 2 * GIB, "process_peak_bytes": 3 * GIB}
+PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * GIB, "step_s": 1.5}
 
 
 @pytest.fixture
@@ -33,9 +29,9 @@ def validate(monkeypatch, tmp_path):
         run.asked.append(request)
         if len(run.asked) % 3 == 0:
             raise ProcessFailedError("it must end with a line of JSON, exited with -9 saying: nothing")
-        found = {"engine_name": "none", "step_s": 1.0, "process_peak_bytes": 3 * GIB, "allocator_peak_bytes": 2 * GIB}
         threads = {"TF_NUM_INTRAOP_THREADS": str(request["threads"])}
-        return {**request, **found, "threads": threads, "host": read_host().summary()}
+        about = {"engine_name": "none", "threads": threads, "host": read_host().summary()}
+        return {**request, **PEAKS, **about, "step_s": 1.0}
 
     def run(*options):
         return main(["bench", "validate", "--record", str(run.record), *options])
@@ -78,10 +74,8 @@ def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validat
 def test_a_record_of_another_host_or_a_damaged_one_is_refused(validate, capsys):
     assert validate("--first", "1") == 0
     line = json.loads(validate.record.read_text())
-    for content, message in (
-        (json.dumps({**line, "host": {**line["host"], "cpu": "another CPU"}}), "must be of this host"),
-        ("{", ":1 must be"),
-    ):
+    other = json.dumps({**line, "host": {**line["host"], "cpu": "another CPU"}})
+    for content, message in ((other, "must be of this host"), ("{", ":1 must be")):
         validate.record.write_text(content + "\n")
         assert validate("--first", "2") == 2
         assert message in capsys.readouterr().err
@@ -107,10 +101,8 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path):
     assert [line.split(" | ")[4] for line in lines if line.startswith("| plain Keras")] == ["9.00", "8.00"]
     titles = [line for line in lines if "rounds in turn" in line]
     assert ["7 rounds" in title for title in titles] == [True, False]
-    assert [line for line in lines if line.startswith("## ")] == [
-        "## Memory policies",
-        "## One pass against a sliding window",
-    ]
+    headings = [line for line in lines if line.startswith("## ")]
+    assert headings == ["## Memory policies", "## One pass against a sliding window"]
 
 
 def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
@@ -125,7 +117,6 @@ def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
 def test_the_page_is_written_or_printed(tmp_path, capsys):
     (tmp_path / "step.jsonl").write_bytes((RECORDS / "step.jsonl").read_bytes())
     command = ["bench", "tables", "--records", str(tmp_path)]
-    assert tables(tmp_path / "none") == HEAD.splitlines()
     assert main(command) == 0
     assert main([*command, "--out", str(tmp_path / "r.md")]) == 0
     assert (tmp_path / "r.md").read_text() == capsys.readouterr().out
