@@ -1,7 +1,7 @@
 """Measure what the real training step takes of memory, in a fresh process, beside what the estimator predicts.
 
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
-    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py"
+    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
 
 Takes the estimator's arguments; of a --run it measures the step alone, without averaged weights and the store's work.
 The allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is
@@ -14,17 +14,19 @@ output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. What a 
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, Turns, deaths, gib, host_of, title_of, with_range
 from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
 from cpu3d.errors import InputError
+from cpu3d.util.atomic import writable_folder, write_bytes
 from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.schema import option
-from memory_estimator.table import Table
-from memory_estimator.units import format_bytes
+from memory_estimator.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.units import GIB, format_bytes
 from memory_estimator.validation import has_known_engine, job_from
 from models.config import POLICIES
 
@@ -40,6 +42,7 @@ class MemoryOptions(StepOptions):
     """What is measured, but for the job."""
 
     policies: bool = option(False, "compare all policies and peers")
+    picture: Optional[Path] = option(None, "draw the policies as PNG", "FILE")
 
 
 OPTIONS = ((MeasuredJob,), MemoryOptions, Turns, Output)
@@ -48,11 +51,15 @@ OPTIONS = ((MeasuredJob,), MemoryOptions, Turns, Output)
 def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError("policy must be left out with --policies, got it; drop it")
-    if not options.policies and (turns.peer or turns.rounds > 1):
-        raise InputError("peer and rounds must come with --policies, got one alone; add that")
+    if not options.policies and (turns.peer or turns.rounds > 1 or options.picture):
+        raise InputError("peer, rounds and picture must come with --policies, got one alone; add that")
+    if options.picture:
+        writable_folder(options.picture.parent, "folder")
     request = step_request(given, options)
     if options.policies:
         result = compare_policies(request, turns.peer, turns.rounds)
+        if options.picture:
+            write_bytes(options.picture, draw_policies(result))
         output.publish("policies", result, policies_table(result))
     else:
         result = harness.in_fresh_process(measure, request)
@@ -135,3 +142,29 @@ def policies_table(record: Result) -> Table:
         f"{record['unet']['filters']} channels of one volume, {format_bytes(unit)}:"
     )
     return Table(columns, rows, title=title, caption=deaths(record["rows"]))
+
+
+def draw_policies(record: Result) -> bytes:
+    """Peaks and seconds as bars, row by row from top to bottom, as PNG."""
+    rows, places = record["rows"], range(len(record["rows"]))
+    figure = new_figure(11, 0.42 * len(rows) + 1.2)
+    panels = (
+        ("allocator_peak_bytes", "allocator peak, GiB", GIB, PALETTE[0]),
+        ("process_peak_bytes", "process peak, GiB", GIB, PALETTE[5]),
+        ("ratio", f"seconds a step, relative to {BASELINE}", 1, PALETTE[4]),
+    )
+    for axes, (name, label, unit, colour) in zip(figure.subplots(1, len(panels)), panels):
+        plain(axes, "")
+        values = [(row[name] or 0) / unit for row in rows]
+        # A peer knows no allocator: that is no death.
+        texts = ["died" if row["error"] else "-" if row[name] is None else f"{row[name] / unit:.2f}" for row in rows]
+        axes.bar_label(axes.barh(places, values, 0.62, color=colour), texts, padding=3, fontsize=8)
+        axes.set_yticks(
+            places, [row["name"] if axes.get_subplotspec().is_first_col() else "" for row in rows], fontsize=8
+        )
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.42 * (max(values) or 1))  # room for the texts
+        axes.set_xlabel(label, fontsize=9)
+    figure.suptitle(f"One training step, {title_of(record)}", fontsize=10, fontweight="bold", x=0.01, ha="left")
+    figure.tight_layout(pad=0.6, w_pad=1.4, rect=(0, 0, 1, 0.98))
+    return png(figure)

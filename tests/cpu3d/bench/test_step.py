@@ -83,7 +83,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         ("memory --policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
         ("memory --policies --policy lean", "policy must be left out with --policies"),
         ("memory --policies --peer echo", "peer 'echo' must end with a line of JSON, exited with 0"),
-        ("memory --peer echo", "peer and rounds must come with --policies"),
+        ("memory --peer echo", "peer, rounds and picture must come with --policies"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, requests, capsys):
