@@ -143,8 +143,10 @@ def _array_problems(folder: Path, record: CaseRecord) -> List[str]:
             rule = f"{name} in the record of case {record.case_id} must follow from its voxels, {_short(value)}"
             problems.append(f"{rule}, got {_short(found)}; {ADVICE}")
     try:
-        if own.exists() and case_from_json(read_regular(own)) != record:
+        if case_from_json(read_regular(own)) != record:
             problems.append(f"store file {own} must hold the case's record as the store does, got another; delete it")
+    except FileNotFoundError:  # only an unfinished store would go on from it
+        pass
     except (OSError, ValueError) as error:
         problems.append(f"store file {own} must hold the case's record, got {error}; delete it")
     return problems
